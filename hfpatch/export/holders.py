@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ..measure.text_batches import tokenizer_of
 from ..runtime.errors import UnsupportedError, described
 from .equality import TOLERANCE, Measured
 from .files import save_tokenizer
-from .remote import answer_of
+from .remote import worst_elsewhere
 
 if TYPE_CHECKING:
     from .native import Exported
@@ -97,12 +98,8 @@ def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Meas
         "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
         "texts": TEXTS,
     }
-    answer = answer_of(model, folder, job)
-    if "error" in answer:
-        why = answer["error"].strip().rstrip(".")
-        raise VerificationError(f"the export of this {kind} doesn't open: {why}. It was deleted.", why)
+    worst = worst_elsewhere(model, kind, folder, job, partial(max_error, outputs))
     allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, fitting(model, example_inputs(model)))
-    worst = max(max_error(outputs, found) for found in answer["outputs"])
     measured = Measured(worst, allowed, len(TEXTS), "what it makes of texts")
     if not measured.holds:
         raise VerificationError(

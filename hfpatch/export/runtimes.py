@@ -125,13 +125,6 @@ def require_runtime(name: str) -> None:
         raise OptionError(f"serve must be one of {', '.join(RUNTIMES)}, not {name!r:.40}.")
 
 
-def served_by(class_name: str) -> dict[str, str]:
-    """The runtimes that take a class, transformers first, and whether that was measured or read."""
-    return {"transformers": "measured"} | {
-        runtime: classes[class_name].evidence for runtime, classes in RUNTIMES.items() if class_name in classes
-    }
-
-
 def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
     """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import transformers
-from transformers import CONFIG_MAPPING
-
-from ..checkpoint.auto_classes import opened_classes
 from . import layouts
 from .layouts import FamilyLayout
-from .runtimes import served_by
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,6 @@ class Target:
     optional: tuple[str, ...] = ()
     bounded: bool = False
     activation: str | None = None
-
-    def served_by(self, auto: str) -> dict[str, str]:
-        """The runtimes that take it with a head, by Auto class, and whether that was measured or read."""
-        found = opened_classes(getattr(transformers, auto), CONFIG_MAPPING[self.model_type])
-        return served_by(found[0].__name__) if found else {}
 
     @property
     def layout(self) -> FamilyLayout:

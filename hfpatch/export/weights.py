@@ -83,7 +83,7 @@ class Weights:
             if module is not None and isinstance(part, PlainNorm):
                 self.fill_norm(module, part, path)
             elif module is not None:
-                self._fill(_stored(module, _output_bias(root, role, paths)), part, path)
+                self._fill(_stored(module, _output_bias(root, role, paths)), vars(part) if part else {}, path)
 
     def layer(self, module: nn.Module, output_bias: Tensor | None = None) -> Affine:
         """A linear layer or embedding."""
@@ -100,8 +100,8 @@ class Weights:
         facts, like = _facts(module, path), self.model
         values = self._values(_stored_of_norm(module, facts))
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
-        gain = values["weight"] + facts.offset if "weight" in values else gain
-        return PlainNorm(gain, values.get("bias"), facts.kind, _eps(facts, like.dtype))
+        gain = values["gain"] + facts.offset if "gain" in values else gain
+        return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
 
     def fill_norm(self, module: nn.Module, norm: PlainNorm, path: str) -> None:
         """Copy gain and shift into a stock norm.
@@ -115,14 +115,8 @@ class Weights:
                 f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
             )
         stored = _stored_of_norm(module, facts)
-        for word, places, values, neutral in (
-            ("gain", stored["weight"], norm.weight, 1.0),
-            ("shift", stored["bias"], norm.bias, 0.0),
-        ):
-            if not places and values is not None and bool((values != neutral).any()):
-                raise UnsupportedError(f"its {path} has no {word}")
-        stored = {name: places for name, places in stored.items() if places}
-        self._fill(stored, Affine(norm.weight - facts.offset, norm.bias), path)
+        gain = norm.weight - (facts.offset if stored["gain"] else 1.0)
+        self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
     def value(self, *places: Tensor) -> Tensor:
         """The value stored at the first of these places; the others are copies of it."""
@@ -132,10 +126,10 @@ class Weights:
     def _values(self, stored: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         return {name: self.value(*places) for name, places in stored.items() if places}
 
-    def _fill(self, stored: Mapping[str, list[Tensor]], part: Affine | None, path: str) -> None:
-        """Copy weight and bias to where they are stored; zeros where there are none."""
+    def _fill(self, stored: Mapping[str, list[Tensor]], given: Mapping[str, Tensor | None], path: str) -> None:
+        """Copy values to where they are stored; zeros where none are given, which alone need no place."""
         for name, places in stored.items():
-            values = getattr(part, name, None)
+            values = given.get(name)
             if not places and values is not None and bool(values.any()):
                 raise UnsupportedError(f"its {path} has no {name}")
             for place in places:
@@ -167,7 +161,7 @@ def _stored(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Te
 
 def _stored_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
     """Likewise a norm's gain, less its offset, and shift."""
-    places = zip(("weight", "bias"), facts.parameters_of(module), strict=True)
+    places = zip(("gain", "shift"), facts.parameters_of(module), strict=True)
     return {name: [] if place is None else [place] for name, place in places}
 
 

@@ -24,6 +24,7 @@ from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import HOW, KINDS, Part, Record
 from ..verification.report import Report
+from .opening import ways_to_open
 
 CARD = "README.md"
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
@@ -85,6 +86,12 @@ class CardFacts:
     def library(self) -> str:
         """What opens the checkpoint: by it the Hub chooses the code that it shows, which has to work."""
         return "hfpatch" if self.record is not None and not self.config.get("auto_map") else "transformers"
+
+    def form_opened_by(self, auto: str) -> str:
+        """What an Auto class opens, as in `export_model`."""
+        if self.record is None:
+            return "native"
+        return "remote" if auto in (self.config.get("auto_map") or {}) else "plugin"
 
     @property
     def parts(self) -> list[tuple[str, Part]]:
@@ -215,7 +222,8 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         if facts.page:
             yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
-    yield from _ways_to_open(facts, auto)
+    for words, language, code in ways_to_open(facts.repo_id, auto, facts.form_opened_by(auto), facts.subfolder):
+        yield f"{words}\n\n```{language}\n{code}\n```"
     if facts.report is not None:
         yield "## What the patch changed, measured"
         yield f"By `hfpatch verify`; the truth is the original (`reference`) in float64.\n\n```\n{facts.report}\n```"
@@ -237,29 +245,6 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
     version = facts.config.get("transformers_version")
     saved = f" Saved with transformers {version}." if version else ""
     return f"{of} (`{host}`) with its architecture patched by hfpatch: {changes}.{saved}"
-
-
-def _ways_to_open(facts: CardFacts, auto: str) -> Iterator[str]:
-    title = facts.repo_id.split("/")[-1]
-    where = f'"{facts.repo_id}"' + (f', subfolder="{facts.subfolder}"' if facts.subfolder else "")
-
-    def code(first: str = "", option: str = "") -> str:
-        opened = f"model = {auto}.from_pretrained({where}{option})"
-        return f"```python\n{first}from transformers import {auto}\n\n{opened}\n```"
-
-    if facts.record is None:
-        yield "With transformers alone:\n\n" + code()
-        return
-    yield "With hfpatch installed; without it transformers refuses the checkpoint, rather than open half of it:"
-    yield code(first="import hfpatch\n")
-    if auto in (facts.config.get("auto_map") or {}):
-        yield "Without hfpatch, by the code that the repository carries; read it, and give a commit as `revision=`:"
-        yield code(option=", trust_remote_code=True")
-        return
-    whole = facts.repo_id if not facts.subfolder else "FOLDER"  # what the command line opens
-    yield "For those without hfpatch, export it: by remote code, or where one is equal as a stock architecture."
-    forms = "\n".join(f"hfpatch export {whole} {title}-{form} --to {form}" for form in ("remote", "native"))
-    yield f"```bash\n{forms}\n```"
 
 
 def _licence(facts: CardFacts, data: Any) -> str:

@@ -11,24 +11,24 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import random_weights
-from ..measure.copies import unpatched_config
-from ..runtime.lens import host_class
+from ..measure.copies import host_on_meta, unpatched_config
 from ..verification.module_diff import compare_modules
 from ..verification.report import ModuleRow, module_lines
 
-HEADINGS = ("module", "original", "patched", "note")
+HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
 
 
 def unpatched(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and settings without the patch, on the meta device."""
-    host: Any = host_class(type(model))
-    with torch.device("meta"):
-        return host._from_config(unpatched_config(model.config))
+    return host_on_meta(model, unpatched_config(model.config))
 
 
 def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
-    """Rows for the modules that a patch changed, and for the norms that it kept; `model` may be on the meta device."""
-    return compare_modules(model, unpatched(model))
+    """Rows for the modules that a patch changed, and last for the norms that it kept.
+
+    `model` may be on the meta device.
+    """
+    return sorted(compare_modules(model, unpatched(model)), key=lambda row: row.state == "kept")
 
 
 def changes_by_config(config: Any) -> list[tuple[str, ...]]:
@@ -39,19 +39,7 @@ def changes_by_config(config: Any) -> list[tuple[str, ...]]:
     try:
         with torch.device("meta"):
             model = random_weights(config, None, trust=False)
-        lines = change_lines(changed_modules(model))
+        lines = list(module_lines(changed_modules(model)))
     except Exception:  # whatever a model's constructor may raise; a card does without the table
         return []
     return [HEADINGS, *lines] if lines else []
-
-
-def change_lines(rows: list[ModuleRow]) -> list[tuple[str, ...]]:
-    """The rows as cells of a table, in the order of `HEADINGS`; what differs in layer numbers alone is one line.
-
-    Changed modules come first, kept norms last.
-    """
-    ordered = sorted(rows, key=lambda row: row.state == "kept")
-    return [
-        (names, reference, "(kept)" if state == "kept" else now, note)
-        for names, reference, now, state, note in module_lines(ordered)
-    ]

@@ -5,7 +5,6 @@ The file holds its styles and figures and loads nothing; it has no scripts.
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -17,14 +16,13 @@ import jinja2
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
+from ..core.results import Table
 from ..core.staging import staged
 from ..errors import OptionError
 from ..export.native import why_none
@@ -34,10 +32,11 @@ from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import HOW, Outcome, Part, Record
-from ..verification.report import Report, output_lines
+from ..verification.report import Report, module_lines, output_lines
 from .card import CARD, TASKS
-from .changes import HEADINGS, change_lines, changed_modules, unpatched
-from .figures import block_figures, layer_curves
+from .changes import HEADINGS, changed_modules, unpatched
+from .figures import layer_figures
+from .opening import ways_to_open
 from .sketch import sketches
 
 _ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
@@ -96,7 +95,6 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals |= {"share": lambda value: f"{value:.1%}", "number": lambda value: f"{value:.3g}"}
     return environment.get_template("report.html.j2")
 
 
@@ -112,11 +110,10 @@ def _facts(
     rows = changed_modules(model) if report is None else report.modules
     if not (record.norm or record.placement):
         rows = [row for row in rows if row.state != "kept"]  # norms that nobody asked to change
-    drawn = sketches(model, host, rows)
-    stored = _stored_config(checkpoint)
+    stored = {} if checkpoint is None else PreTrainedConfig.get_config_dict(str(checkpoint))[0]
     base = _base(checkpoint, reference)
     name = _PATCHED if checkpoint is None else _public_name(checkpoint)
-    remote = bool(stored.get("auto_map")) and stored.get("model_type") == KEY
+    form = "remote" if stored.get("auto_map") and stored.get("model_type") == KEY else "plugin"
     cls = host_class(type(model))
     auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
     parameters = sum(p.numel() for p in model.parameters())
@@ -128,34 +125,24 @@ def _facts(
             "model": cls.__name__,
             "original": base or "not known",
             "size": f"{parameters:,} parameters, {str(model.dtype).removeprefix('torch.')}",
-            "form": "not saved yet" if checkpoint is None else _FORMS["remote" if remote else "plugin"],
+            "form": "not saved yet" if checkpoint is None else _FORMS[form],
             "saved with": f"transformers {stored.get('transformers_version') or transformers.__version__}",
             "page written with": f"hfpatch {version}, transformers {transformers.__version__}",
         },
-        "base_url": f"https://huggingface.co/{base}" if base and _is_hub_id(base, reference) else None,
+        "base_url": f"https://huggingface.co/{base}" if base and "/" in base else None,
         "outcomes": outcomes,
         "how": HOW,
-        "blocks": [block_figures(*pair, drawn.positions) for pair in drawn.pairs],
-        "block_notes": drawn.notes,
-        "headings": HEADINGS,
-        "changes": change_lines(rows),
+        "sketch": sketches(model, host, rows),
+        "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
-        "edits": [str(edit) for edit in record.edits],
+        "edits": record.edits,
         "learned": _learned(model),
         "report": report,
-        "outputs": [] if report is None else _outputs(report),
-        "curves": [] if report is None else layer_curves(report.layers),
+        "outputs": {} if report is None else _outputs(report),
+        "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "left": None if repair is None or not repair.kept else 1 - repair.recovered,
-        "finite": math.isfinite,
-        "name": name,
-        "auto": auto,
-        "remote": remote,
+        "ways": list(ways_to_open(name, auto, form, no_native=why_none(model))),
         "commands": list(_commands(record, base or _ORIGINAL, name)),
-        "remote_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-remote", "--to", "remote"]),
-        "native_command": shlex.join(["hfpatch", "export", name, f"{name.split('/')[-1]}-native"]),
-        "why_not_native": why_none(model),
-        "folder": name.split("/")[-1],
         "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
 
@@ -176,16 +163,13 @@ def _learned(model: PreTrainedModel) -> list[str]:
     return [f"{name} {float(least):.3g} to {float(most):.3g}" for name, (least, most) in ranges.items()]
 
 
-def _outputs(report: Report) -> list[list[tuple[str, ...]]]:
-    names = dict.fromkeys(row.output for row in report.outputs)
-    return [output_lines([row for row in report.outputs if row.output == name]) for name in names]
-
-
-def _stored_config(checkpoint: str | PathLike[str] | None) -> dict[str, Any]:
-    """A checkpoint's config.json as it is stored."""
-    if checkpoint is None:
-        return {}
-    return transformers.PreTrainedConfig.get_config_dict(str(checkpoint))[0]
+def _outputs(report: Report) -> dict[str, Table]:
+    """The measured outputs by their names."""
+    found = {}
+    for name in dict.fromkeys(row.output for row in report.outputs):
+        lines = output_lines([row for row in report.outputs if row.output == name])
+        found[name] = Table([("run by", *lines[0][1:]), *lines[1:]], "<<" + ">" * (len(lines[0]) - 2))
+    return found
 
 
 def _public_name(name: str | PathLike[str]) -> str:
@@ -206,29 +190,16 @@ def _base(checkpoint: str | PathLike[str] | None, reference: str | PathLike[str]
     return found if isinstance(found, str) else None
 
 
-def _is_hub_id(name: str, reference: str | PathLike[str] | None) -> bool:
-    if reference is not None and Path(reference).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" in name
-
-
 def _commands(record: Record, base: str, name: str) -> Iterator[str]:
     """Command lines that make the checkpoint again, and one that measures it.
 
-    Requests with the same globs and start go together, as far as each kind comes once and in its order.
+    Requests of different kinds with the same globs and start go together.
     """
     steps: list[dict[str, Part]] = []
     for kind, part in sorted(record.parts, key=lambda item: item[0] != "placement"):
-        alike = [step for step in steps if kind not in step and _settings(part) == _settings(next(iter(step.values())))]
-        earlier = max((i for i, step in enumerate(steps) if kind in step), default=-1)
-        step = next((one for one in alike if steps.index(one) > earlier), None)
-        if step is None:
-            steps.append(step := {})
-        step[kind] = part
+        if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
+            steps.append({})
+        steps[-1][kind] = part
     source = base
     for i, step in enumerate(steps):
         target = name if i == len(steps) - 1 else f"step-{i + 1}"

@@ -6,12 +6,9 @@ patch made of them is read from the patched model's modules and lenses. A stack 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,70 +16,53 @@ from transformers import PreTrainedModel
 from ..core.plan_table import grouped
 from ..measure.twin import twin
 from ..runtime.errors import UnsupportedError
-from ..runtime.joins import Gains, Join, Joins
+from ..runtime.joins import Gains, Joins
 from ..runtime.lens import lens_of
 from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import measuring
 from ..sites.branches import Site, sites_of
 from ..sites.mlps import MLPSite, find_mlps
 from ..sites.norms import describe
-from ..sites.records.biases import BIASES
-from ..sites.rotations import find_rotations
-from ..sites.stacks import find_stacks
 from ..verification.report import ModuleRow
 
-_DRAWN = ("pre", "post", "olmo2", "sandwich", "parallel")
+# By placement: how a branch f meets the stream x, and the order of its pieces (n a norm, m the second one, f the rest)
+_FORMS = {
+    "pre": ("x + f(norm(x))", "nf"),
+    "parallel": ("x + f(norm(x)) + the other branches of x", "nf"),
+    "post": ("norm(x + f(x))", "fn"),
+    "deepnorm": ("norm({alpha:.4g} x + f(x))", "fn"),
+    "olmo2": ("x + norm(f(x))", "fn"),
+    "sandwich": ("x + norm(f(norm(x)))", "nfm"),
+}
 _MOST = 3  # different blocks of one stack that are drawn
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a sketch: its title ("norm", "attention", "MLP"), its name in the block, and what it is."""
+    """One box of a sketch: its title ("norm", "attention", "MLP"), its name in the block, and lines on what it is."""
 
     title: str
     name: str
-    text: str
-    notes: tuple[str, ...] = ()
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class BranchSketch:
-    """One residual branch.
+    """One residual branch: how it meets the stream, as a formula, and its pieces in the order of the forward."""
 
-    Attributes:
-        placement: as in `Branch`, or "deepnorm".
-        norm, body: the norm and what else the branch computes.
-        second: a sandwich's second norm.
-        alpha: factor of the stream in DeepNorm's sum.
-    """
-
-    placement: str
-    norm: Piece
-    body: Piece
-    second: Piece | None = None
-    alpha: float = 1.0
-
-
-@dataclass(frozen=True)
-class BlockSketch:
-    """Blocks that are alike: their names, how many they are, and their branches in the order of the sums."""
-
-    names: str
-    count: int
-    branches: tuple[BranchSketch, ...]
+    formula: str
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Sketches:
-    """The drawn blocks, the modules that hold positions outside of them, and notes on what isn't drawn.
+    """The drawn blocks, and notes on what isn't drawn.
 
     Attributes:
-        pairs: (before, after) of the same blocks.
-        positions: (before, after) of each table of positions or rotary module, in the model's order.
+        pairs: the names of blocks that are alike, and their branches before and after, in the order of the sums.
     """
 
-    pairs: list[tuple[BlockSketch, BlockSketch]]
-    positions: list[tuple[Piece, Piece]]
+    pairs: list[tuple[str, tuple[BranchSketch, ...], tuple[BranchSketch, ...]]]
     notes: list[str]
 
 
@@ -94,31 +74,29 @@ def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow
         host: without the patch, on any device, meta included.
         rows: how their modules differ, from `compare_modules`.
     """
-    positions = _positions(host, rows)
     try:
         branches = _branches(host)
     except UnsupportedError as error:
-        return Sketches([], positions, [f"Its blocks aren't drawn: {error}"])
-    before, after = (_by_block(one, branches) for one in (host, model))
-    was, now = _Reader(host, []), _Reader(model, rows)
+        return Sketches([], [f"Its blocks aren't drawn: {error}"])
+    before, after = _by_block(host, branches), _by_block(model, branches)
+    mlps = find_mlps(host), find_mlps(model)
     pairs, notes = [], []
     for stack in dict.fromkeys(branch.stack for branch in branches):
         names = [name for name, sites in before.items() if sites[0].branch.stack == stack]
         whole = all(len(before[name]) == len(after.get(name, [])) for name in names)
-        known = all(branch.placement in _DRAWN for branch in branches if branch.stack == stack)
+        known = all(branch.placement in _FORMS for branch in branches if branch.stack == stack)
         if not (names and whole and known):
             notes.append(f"{stack} isn't drawn: how its branches meet the residual stream isn't known.")
             continue
         different: dict[tuple, list[str]] = {}
         for name in names:
-            key = was.block(before[name]), now.block(after[name])
-            different.setdefault(key, []).append(name)
-        for (old, new), alike in list(different.items())[:_MOST]:
-            title = _names(alike)
-            pairs.append((BlockSketch(title, len(alike), old), BlockSketch(title, len(alike), new)))
+            old = tuple(_branch(site, mlps[0], []) for site in before[name])
+            new = tuple(_branch(site, mlps[1], rows) for site in after[name])
+            different.setdefault((old, new), []).append(name)
+        pairs += [(_names(alike), *pair) for pair, alike in list(different.items())[:_MOST]]
         if len(different) > _MOST:
             notes.append(f"{stack}: {len(different)} kinds of blocks, of which {_MOST} are drawn.")
-    return Sketches(pairs, positions, notes)
+    return Sketches(pairs, notes)
 
 
 def _branches(host: PreTrainedModel) -> list[Branch]:
@@ -155,139 +133,61 @@ def _names(names: list[str]) -> str:
     return ", ".join(text for _, text in grouped([SimpleNamespace(module=name) for name in names], lambda _: ()))
 
 
-def _positions(host: PreTrainedModel, rows: list[ModuleRow]) -> list[tuple[Piece, Piece]]:
-    """Tables of positions and the model's own rotary modules, before and after."""
-    tables = [item.table_name for item in find_stacks(host)]
-    for item in find_stacks(host, BIASES):  # which may be in the first of the owner's attentions
-        leaf = item.stack.table.rpartition(".")[2]
-        names = (name for name, _ in host.named_modules() if name.startswith(f"{item.name}."))
-        tables += [name for name in names if name.rpartition(".")[2] == leaf][:1]
-    rotary = [rotation.module_name for rotation in find_rotations(host)]
-    found, by_name = [], {row.module: row for row in rows}
-    for name in dict.fromkeys((*tables, *rotary)):
-        row = by_name.get(name)
-        holder, _, leaf = name.rpartition(".")
-        value: Any = getattr(host.get_submodule(holder), leaf, None)
-        text = row.reference if row else type(value).__name__
-        if value is None and row is None:
-            continue
-        now = text if row is None or row.model == row.reference else row.model
-        notes = (row.runtime,) if row is not None and row.runtime else ()
-        found.append(
-            (
-                Piece("positions", name, text),
-                Piece("positions", name, now, notes),
-            )
-        )
-    return found
+def _branch(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSketch:
+    """A branch in one block of a model, patched or not; `rows` are how its modules differ from the original's."""
+    own, block = site.branch, site.block
+    placement, second, alpha = own.placement, own.outer, _alpha(site)
+    joins = lens_of(block, Joins)
+    join = (
+        next((one for one in joins.joins if (one.outlet, one.call) == (own.outlet, own.call)), None) if joins else None
+    )
+    if join is not None:
+        placement, second, alpha = own.placement if join.form == "host" else join.form, join.second, join.alpha
+    formula, order = _FORMS["deepnorm" if alpha != 1.0 else placement]
+    pieces = {"n": _norm(block, own.norm), "f": _body(site, mlps, rows)}
+    if second:
+        pieces["m"] = _norm(block, second)
+    return BranchSketch(formula.format(alpha=alpha), tuple(pieces[one] for one in order))
 
 
-class _Reader:
-    """Reads the branches of one model's blocks.
-
-    Args:
-        model: patched or not.
-        rows: how its modules differ from another's, for notes.
-    """
-
-    def __init__(self, model: PreTrainedModel, rows: list[ModuleRow]):
-        self.mlps, self.rows = find_mlps(model), rows
-
-    def block(self, sites: list[Site]) -> tuple[BranchSketch, ...]:
-        """The branches of one block."""
-        mlps = [None if site.branch.mixes or site.branch.cross else self._mlp(site) for site in sites]
-        parts = [_parts(site, mlp) for site, mlp in zip(sites, mlps, strict=True)]
-        owned: list[list[str]] = [[] for _ in sites]
-        for name, _ in sites[0].block.named_modules():
-            common = [max(_shared_pieces(name, part) for part in ours) for ours in parts]
-            if common.count(max(common)) == 1:
-                owned[common.index(max(common))].append(name)
-        return tuple(self._branch(*each) for each in zip(sites, mlps, owned, strict=True))
-
-    def _branch(self, site: Site, mlp: MLPSite | None, modules: list[str]) -> BranchSketch:
-        own, block, join = site.branch, site.block, _join(site)
-        placement = own.placement if join is None or join.form == "host" else join.form
-        alpha = _alpha(site) if join is None else join.alpha
-        second = join.second if join is not None else own.outer
-        return BranchSketch(
-            "deepnorm" if alpha != 1.0 else placement,
-            _norm(block, own.norm),
-            self._body(site, mlp, modules),
-            _norm(block, second) if second else None,
-            alpha,
-        )
-
-    def _body(self, site: Site, mlp: MLPSite | None, modules: list[str]) -> Piece:
-        own, block = site.branch, site.block
-        found = (note for row in self.rows for note in _notes(row, site, modules))
-        notes = tuple(dict.fromkeys((*found, *(("its output is scaled before the sum",) if own.altered else ()))))
-        if mlp is not None:
-            kind = mlp.kind or type(mlp.act).__name__
-            name = mlp.name.removeprefix(f"{site.block_name}.")
-            return Piece("MLP", name, f"{mlp.sizes[0]} → {mlp.sizes[1]}, {kind}", notes)
-        attentions = [
-            name for name in modules if name and "attention" in type(block.get_submodule(name)).__name__.lower()
-        ]
-        name = max(attentions, key=lambda one: one.count("."), default=own.outlet)
-        title = "cross-attention" if own.cross else "attention" if attentions else "branch"
-        return Piece(title, name, block.get_submodule(name)._get_name(), notes)
-
-    def _mlp(self, site: Site) -> MLPSite | None:
-        """The MLP that ends in a branch's last projection."""
-        end = f"{site.block_name}.{site.branch.projection}"
-        inside = [mlp for mlp in self.mlps if mlp.name.startswith(f"{site.block_name}.")]
-        by_last = next((mlp for mlp in inside if mlp.last == end), None)
-        return by_last or next((mlp for mlp in inside if end.startswith(f"{mlp.owner}.")), None)
-
-
-def _parts(site: Site, mlp: MLPSite | None) -> list[str]:
-    """Names in the block of modules that are known to belong to a branch."""
-    own = site.branch
-    found = [own.projection or own.writer, *own.readers, *([] if own.outlet == own.writer else [own.outlet])]
-    if mlp is not None:
-        found += [name.removeprefix(f"{site.block_name}.") for name in (mlp.name, mlp.last or mlp.name)]
-    return found
-
-
-def _shared_pieces(name: str, other: str) -> int:
-    """How many leading pieces two names share."""
-    pairs = zip(name.split("."), other.split("."), strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def _notes(row: ModuleRow, site: Site, modules: list[str]) -> Iterator[str]:
-    """What a row says of a branch whose modules these are; norms have boxes of their own."""
-    name = row.module.removeprefix(f"{site.block_name}.")
-    if name == row.module or name not in modules or describe(site.block.get_submodule(name)) is not None:
-        return
-    if row.runtime:
-        yield row.runtime
-    if 0 < row.change < math.inf:
-        yield "other weights"
+def _alpha(site: Site) -> float:
+    """The factor a of a norm of a x + f(x), which a post-norm host computes by dividing f(x) by it."""
+    for name, module in site.block.named_modules():
+        gains = lens_of(module, Gains)
+        for child, call, factor in gains.gains if gains else ():
+            if (f"{name}.{child}".strip("."), call) == (site.branch.outlet, site.branch.call):
+                return 1 / factor
+    return 1.0
 
 
 def _norm(block: nn.Module, name: str) -> Piece:
     module = block.get_submodule(name)
     facts = describe(module)
     size = f"({', '.join(map(str, facts.shape))})" if facts is not None and facts.shape else ""
-    return Piece("norm", name, module._get_name() + size)
+    return Piece("norm", name, (module._get_name() + size,))
 
 
-def _join(site: Site) -> Join | None:
-    """What a patch made of the place where a branch meets the stream."""
-    joins = lens_of(site.block, Joins)
+def _body(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> Piece:
+    """What a branch computes besides its norms."""
     own = site.branch
-    return (
-        next((one for one in joins.joins if (one.outlet, one.call) == (own.outlet, own.call)), None) if joins else None
-    )
+    name = next(iter(own.readers), own.projection.partition(".")[0] or own.outlet)
+    kind = site.block.get_submodule(name)._get_name()
+    title = "cross-attention" if own.cross else "attention" if "attention" in kind.lower() else "branch"
+    mlp = None if own.mixes or own.cross else _mlp(site, mlps)
+    if mlp is not None:
+        title, kind = "MLP", f"{mlp.sizes[0]} → {mlp.sizes[1]}, {mlp.kind or type(mlp.act).__name__}"
+    notes = []
+    inside = f"{site.block_name}.{name}.", f"{site.block_name}.{own.projection}."
+    for row in rows:
+        if f"{row.module}.".startswith(inside):
+            notes += [row.runtime, "other weights" if 0 < row.change < math.inf else None]
+    notes.append("its output is scaled before the sum" if own.altered else None)
+    return Piece(title, name, (kind, *dict.fromkeys(filter(None, notes))))
 
 
-def _alpha(site: Site) -> float:
-    """The factor a of a norm of a x + f(x), which a post-norm host computes by dividing f(x) by it."""
-    pieces = site.branch.outlet.split(".")
-    for depth in range(len(pieces)):
-        gains = lens_of(site.block.get_submodule(".".join(pieces[:depth])), Gains)
-        for child, call, factor in gains.gains if gains else ():
-            if (child, call) == (".".join(pieces[depth:]), site.branch.call):
-                return 1 / factor
-    return 1.0
+def _mlp(site: Site, mlps: list[MLPSite]) -> MLPSite | None:
+    """The MLP that ends in a branch's last projection."""
+    end = f"{site.block_name}.{site.branch.projection}"
+    inside = [mlp for mlp in mlps if mlp.name.startswith(f"{site.block_name}.")]
+    by_last = next((mlp for mlp in inside if mlp.last == end), None)
+    return by_last or next((mlp for mlp in inside if end.startswith(f"{mlp.owner}.")), None)

@@ -99,22 +99,6 @@ def probe_beyond_the_old_length(model: Any, case: dict[str, Any]) -> Any:
     return outputs(model, {"input_ids": ids})[0].sum().item()
 
 
-def probe_gradient_checkpointing(model: Any, case: dict[str, Any]) -> Any:
-    ids, found = case["inputs"]["input_ids"], []
-    for on in (False, True):
-        model.train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        if on:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    same = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
-    return len(found[0]) == len(list(model.parameters())) and same
-
-
 def probe_dtypes(model: Any, case: dict[str, Any]) -> Any:
     half = load(case["folder"], case["auto"], dtype=torch.bfloat16)
     direct = copy.deepcopy(model).to(torch.bfloat16)
@@ -123,19 +107,11 @@ def probe_dtypes(model: Any, case: dict[str, Any]) -> Any:
     return {str(p.dtype) for p in half.parameters()} == {"torch.bfloat16"}, same, str(rotary.dtype)
 
 
-def probe_device_map(model: Any, case: dict[str, Any]) -> Any:
-    return difference(outputs(load(case["folder"], case["auto"], device_map="cpu"), case["inputs"]), case["outputs"])
-
-
 def probe_shards(model: Any, case: dict[str, Any]) -> Any:
     folder = Path(case["folder"]).parent / "shards"
     model.save_pretrained(folder, max_shard_size="20KB")
     many = len(list(folder.glob("*.safetensors"))) > 3
     return many, difference(outputs(load(folder, case["auto"]), case["inputs"]), case["outputs"])
-
-
-def probe_tied(model: Any, case: dict[str, Any]) -> Any:
-    return model.lm_head.weight is model.transformer.wte.weight
 
 
 def probe_copies(model: Any, case: dict[str, Any]) -> Any:
@@ -179,12 +155,6 @@ def probe_missing_values(model: Any, case: dict[str, Any]) -> Any:
     return sorted({module.alpha.item() for module in load(folder, case["auto"]).modules() if hasattr(module, "alpha")})
 
 
-def probe_attention_implementation(model: Any, case: dict[str, Any]) -> Any:
-    sdpa = outputs(model, case["inputs"])
-    model.set_attn_implementation("eager")
-    return model.config._attn_implementation, difference(outputs(model, case["inputs"]), sdpa)
-
-
 def probe_pipeline(model: Any, case: dict[str, Any]) -> Any:
     generate = transformers.pipeline("text-generation", model=case["folder"], trust_remote_code=True)
     return generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
@@ -192,14 +162,6 @@ def probe_pipeline(model: Any, case: dict[str, Any]) -> Any:
 
 def probe_tokenizer(model: Any, case: dict[str, Any]) -> Any:
     return transformers.AutoTokenizer.from_pretrained(case["folder"])("w3 w9")["input_ids"]
-
-
-def probe_adapters(model: Any, case: dict[str, Any]) -> Any:
-    import peft
-
-    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=True)
-    tuned = peft.get_peft_model(load(case["folder"], case["auto"]), config).eval()
-    return difference(outputs(tuned, case["inputs"]), case["outputs"]) > 1e-3
 
 
 def probe_loading_info(model: Any, case: dict[str, Any]) -> Any:

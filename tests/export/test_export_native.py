@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ def one(name: str) -> Case:
     return next(case for case in CASES if case.name.startswith(name))
 
 
-# Opened by transformers alone, in one process: decoders also generate there
+# Opened as stock models, of which decoders also generate
 OPENED = [(one("gpt2 (CausalLM): pos='rope'"), target) for target in native_cases.UNGATED if target != "jais2"] + [
     (one("gpt2 (CausalLM): norm='rms'"), "gpt2"),
     (one("gpt2 (CausalLM): pos='nope'"), "gpt2"),
@@ -51,78 +49,39 @@ OPENED = [(one("gpt2 (CausalLM): pos='rope'"), target) for target in native_case
     (one("vit (ImageClassification)"), "vit"),
 ]
 GENERATED = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-OPEN = """
-import json, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "hfpatch":
-            raise ImportError("hfpatch is blocked here")
-sys.meta_path.insert(0, Blocked())
-import torch, transformers
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-failures = {}
-for folder, auto, settings in json.loads(sys.argv[1]):
-    expected = torch.load(folder + "/expected.pt")
-    model = getattr(transformers, auto).from_pretrained(folder)
-    module = type(model).__module__
-    with torch.no_grad():
-        output = model(**expected["inputs"])
-    found = output.get("logits", output.get("last_hidden_state"))
-    mask = expected["inputs"].get("attention_mask")
-    if mask is not None and found.dim() == 3 and found.shape[:2] == mask.shape:
-        found = found[mask.bool()]
-    error = float((found - expected["output"]).abs().max() / expected["output"].std())
-    tokens = model.generate(**expected["inputs"], **settings) if "tokens" in expected else None
-    same = tokens is None or torch.equal(tokens, expected["tokens"])
-    if not (error <= 1e-5 and same and module.startswith("transformers.models.")):
-        failures[folder] = [error, same, module]
-try:
-    import hfpatch
-    failures["control"] = "hfpatch could be imported"
-except ImportError:
-    pass
-print(json.dumps(failures))
-"""
 
 
-def expected(model: Any, case: Case) -> dict[str, Any]:
-    """Inputs, the patched model's output for them and, of a decoder, what it generates; half a text is padding."""
+def results(model: Any, head: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A model's output and, of a decoder, what it generates; half a text is padding, which isn't looked at."""
     generator = torch.Generator().manual_seed(3)
-    if "Image" in case.head:
+    if "Image" in head:
         given = {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
     else:
         ids = torch.randint(5, VOCABULARY, (2, 11), generator=generator)
         mask = torch.ones_like(ids)
-        mask[0, slice(None, 5) if case.head == LM else slice(6, None)] = 0
+        mask[0, slice(None, 5) if head == LM else slice(6, None)] = 0
         given = {"input_ids": ids.where(mask.bool(), torch.zeros_like(ids)), "attention_mask": mask}
     with torch.no_grad():
         output = model(**given)
     found = output.get("logits", output.get("last_hidden_state"))
     if found.dim() == 3 and "attention_mask" in given:
         found = found[given["attention_mask"].bool()]
-    stored = {"inputs": given, "output": found}
-    return stored | ({"tokens": model.generate(**given, **GENERATED)} if case.head == LM else {})
+    return found, model.generate(**given, **GENERATED) if head == LM else None
 
 
 @pytest.mark.slow
-def test_transformers_alone_opens_them(tmp_path: Path) -> None:
-    """The same outputs under padding and, token for token, the same texts, where hfpatch can't be imported."""
-    jobs, made = [], {}
-    for index, (case, target) in enumerate(OPENED):
-        if case.name not in made:
-            made[case.name] = case.model()
-        model, folder = made[case.name], tmp_path / f"{index}-{target}"
-        written = export_model(model, folder, "native", architecture=target)
-        assert written.measured.holds
-        assert json.loads((folder / "config.json").read_text())["model_type"] == target
-        assert "hfpatch" not in (folder / "config.json").read_text()
-        torch.save(expected(model, case), folder / "expected.pt")
-        jobs.append((str(folder), case.head, GENERATED))
-    script = subprocess.run([sys.executable, "-c", OPEN, json.dumps(jobs)], capture_output=True, text=True, check=False)
-    assert script.returncode == 0, script.stderr[-2000:]
-    assert json.loads(script.stdout.strip().splitlines()[-1]) == {}
+@pytest.mark.parametrize(("case", "target"), OPENED, ids=lambda value: getattr(value, "name", value))
+def test_they_open_as_stock_models(case: Case, target: str, tmp_path: Path) -> None:
+    """The same outputs under padding, and the same texts; test_served_forms.py opens some without hfpatch."""
+    model = case.model()
+    assert export_model(model, tmp_path / "out", "native", architecture=target).measured.holds
+    assert "hfpatch" not in (tmp_path / "out/config.json").read_text()
+    stock = load(tmp_path / "out", case.head)
+    assert stock.config.model_type == target
+    assert type(stock).__module__.startswith("transformers.models.")
+    (truth, text), (found, other) = results(model, case.head), results(stock, case.head)
+    assert float((found - truth).abs().max() / truth.std()) <= 1e-5
+    assert text is None or torch.equal(text, other)
 
 
 # One of each kind, in float64 where the class computes in it: what is equal, and in which order it is tried
@@ -278,30 +237,25 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_settings_come_along(tmp_path: Path) -> None:
+    """What the host doesn't say isn't the target's default: SmolLM3's padding token is 128,004."""
     model = tiny("bert", SEQUENCE, num_labels=3, problem_type="multi_label_classification", hidden_dropout_prob=0.25)
     model.config.id2label = {0: "a", 1: "b", 2: "c"}
-    export_model(patch(model, pos="rope:theta=500"), tmp_path / "out", "native")
-    config = load(tmp_path / "out", SEQUENCE).config
+    config = exported(patch(model, pos="rope:theta=500"), tmp_path / "a", SEQUENCE).config
     assert (config.id2label, config.problem_type) == ({0: "a", 1: "b", 2: "c"}, "multi_label_classification")
-    assert config.hidden_dropout_prob == 0.25
-    assert config.rope_parameters["rope_theta"] == 500
-    assert config.pad_token_id == 0
-
-
-def test_what_the_host_does_not_say_is_not_the_targets_default(tmp_path: Path) -> None:
-    """SmolLM3's padding token is 128,004: without one of the host's it must have none, else small vocabularies fail."""
+    assert (config.hidden_dropout_prob, config.rope_parameters["rope_theta"], config.pad_token_id) == (0.25, 500, 0)
     model = patch(tiny("llama", LM, pad_token_id=None, bos_token_id=None), pos="nope")
-    export_model(model, tmp_path / "out", "native", architecture="smollm3")
-    config = load(tmp_path / "out", LM).config
+    config = exported(model, tmp_path / "b", LM, architecture="smollm3").config
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (None, None, model.config.eos_token_id)
-
-
-def test_generation_settings_come_along(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", LM), pos="rope")
     model.generation_config.num_beams, model.generation_config.repetition_penalty = 3, 1.5
-    export_model(model, tmp_path / "out", "native")
-    found = load(tmp_path / "out", LM).generation_config
+    found = exported(model, tmp_path / "c", LM).generation_config
     assert (found.num_beams, found.repetition_penalty) == (3, 1.5)
+
+
+def exported(model: Any, folder: Path, head: str, **options: Any) -> Any:
+    """What its native export opens as."""
+    export_model(model, folder, "native", **options)
+    return load(folder, head)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -322,38 +276,58 @@ def test_the_tokenizer_opens_beside_it(target: str, tmp_path: Path) -> None:
     assert theirs.eos_token_id == 2
 
 
-def test_folders(tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", LM), pos="rope")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "kept.txt").write_text("mine")
+@pytest.mark.parametrize("form", ["plugin", "native"])
+def test_folders(form: str, tmp_path: Path) -> None:
+    """One that isn't empty is replaced as a whole, once the export has succeeded."""
+    model, out = patch(tiny("gpt2", LM), pos="rope"), tmp_path / "out"
+    out.mkdir()
+    (out / "kept.txt").write_text("mine")
     with pytest.raises(PatchError, match="empty"):
-        export_model(model, tmp_path / "out", "native")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.txt"]
-    dyt = patch(tiny("gpt2", LM), norm="dyt")
+        export_model(model, out, form)
+    with pytest.raises(AttributeError):
+        export_model(model, out, form, tokenizer=object(), overwrite=True)
     with pytest.raises(UnsupportedError):
-        export_model(dyt, tmp_path / "out", "native", overwrite=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.txt"]
-    export_model(model, tmp_path / "out", "native", overwrite=True)
+        export_model(patch(tiny("gpt2", LM), norm="dyt"), out, "native", overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["kept.txt"]
+    written = export_model(model, out, form, tokenizer=tokenizer(), overwrite=True)
+    assert (written.to, written.folder) == (form, out)
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
-    assert not (tmp_path / "out" / "kept.txt").exists()
-    with pytest.raises(PatchError, match="file"):
-        export_model(model, tmp_path / "out" / "config.json", "native")
-    with pytest.raises(PatchError, match=r"config\.json"):
-        export_model(model, tmp_path / "out" / "config.json" / "inside", "native")
+    assert not (out / "kept.txt").exists()
+    assert AutoTokenizer.from_pretrained(out)("The fox")["input_ids"] == [4, 6]
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == (MODEL_TYPE if form == "plugin" else "gpt_neox")
+    assert (out / "hfpatch_weights.json").exists() == (form == "plugin")
+    for place in (out / "config.json", out / "config.json" / "inside"):
+        with pytest.raises(PatchError, match=r"file|config\.json"):
+            export_model(model, place, form)
 
 
-def test_arguments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "options", "error", "says"),
+    [
+        ("onnx", {}, OptionError, "plugin, remote, native"),
+        ("plugin", {"architecture": "gpt_neox"}, OptionError, "to='native'"),
+        ("remote", {"serve": "vllm"}, OptionError, "serve= chooses what a native export becomes"),
+        ("native", {"serve": "tgi"}, OptionError, r"one of llama\.cpp, vllm, sglang, tei, onnx, not 'tgi'"),
+        ("native", {"architecture": "bert"}, UnknownNameError, "gpt2, gpt_neox, starcoder2"),
+        ("plugin", {"verify": False}, OptionError, "verify= and example_inputs="),
+        ("native", {"example_inputs": {}}, OptionError, "verify= and example_inputs="),
+        *(("plugin", {option: {}}, OptionError, option) for option in ("push_to_hub", "state_dict", "mark_weights")),
+    ],
+)
+def test_arguments(form: str, options: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=says):
+        export_model(patch(tiny("gpt2", LM), pos="rope"), tmp_path / "out", form, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_weights(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", LM), pos="rope")
-    with pytest.raises(OptionError, match="plugin, remote, native"):
-        export_model(model, tmp_path / "out", "onnx")
-    with pytest.raises(OptionError, match="to='native'"):
-        export_model(model, tmp_path / "out", "plugin", architecture="gpt_neox")
-    with pytest.raises(UnknownNameError, match="gpt2, gpt_neox, starcoder2"):
-        export_model(model, tmp_path / "out", "native", architecture="bert")
     with torch.device("meta"):
         empty = type(model)(model.config)
-    with pytest.raises(UnsupportedError, match="values"):
-        export_model(empty, tmp_path / "out", "native")
+    for form, says in (("native", "values"), ("remote", "no weights yet")):
+        with pytest.raises(UnsupportedError, match=says):
+            export_model(empty, tmp_path / "out", form)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -362,33 +336,6 @@ def test_an_architecture_that_this_transformers_lacks(monkeypatch: pytest.Monkey
     found = {each.model_type: each for each in candidates(patch(tiny("gpt2", LM), pos="rope"))}
     assert found["starcoder2"].equal
     assert "doesn't have it" in found["gpt_neox"].reason
-
-
-def test_plugin_form(tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", LM), norm="dyt")
-    written = export_model(model, tmp_path / "out")
-    assert (written.to, written.architecture) == ("plugin", "GPT2LMHeadModel")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == MODEL_TYPE
-    assert (tmp_path / "out" / "hfpatch_weights.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (tmp_path / "out" / "kept.txt").write_text("mine")
-    with pytest.raises(PatchError, match="empty"):
-        export_model(model, tmp_path / "out")
-    with pytest.raises(AttributeError):
-        export_model(model, tmp_path / "out", tokenizer=object(), overwrite=True)
-    assert (tmp_path / "out" / "kept.txt").exists()
-    export_model(model, tmp_path / "out", tokenizer=tokenizer(), overwrite=True)
-    assert not (tmp_path / "out" / "kept.txt").exists()
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("The fox")["input_ids"] == [4, 6]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("form", ["plugin", "remote", "native"])
-@pytest.mark.parametrize("option", ["push_to_hub", "state_dict", "mark_weights"])
-def test_options_that_would_save_something_else(form: str, option: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=option):
-        export_model(patch(tiny("gpt2", LM), pos="rope"), tmp_path / "out", form, **{option: {}})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_line(tmp_path: Path) -> None:

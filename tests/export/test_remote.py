@@ -19,7 +19,7 @@ from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered,
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS, POSITIONS
-from hfpatch.errors import OptionError, VerificationError
+from hfpatch.errors import VerificationError
 from hfpatch.export import export_model, remote
 from hfpatch.export.modeling import FILE
 from hfpatch.runtime.errors import PatchError
@@ -33,21 +33,9 @@ CASES = [
     *((family, "dyt") for family in ("llama", "t5", "convnext")),
     ("llama", "rope"),
 ]
-MORE = [
-    *(("gpt2", request) for request in ("rms parametrized", "rms without shifts", "deepnorm")),
-    *(("gpt2", request) for request in ("dynamic", "nope", "alibi", "sinusoidal", "learned", "swiglu fresh")),
-    *((family, "all") for family in ("roberta", "distilbert", "opt", "gpt_neo")),
-    *((family, "rms exact") for family in ("vit", "nemotron")),
-    *(("bert", request) for request in ("deepnorm", "sandwich", "rms without shifts", "swiglu")),
-    ("vit", "deepnorm"),
-    *((family, "dyt") for family in ("cohere", "deberta")),
-    *(("llama", request) for request in ("interleaved", "nope")),
-    *(("t5", request) for request in ("rope", "nope")),
-    ("bloom", "rope"),
-]
 WITH_HEADS = [("gpt2", "all"), ("bert", "all"), ("bart", "all"), ("vit", "all"), ("llama", "dyt")]
 # minutes: every family of tiny_models with every request that it takes
-SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES + MORE]
+SWEPT = [(family, request) for family in CONFIGS for request in REQUESTS if (family, request) not in CASES]
 SWEPT.remove(("deberta", "learned"))  # whose relative positions hang on the same length: it comes back nowhere
 
 
@@ -192,17 +180,9 @@ def test_inputs_beyond_the_old_length(opened: dict[str, Any], here: Any) -> None
     assert opened["probes"]["beyond_the_old_length"] == outputs(here, input_ids=ids)[0].sum().item()
 
 
-def test_training_with_gradient_checkpointing(opened: dict[str, Any]) -> None:
-    found = opened["probes"]["gradient_checkpointing"]
-    assert found is not False
-    assert found == 0
-
-
 EXPECTED: dict[str, Any] = {
     "dtypes": [True, 0.0, "torch.float32"],
-    "device_map": 0.0,
     "shards": [True, 0.0],
-    "tied": True,
     "copies": [0.0, 0.0],
     "from_config": [pytest.approx(0.4), 0.0, 9],
     "opened_config": [0.0] * 4,
@@ -237,32 +217,14 @@ def test_one_model_in_many_ways(probe: str, opened: dict[str, Any]) -> None:
     assert opened["probes"][probe] == EXPECTED[probe]
 
 
-def test_attention_can_be_chosen(opened: dict[str, Any]) -> None:
-    chosen, moved = opened["probes"]["attention_implementation"]
-    assert chosen == "eager"
-    assert moved < 1e-4
-
-
 def test_pipelines(opened: dict[str, Any], here: Any) -> None:
     generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
     expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert opened["probes"]["pipeline"] == expected
 
 
-def test_adapters(opened: dict[str, Any]) -> None:
-    pytest.importorskip("peft")
-    assert opened["probes"]["adapters"] is True
-
-
 def test_a_host_with_other_names_is_refused(opened: dict[str, Any]) -> None:
     assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])
-
-
-@pytest.mark.slow
-def test_more_families_and_requests(tmp_path: Path) -> None:
-    answers = _asked(tmp_path, [_exported(build(*case), "-".join(case), tmp_path) for case in MORE])["cases"]
-    assert len(answers) == len(MORE)
-    assert not {name: found for name, found in answers.items() if not isinstance(found, dict) or found["difference"]}
 
 
 @pytest.mark.sweep
@@ -325,14 +287,6 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     assert not hasattr(again.config, "auto_map")
     again.save_pretrained(tmp_path / "again")
     assert "auto_map" not in json.loads((tmp_path / "again/config.json").read_text())
-
-
-@pytest.mark.parametrize("options", [{"verify": False}, {"example_inputs": {}}], ids=str)
-@pytest.mark.parametrize("form", ["plugin", "native"])
-def test_options_of_its_check_are_its_own(form: str, options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="verify= and example_inputs="):
-        export_model(build("gpt2", "dyt"), tmp_path / "out", form, **options)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_files_classes_stay_in_a_config() -> None:

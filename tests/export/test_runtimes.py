@@ -12,10 +12,7 @@ from tiny_models import patch, tiny
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.errors import OptionError
 from hfpatch.export import export_model, native_model
-from hfpatch.export.runtimes import RUNTIMES, served_by
-from hfpatch.export.targets import TARGETS
 from hfpatch.runtime.errors import UnsupportedError
 
 CHOSEN = [  # family, patch, options, without serve=, for llama.cpp
@@ -84,15 +81,6 @@ def test_biases_and_widths() -> None:
         native_model(bare, "gpt_neox", "llama.cpp")
 
 
-def test_arguments(tmp_path: Path) -> None:
-    model = made("gpt2", ROPE)
-    with pytest.raises(OptionError, match=r"serve must be one of llama\.cpp, vllm, sglang, tei, onnx, not 'tgi'"):
-        export_model(model, tmp_path / "out", "native", serve="tgi")
-    with pytest.raises(OptionError, match="serve= chooses what a native export becomes"):
-        export_model(model, tmp_path / "out", "remote", serve="vllm")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_command_line(tmp_path: Path) -> None:
     made("gpt2", {"pos": "rope:theta=500"}).save_pretrained(tmp_path / "patched")
     asked = ["export", str(tmp_path / "patched"), str(tmp_path / "out"), "--serve"]
@@ -100,15 +88,3 @@ def test_command_line(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*asked, "tei", "--overwrite"])
     assert refused.exit_code == 1
     assert "tei isn't known to take a GPTNeoXForCausalLM" in refused.stderr
-
-
-def test_every_target_says_what_serves_it() -> None:
-    known = {target.model_type: target.served_by(next(iter(target.layout.heads))) for target in TARGETS}
-    assert all(marks["transformers"] == "measured" for marks in known.values())
-    assert known["llama"] == {
-        **dict.fromkeys(("transformers", "llama.cpp", "onnx"), "measured"),
-        **dict.fromkeys(("vllm", "sglang"), "read"),
-    }
-    assert {mark for marks in known.values() for mark in marks.values()} == {"measured", "read"}
-    assert all(served.evidence in ("measured", "read") for classes in RUNTIMES.values() for served in classes.values())
-    assert served_by("NoSuchModel") == {"transformers": "measured"}

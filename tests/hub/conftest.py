@@ -1,57 +1,60 @@
-"""One server and one client for all tests of a session; each test has repositories of its own."""
+"""A Hub for all tests of a session, and the genuine client set up to speak to it."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from hub_checks import tokens_in
-from hub_client import INVALID, OTHER, OWNER, READER, HubClient
+from hub_checks import INVALID, OWNER, USERS, made
+from huggingface_hub import constants
 from local_hub import LocalHub
-from local_store import User
 
-USERS = {OWNER: User("me", orgs=("lab",)), READER: User("me", role="read"), OTHER: User("other")}
 _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
-def _server() -> Iterator[LocalHub]:
-    with LocalHub() as server:
-        server.store.users |= USERS
-        server.store.orgs |= {"lab", "strangers"}
+def server() -> Iterator[LocalHub]:
+    with LocalHub(USERS) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
-def _client(_server: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubClient]:
-    home = tmp_path_factory.mktemp("home")
-    client = HubClient(_server.url, home)
-    yield client
-    client.close()
-    files = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
-    commits = [commit for repo in _server.store.repos.values() for commit in repo.commits.values()]
-    blobs = [blob.content for commit in commits for blob in commit.files.values()]
-    everything = [*client.transcript, *files, *blobs, *_server.bodies]
-    assert tokens_in(everything, (*USERS, INVALID)) == [], "a token was printed, logged, raised, written or committed"
-
-
 @pytest.fixture
-def hub(_server: LocalHub) -> Iterator[LocalHub]:
-    """The server without faults, and afterwards nothing asked of it that it doesn't know, no token sent to storage."""
-    _server.faults.clear()
-    _server.requests.clear()
-    _server.unexpected.clear()
-    _server.part_size, _server.page, _server.store.before_commit = None, 1000, None
-    yield _server
-    assert _server.unexpected == []
-    assert not [one for one in _server.requests if one.host == "storage" and one.token]
+def hub(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[LocalHub]:
+    """The server without faults, which the owner's client speaks to.
 
-
-@pytest.fixture
-def client(_client: HubClient) -> HubClient:
-    return _client
+    Afterwards nothing was asked of it that it doesn't know, no token went to the storage, and none was logged.
+    """
+    settings = {
+        "ENDPOINT": server.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_URL_HOSTS": frozenset({"127.0.0.1"}),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+        # Xet sends files, in pieces that it chooses itself, to servers of its own by a compiled client; git-lfs, which
+        # every version of the client falls back to, is what can be spoken here
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value, raising=False)
+    monkeypatch.setenv("HF_TOKEN", OWNER)
+    huggingface_hub.utils.disable_progress_bars()
+    monkeypatch.setattr(time, "sleep", server.waits.append)  # nobody waits
+    server.reset()
+    with caplog.at_level(logging.DEBUG, "huggingface_hub"):
+        yield server
+    assert server.unexpected == []
+    assert not [one for one in server.requests if one.host == "storage" and one.token]
+    assert not [token for token in (*USERS, INVALID) if token in caplog.text]
 
 
 @pytest.fixture
@@ -61,8 +64,21 @@ def name() -> str:
 
 
 @pytest.fixture(scope="session")
-def saved(_client: HubClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A patched checkpoint in several shards; tests copy it before they change it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
-    _client.call("save", str(folder), shard="20KB")
+    made().save_pretrained(folder, max_shard_size="20KB")
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one in a single file."""
+    folder = tmp_path_factory.mktemp("saved") / "whole"
+    made(seed=1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copied")

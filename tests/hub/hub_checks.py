@@ -1,51 +1,62 @@
-"""What must hold of a repository: no ref ever pointed to half a checkpoint, and what arrived is what was sent."""
+"""What the tests of pushes use: a model, and what must hold of a repository that it was pushed to."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import torch
 from local_store import INITIAL, Repo
+from tiny_models import load, patch, tiny
 
+# Tokens. None of them is a real one; the last is nobody's
+OWNER, READER, OTHER, INVALID = "hf_test-owner-7c1", "hf_test-reader-2e9", "hf_test-other-5d4", "hf_test-nobody-8b0"
+USERS = {OWNER: ("me", "write"), READER: ("me", "read"), OTHER: ("other", "write")}
+HEAD = "AutoModelForCausalLM"
 CARD = "README.md"
 
 
-def sent(folder: Path, prefix: str = "") -> dict[str, str]:
-    """sha256 of every file of a folder, by its path in the repository."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        f"{prefix}{path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in paths
-    }
+def made(norm: str | None = "dyt", pos: str | None = "rope", seed: int = 0) -> Any:
+    """A tiny patched GPT-2."""
+    return patch(tiny("gpt2", HEAD, seed=seed), norm=norm, pos=pos)
 
 
-def held(repo: Repo, revision: str = "main") -> dict[str, str]:
-    """sha256 of every file of a commit, but for the card and what a new repository has."""
-    files = repo.files(revision)
+def outputs(name: str | Path, **options: Any) -> bytes:
+    """What the model that is opened returns."""
+    with torch.no_grad():
+        return load(name, HEAD, **options)(torch.arange(24).reshape(2, 12) % 90).logits.numpy().tobytes()
+
+
+def commits(repo: Repo) -> int:
+    """Those after the one that a new repository has."""
+    return len(repo.commits) - 1
+
+
+def digests(files: dict[str, bytes], prefix: str = "") -> dict[str, str]:
+    """sha256 of every file by its path, but for the card and what a new repository has."""
     return {
-        path: hashlib.sha256(content).hexdigest()
+        f"{prefix}{path}": hashlib.sha256(content).hexdigest()
         for path, content in files.items()
         if path not in INITIAL and not path.endswith(CARD)
     }
 
 
+def sent(folder: Path, prefix: str = "") -> dict[str, str]:
+    """The same of a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return digests({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, prefix)
+
+
 def require_identical(repo: Repo, folder: Path, revision: str = "main", prefix: str = "") -> None:
     """The commit holds the folder's files, byte for byte, a card, and nothing else."""
-    expected = {path: digest for path, digest in sent(folder, prefix).items() if not path.endswith(CARD)}
-    assert held(repo, revision) == expected
+    assert digests(repo.files(revision)) == sent(folder, prefix)
     assert f"{prefix}{CARD}" in repo.files(revision)
 
 
 def require_whole(repo: Repo, *folders: Path) -> None:
     """Wherever a ref pointed at any time, there was nothing, or one of these checkpoints with its card."""
-    whole = [{path: digest for path, digest in sent(folder).items() if path != CARD} for folder in folders]
     for ref, oid in repo.moves:
-        files = held(repo, oid)
-        assert files == {} or (files in whole and CARD in repo.files(oid)), f"{ref} pointed to half a checkpoint"
-
-
-def tokens_in(everything: Iterable[str | bytes], tokens: Iterable[str]) -> list[str]:
-    """The tokens that stand anywhere in it."""
-    text = b"\n".join(part.encode() if isinstance(part, str) else part for part in everything)
-    return [token for token in tokens if token.encode() in text]
+        files = repo.files(oid)
+        found = digests(files)
+        assert found == {} or (found in map(sent, folders) and CARD in files), f"{ref} pointed to half a checkpoint"

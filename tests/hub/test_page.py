@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +14,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from tiny_models import patch, tiny
-from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -24,8 +22,8 @@ from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
 from hfpatch.export.native import native_model
-from hfpatch.hub.changes import change_lines, changed_modules, unpatched
-from hfpatch.hub.figures import layer_curves
+from hfpatch.hub.changes import changed_modules, unpatched
+from hfpatch.hub.figures import layer_figures
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.page import write_page
 from hfpatch.hub.sketch import Sketches, sketches
@@ -98,14 +96,15 @@ def test_what_it_says(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "pos='rope:theta=500' approximate outputs differ by" in text
     assert "Not preserved: absolute positions are removed; queries" in text
     assert "form plugin: opens where hfpatch is imported" in text
-    assert "transformer.h.{0-1}.attn.c_proj x2 Conv1D (same) weights differ by" in text
+    assert "transformer.h.{0-1}.attn.c_proj x2 Conv1D (same) weights weights differ by" in text
     assert "Before: transformer.h.{0-1}" in text
-    assert "norm ln_1 RMSNorm(32)" in text
+    assert "x + f(norm(x)) norm ln_1 RMSNorm(32) attention attn" in text
+    assert "transformer.wpe Embedding(64, 32) its mean row converted" in text
     assert "Error by layer: hidden_states" in text
     assert "Outputs by dtype: logits" in text
     assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 --calibration none" in text
     assert "hfpatch verify patched openai-community/gpt2" in text
-    assert "model = AutoModelForCausalLM.from_pretrained('patched')" in text
+    assert 'model = AutoModelForCausalLM.from_pretrained("patched")' in text
     assert "hfpatch export patched patched-remote --to remote" in text
     assert "The repair" not in text
     assert [link.get("href") for link in tree.iter("a")] == ["https://huggingface.co/openai-community/gpt2"]
@@ -150,14 +149,14 @@ def test_a_repair(tmp_path: Path) -> None:
     write_page(model, tmp_path / "x.html", repair=report)
     text = words(tree_of(tmp_path / "x.html"))
     assert "norm='dyt' repaired KL divergence" in text
-    assert f"{report.before:.3g} before, {report.after:.3g} after, on 2 held-out of 16 sequences" in text
+    assert report.summary() in text
     assert f"{len(report.steps)} steps, in forward order" in text
     assert f"{report.steps[0].module} {report.steps[0].kind} " in text
     assert "hfpatch patch ORIGINAL PATCHED --norm dyt hfpatch verify" in text  # no --calibration none
     assert "What the repair was calibrated on isn't in the record" in text
     fitted = [module.alpha.item() for module in model.modules() if isinstance(module, DynamicTanh)]
     assert f"In the weights now: DynamicTanh: alpha {min(fitted):.3g} to {max(fitted):.3g}." in text
-    assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have. How to make it again" in text
+    assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have." in text
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_a_native_export_is_offered_where_one_may_fit(
     write_page(model, tmp_path / "x.html")
     text = words(tree_of(tmp_path / "x.html"))
     assert ("-native" in text) == (reason is None)
-    assert (reason or "With transformers alone") in text
+    assert (reason or "for transformers alone") in text
     if reason:
         with pytest.raises(UnsupportedError, match=re.escape(reason)):
             native_model(model)
@@ -202,86 +201,72 @@ def test_modules_by_structure_are_those_of_verify() -> None:
     assert any(row.state == "weights" for row in rows)  # control
 
 
-def test_lines_of_changed_modules() -> None:
-    rows = [
-        ModuleRow("ln_f", "A", "A", "kept", "keep"),
-        *(ModuleRow(f"h.{i}.a", "B", "C", "converted") for i in (0, 1)),
-    ]
-    rows.append(ModuleRow("w", "D", "D", "weights", change=0.25))
-    expected = [("h.{0-1}.a  x2", "B", "C", ""), ("w", "D", "(same)", "weights differ by 25.0%")]
-    assert change_lines(rows) == [*expected, ("ln_f", "A", "(kept)", "keep")]
-
-
 def sketched(model: Any) -> Sketches:
     return sketches(model, unpatched(model), changed_modules(model))
 
 
-def boxes(found: Sketches, side: int = 1) -> Iterator[tuple[str, str, str]]:
-    for pair in found.pairs:
-        for branch in pair[side].branches:
-            yield branch.placement, branch.norm.text, branch.body.title
+def drawn(found: Sketches) -> list[tuple[str, ...]]:
+    """Of each branch after the patch: its formula, and what its pieces are."""
+    branches = [branch for _, _, after in found.pairs for branch in after]
+    return [(one.formula, *(" ".join(piece.lines) for piece in one.pieces)) for one in branches]
 
 
 def test_sketch_of_a_pre_norm_model() -> None:
     found = sketched(patch(tiny("gpt2", HEAD), norm="rms", pos="rope"))
-    assert list(boxes(found, 0)) == [("pre", "LayerNorm(32)", "attention"), ("pre", "LayerNorm(32)", "MLP")]
-    assert list(boxes(found)) == [("pre", "RMSNorm(32)", "attention"), ("pre", "RMSNorm(32)", "MLP")]
-    assert found.pairs[0][1].branches[0].body.notes == ("queries and keys rotated: RoPE(theta=10000, half)",)
-    assert found.pairs[0][0].branches[0].body.notes == ()
-    assert [(before.text, after.text) for before, after in found.positions] == [("Embedding(64, 32)", "its mean row")]
+    ((names, before, after),) = found.pairs
+    assert names == "transformer.h.{0-1}"
+    assert [piece.lines for piece in before[0].pieces] == [("LayerNorm(32)",), ("GPT2Attention",)]
+    rotated = "GPT2Attention queries and keys rotated: RoPE(theta=10000, half)"
+    assert drawn(found) == [
+        ("x + f(norm(x))", "RMSNorm(32)", rotated),
+        ("x + f(norm(x))", "RMSNorm(32)", "32 → 128, NewGELUActivation"),
+    ]
+    assert before[1].pieces[1] == after[1].pieces[1]  # control: what the patch left alone
 
 
-def test_sketches_of_other_placements() -> None:
-    bert = sketched(patch(tiny("bert"), norm="dyt"))
-    assert list(boxes(bert)) == [("post", "DynamicTanh(32)", "attention"), ("post", "DynamicTanh(32)", "MLP")]
-    deep = sketched(patch(tiny("bert"), norm="deepnorm:preserve=true")).pairs[0][1].branches
-    assert [(branch.placement, round(branch.alpha, 3)) for branch in deep] == [("deepnorm", 1.414)] * 2
-    sandwich = sketched(patch(tiny("gpt2"), placement="sandwich")).pairs[0]
-    assert [branch.second for branch in sandwich[0].branches] == [None, None]
-    assert [branch.second and branch.second.name for branch in sandwich[1].branches] == ["ln_1_after", "ln_2_after"]
-    assert {placement for placement, _, _ in boxes(sketched(patch(tiny("cohere"), norm="dyt")))} == {"parallel"}
+@pytest.mark.parametrize(
+    ("family", "request_", "first"),
+    [
+        ("bert", {"norm": "dyt"}, ("norm(x + f(x))", "BertSelfAttention", "DynamicTanh(32)")),
+        ("bert", {"norm": "deepnorm:preserve=true"}, ("norm(1.414 x + f(x))", "BertSelfAttention", "LayerNorm(32)")),
+        ("opt", {"norm": "deepnorm"}, ("norm(1.414 x + f(x))", "OPTAttention", "LayerNorm(32)")),
+        ("gpt2", {"placement": "olmo2"}, ("x + norm(f(x))", "GPT2Attention", "LayerNorm(32)")),
+        ("cohere", {"norm": "dyt"}, ("x + f(norm(x)) + the other branches of x", "DynamicTanh(32)", "CohereAttention")),
+        (
+            "gpt2",
+            {"placement": "sandwich"},
+            ("x + norm(f(norm(x)))", "LayerNorm(32)", "GPT2Attention", "LayerNorm(32)"),
+        ),
+    ],
+)
+def test_sketches_of_other_placements(family: str, request_: dict[str, str], first: tuple[str, ...]) -> None:
+    assert drawn(sketched(patch(tiny(family), **request_)))[0] == first
 
 
 def test_blocks_that_differ_are_drawn_apart() -> None:
     found = sketched(patch(tiny("gpt2"), norm="dyt", only="h.0.*"))
-    assert [(after.names, after.branches[0].norm.text) for _, after in found.pairs] == [
-        ("h.0", "DynamicTanh(32)"),
-        ("h.1", "LayerNorm(32)"),
-    ]
+    assert [names for names, _, _ in found.pairs] == ["h.0", "h.1"]
+    assert [line[1] for line in drawn(found)[::2]] == ["DynamicTanh(32)", "LayerNorm(32)"]
 
 
-def test_cross_attention_and_own_rotations() -> None:
-    bart = list(boxes(sketched(patch(tiny("bart"), pos="rope"))))
-    assert [title for _, _, title in bart] == ["attention", "MLP", "attention", "cross-attention", "MLP"]
-    found = sketched(patch(tiny("t5"), pos="rope"))  # whose blocks hold one branch each
-    titles = [title for _, _, title in boxes(found)]
-    assert titles == ["attention", "MLP", "attention", "cross-attention", "MLP"]
-    assert [(before.text, after.text) for before, after in found.positions] == [("Embedding(32, 4)", "nothing")] * 2
-    [(before, after)] = sketched(patch(tiny("llama"), pos="rope:theta=50000")).positions
-    assert (before.name, before.notes) == ("rotary_emb", ())
-    assert after.notes == ("rotates by RoPE(theta=50000, half)",)
+def test_what_branches_are_called() -> None:
+    for family in ("bart", "t5"):  # whose blocks hold one branch each
+        found = sketched(patch(tiny(family), pos="rope"))
+        titles = [branch.pieces[i].title for _, _, after in found.pairs for branch in after for i in (0, 1)]
+        assert [title for title in titles if title != "norm"] == [
+            *("attention", "MLP", "attention", "cross-attention", "MLP")
+        ]
+    assert "32 → 48, swiglu" in drawn(sketched(patch(tiny("opt"), mlp="swiglu")))[1]
 
 
-def test_curves_leave_out_what_has_no_logarithm() -> None:
+def test_figures_leave_out_what_has_no_logarithm() -> None:
     errors = (0.0, 1e-3, math.inf, 1e-2, 1e-1)
     rows = [LayerRow("hidden_states", i, "model", "float32", error, error) for i, error in enumerate(errors)]
-    [curves] = layer_curves(rows)
-    assert [name for name, _, _ in curves.legend] == [
-        "model float32",
-        "model float32, without the mean over channels",
-    ]
-    line = next(data for data, style in curves.figures["wide"].paths if "curve" in style)
-    assert re.sub(r"[\d.,]+", "", line) == "MML"
-    assert {text.text for text in curves.figures["narrow"].texts} >= {"1e-3", "1e-1", "0", "4"}
-    assert layer_curves([LayerRow("hidden_states", 0, "model", "float64", 0.0, 0.0)]) == []
-
-
-def test_own_modules_of_a_block() -> None:
-    """Control of the sketch: without lenses it is the host's own."""
-    model = patch(tiny("gpt2"), norm="rms")
-    assert isinstance(model.h, nn.ModuleList)
-    [(before, after)] = sketched(model).pairs
-    assert [branch.body for branch in before.branches] == [branch.body for branch in after.branches]
+    (figure,) = layer_figures(rows)
+    assert [one.name for one in figure.curves] == ["model float32", "model float32, without the mean over channels"]
+    assert re.sub(r"[\d.,]+", "", figure.curves[0].data) == "MML"
+    assert {text for _, text in (*figure.powers, *figure.layers)} >= {"1e-3", "1e-1", "0", "4"}
+    assert layer_figures([LayerRow("hidden_states", 0, "model", "float64", 0.0, 0.0)]) == []
 
 
 # On the command line
@@ -293,9 +278,7 @@ def called(*args: str, status: int = 0) -> str:
     return result.output
 
 
-def test_report_on_the_command_line(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) -> None:
     patched = shutil.copytree(folders[0], tmp_path / "patched")
     for _ in range(2):  # its own page is replaced
         assert "hfpatch_report.html" in called("report", str(patched), str(folders[1]))
@@ -336,7 +319,7 @@ def test_a_remote_export(folders: tuple[Path, Path], tmp_path: Path) -> None:
     called("report", str(tmp_path / "remote"))
     text = words(tree_of(tmp_path / "remote/hfpatch_report.html"))
     assert "form remote code, and with hfpatch as well" in text
-    assert "model = AutoModelForCausalLM.from_pretrained('remote', trust_remote_code=True)" in text
+    assert 'model = AutoModelForCausalLM.from_pretrained("remote", trust_remote_code=True)' in text
     assert "--to remote" not in text
 
 

@@ -1,0 +1,51 @@
+"""How people open a checkpoint: code for readers with and without hfpatch, for model cards and report pages."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+
+def ways_to_open(
+    name: str, auto: str, form: str, subfolder: str = "", no_native: str | None = None
+) -> Iterator[tuple[str, str, str]]:
+    """Each way: what it takes, the language of the code, and the code.
+
+    Args:
+        name: the Hub id or folder of the checkpoint, and `subfolder` in it.
+        auto: the Auto class.
+        form: of the checkpoint, as in `export_model`.
+        no_native: why no stock architecture computes the same, where that is known.
+    """
+    where = json.dumps(name, ensure_ascii=False) + (f', subfolder="{subfolder}"' if subfolder else "")
+
+    def code(first: str = "", option: str = "") -> str:
+        return f"{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained({where}{option})"
+
+    if form == "native":
+        yield "With transformers alone:", "python", code()
+        return
+    yield (
+        "With hfpatch installed; without it transformers refuses the checkpoint, rather than open half of it:",
+        "python",
+        code(first="import hfpatch\n"),
+    )
+    if form == "remote":
+        yield (
+            "Without hfpatch, by the code that lies beside the weights; read it, and give a commit as revision=:",
+            "python",
+            code(option=", trust_remote_code=True"),
+        )
+    others = {"remote": "For those without hfpatch, export it to remote code:"}
+    others["native"] = (
+        "Or to a stock architecture, for transformers alone, where one computes the same; that is measured, and "
+        "says for each why not:"
+    )
+    whole = name if not subfolder else "FOLDER"  # what the command line opens
+    for other, words in others.items():
+        if other == "native" and no_native:
+            yield f"No stock architecture computes the same: {no_native}.", "", ""
+        elif other != form:
+            command = ["hfpatch", "export", whole, f"{name.split('/')[-1]}-{other}", "--to", other]
+            yield words, "bash", shlex.join(command)
