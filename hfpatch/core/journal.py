@@ -11,36 +11,30 @@ from torch import Tensor
 
 from .staging import temporary_files
 
-_PIECE = 2**20  # elements that are written or read at once where they aren't on the CPU
-
 
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a journal.
 
     Attributes:
-        shape, stride, dtype, device, inference: of the tensor; inference is whether it is one of inference mode.
+        offset: where its bytes begin in the file.
+        like: a tensor without values of its shape, strides and dtype.
+        device, inference: the tensor's device, and whether it is one of inference mode.
     """
 
     journal: Journal
     offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Tensor
     device: torch.device
     inference: bool
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
         """A new tensor of the same bits and strides, on its device or another."""
         with torch.inference_mode(self.inference):
-            new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
-            self.copy_to(new)
+            like = self.like
+            new = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device or self.device)
+            self.journal.read(self.offset, _flat(new))
         return new
-
-    def copy_to(self, target: Tensor) -> None:
-        """Overwrite a tensor of the same shape, strides and dtype."""
-        assert target.stride() == self.stride
-        self.journal.read(self.offset, target)
 
 
 class Journal:
@@ -59,21 +53,19 @@ class Journal:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="hfpatch-")  # noqa: SIM115  # open until `close`
             offset = self._file.seek(0, 2)
-            for piece in _flat(tensor.detach()).split(_PIECE):
-                self._file.write(_bytes(piece.cpu()))
+            self._file.write(_bytes(_flat(tensor.detach()).cpu()))
             self._file.flush()
-        place = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
-        return Entry(self, offset, *place)
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return Entry(self, offset, like, tensor.device, tensor.is_inference())
 
-    def read(self, offset: int, target: Tensor) -> None:
-        """Fill a tensor with what was written at a place."""
+    def read(self, offset: int, flat: Tensor) -> None:
+        """Fill a tensor of one axis with what was written at a place."""
         assert self._file is not None
         self._file.seek(offset)
-        for piece in _flat(target).split(_PIECE):
-            read = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
-            self._file.readinto(_bytes(read))  # type: ignore[attr-defined]
-            if read is not piece:
-                piece.copy_(read)
+        read = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        self._file.readinto(_bytes(read))  # type: ignore[attr-defined]
+        if read is not flat:
+            flat.copy_(read)
 
     def close(self) -> None:
         """Give the disk its room back; what was stored is gone."""
