@@ -50,8 +50,6 @@ def test_families_lists_every_record() -> None:
     assert __version__ in called("--version")
 
 
-
-
 def test_plan_of_a_config_needs_no_weights() -> None:
     out = called("plan", "config:gpt2", "--norm", "rms", "--pos", "rope")
     assert "transformer.h.{0-11}.ln_{1-2}  x24" in out
@@ -160,8 +158,6 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
 
 
-
-
 def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) -> None:
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
@@ -215,10 +211,6 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
     assert (tmp_path / "out/model.safetensors").exists()
 
 
-
-
-
-
 def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfpatch.checkpoint.fingerprint._obstacle", lambda model: "it is a test")
     request = ["patch", str(checkpoint), str(tmp_path / "out"), "--pos", "nope", "--calibration", "none"]
@@ -253,8 +245,6 @@ def test_no_report_overwrites_what_is_read(checkpoint: Path, tmp_path: Path) -> 
             assert result.exit_code == 1
             assert f"{place} would replace {read}, or a part of it" in result.stderr
     assert (Path(config).read_bytes(), text.read_text()) == (before, "the cat sat")
-
-
 
 
 def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:

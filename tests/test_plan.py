@@ -368,7 +368,7 @@ REFUSED: list[tuple[dict[str, Any], type[PatchError], str]] = [
     ({"pos": "nope", "init": "exact"}, UnsupportedError, r"pos='nope'.*init='auto'"),
     ({"norm": DyT(), "init": "exact"}, UnsupportedError, r"norm='dyt' isn't exact.*init='auto'"),
     ({"mlp": "swiglu", "init": "exact"}, UnsupportedError, "swiglu"),
-    ({"norm": "rms", "mlp": "swiglu:d_ff=8"}, OptionError, "d_ff"),
+    ({"norm": "rms", "mlp": "swiglu:d_ff=8"}, UnsupportedError, "d_ff"),
 ]
 
 
@@ -467,7 +467,9 @@ def with_lora(model: Any) -> Any:
 
 def with_submodule(model: Any, change: Callable[[Any], Any]) -> Any:
     """The model after a change of its first block: in place, or to what the change returns."""
-    model.transformer.h[0] = change(model.transformer.h[0]) or model.transformer.h[0]
+    changed = change(model.transformer.h[0])
+    if changed is not None:
+        model.transformer.h[0] = changed
     return model
 
 

@@ -17,24 +17,28 @@ class Entry:
     """A tensor in a journal.
 
     Attributes:
-        offset: where its bytes begin in the file.
-        like: a tensor without values of its shape, strides and dtype.
-        device, inference: the tensor's device, and whether it is one of inference mode.
+        shape, stride, dtype, device, inference: of the tensor; inference is whether it is one of inference mode.
     """
 
     journal: Journal
     offset: int
-    like: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
     inference: bool
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
         """A new tensor of the same bits and strides, on its device or another."""
         with torch.inference_mode(self.inference):
-            like = self.like
-            new = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device or self.device)
-            self.journal.read(self.offset, _flat(new))
+            new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+            self.copy_to(new)
         return new
+
+    def copy_to(self, target: Tensor) -> None:
+        """Overwrite a tensor of the same shape, strides and dtype."""
+        assert target.stride() == self.stride
+        self.journal.read(self.offset, target)
 
 
 class Journal:
@@ -55,13 +59,14 @@ class Journal:
             offset = self._file.seek(0, 2)
             self._file.write(_bytes(_flat(tensor.detach()).cpu()))
             self._file.flush()
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return Entry(self, offset, like, tensor.device, tensor.is_inference())
+        place = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
+        return Entry(self, offset, *place)
 
-    def read(self, offset: int, flat: Tensor) -> None:
-        """Fill a tensor of one axis with what was written at a place."""
+    def read(self, offset: int, target: Tensor) -> None:
+        """Fill a tensor with what was written at a place."""
         assert self._file is not None
         self._file.seek(offset)
+        flat = _flat(target)
         read = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
         self._file.readinto(_bytes(read))  # type: ignore[attr-defined]
         if read is not flat:

@@ -291,8 +291,7 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
 
 def _undo_values(module: nn.Module, name: str, old: Tensor | Entry) -> None:
     parameter = module._parameters[name]
-    shape = old.like.shape if isinstance(old, Entry) else old.shape
-    if parameter is None or parameter.shape != shape:  # after a resize the old values don't fit
+    if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
         return
     if isinstance(old, Entry):
         parameter.data = _without_memory(parameter.data)
