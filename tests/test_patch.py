@@ -94,25 +94,6 @@ def test_two_models_that_share_a_config_object() -> None:
     assert (one.config.resid_pdrop, other.config.resid_pdrop) == (0.77, 0.1)
 
 
-def test_the_random_stream_is_left_alone() -> None:
-    for request in (BOTH, {"norm": "derf", "init": "reset"}, {"mlp": "swiglu"}, {"mlp": "swiglu", "init": "reset"}):
-        model = tiny("gpt2")
-        torch.manual_seed(11)
-        expected = torch.rand(3)
-        torch.manual_seed(11)
-        patch(model, **request)
-        assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_kept(training: bool) -> None:
-    model = tiny("gpt2").train(training)
-    model.h[0].ln_1.train(not training)
-    patch(model, **BOTH)
-    modes = {name: module.training for name, module in model.named_modules()}
-    assert {name for name, mode in modes.items() if mode != training} == {"h.0.ln_1"}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "cohere"])
 def test_the_dtype_is_kept(family: str, dtype: torch.dtype) -> None:
@@ -895,13 +876,6 @@ def test_composites_are_patched_saved_and_restored(kind: str, auto: str, tmp_pat
     assert difference(plain, outputs(model, **given)) == 0
 
 
-def test_one_half_of_a_composite(tmp_path: Path) -> None:
-    model, given = composite("encoder-decoder"), composite_inputs("encoder-decoder")
-    patch(model, norm="rms", pos="rope", only=["encoder.*"])
-    assert all(name.startswith("encoder.") for name in norms_of(model, AffineNorm))
-    assert difference(model, reload(model, tmp_path, "AutoModelForSeq2SeqLM"), **given) == 0
-
-
 @pytest.mark.parametrize("options", [{"is_decoder": True}, {"is_decoder": True, "add_cross_attention": True}])
 def test_bert_as_a_decoder(options: dict[str, bool], tmp_path: Path) -> None:
     model = patch(tiny("bert", "AutoModelForCausalLM", **options), **BOTH)
@@ -943,18 +917,6 @@ def test_a_stack_by_itself(owner: str) -> None:
         assert difference(outputs(copied(model), **long), answer) == 0
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
-
-
-def test_models_with_parts_kept_in_float32(tmp_path: Path) -> None:
-    class Careful(GPT2LMHeadModel):
-        _keep_in_fp32_modules = ["ln_f"]  # noqa: RUF012
-        _keep_in_fp32_modules_strict = ["ln_f"]  # noqa: RUF012
-
-    model = patch(tiny("gpt2", Careful), **BOTH)
-    again = reload(model, tmp_path, type(model), dtype=torch.float16)
-    kept = {name for name, parameter in again.named_parameters() if parameter.dtype == torch.float32}
-    assert kept == {f"transformer.ln_f.{name}" for name, _ in model.transformer.ln_f.named_parameters()}
-    assert outputs(again)[0].isfinite().all()
 
 
 # After the patch, in daily use

@@ -40,7 +40,7 @@ _READS_METADATA = (
 )  # fmt: skip
 
 
-Readers = list[tuple[nn.Module, int]]  # linear layers, with the axis of the weight that reads
+Readers = list[tuple[nn.Module, int]]  # linear layers, with the axis of the weight that reads: 1, of Conv1D 0
 
 
 def plan_moved_shifts(
@@ -77,7 +77,7 @@ def plan_moved_shifts(
 
 
 def _move(model: nn.Module, part: Part, change: Change, facts: NormFacts, readers: Readers) -> None:
-    """Let a change put in a norm without a shift, and add that shift to what reads the norm."""
+    """Let a change put in a norm without a shift b, and add W b to the biases of the layers that read the norm."""
     norm = model.get_submodule(change.row.module)
     _, shift = facts.parameters_of(norm)
     assert isinstance(part.scheme, Norm)
@@ -85,26 +85,15 @@ def _move(model: nn.Module, part: Part, change: Change, facts: NormFacts, reader
     change.edits = (Edit.of(change.row.module, part.scheme.call(replace(facts, shift=None), norm)),)
 
     def values(edits: Transaction) -> None:
+        b = shift.detach().double()
         for reader, axis in readers:
-            fold_shift(shift, reader, axis, edits)
+            weight = reader.weight
+            assert isinstance(weight, Tensor)
+            rows = weight.detach() if axis == 1 else weight.detach().T
+            product = torch.cat([piece.double() @ b for piece in rows.split(max(1, 2**18 // b.numel()))])
+            edits.rewrite(reader, "bias", "add", product)
 
     change.values = values
-
-
-def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Transaction) -> None:
-    """c + W b in place of c: a linear layer takes up the shift b of the norm that it reads.
-
-    Args:
-        norm_shift: b, `(d,)`.
-        reader: a module with a Parameter `weight`, one axis of it of size d, and a Parameter `bias`.
-        inputs_axis: that axis: 1 of `nn.Linear`, 0 of transformers' `Conv1D`.
-        edits: the log.
-    """
-    weight, b = reader.weight, norm_shift.detach().double()
-    assert isinstance(weight, Tensor)
-    rows = weight.detach() if inputs_axis == 1 else weight.detach().T
-    product = torch.cat([piece.double() @ b for piece in rows.split(max(1, 2**18 // b.numel()))])
-    edits.rewrite(reader, "bias", "add", product)
 
 
 def _readers_of(model: nn.Module, norms: list[str], conversion: Conversion) -> Mapping[str, Readers | str]:

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hfpatch.contrib.dyt_llm import llm_alpha
 from hfpatch.errors import NothingToPatchError, OptionError
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.lens import SCALE
@@ -266,33 +266,6 @@ def test_a_checkpoint_without_them_starts_them(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert alphas_of_state(again) == alphas_of_state(model)
     assert difference(again, model) == 0
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
-def test_taken_back(family: str) -> None:
-    model = make(family, "AutoModel")
-    expected, before = outputs(model), fingerprint(model)
-    start(model, reversible=True)
-    assert difference(outputs(model), expected) > 1e-2
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-    assert difference(outputs(model), expected) == 0
-
-
-@pytest.mark.parametrize("options", [{"placement": "olmo2"}, {"pos": "rope"}, {"mlp": "swiglu"}])
-def test_with_other_patches(options: dict[str, str], tmp_path: Path) -> None:
-    model = start(make("gpt2"), **options)
-    assert len(alphas_of_state(model)) == 6
-    assert difference(reload(model, tmp_path, CAUSAL), model) == 0
-
-
-def test_compiled() -> None:
-    embedding = start(make("llama")).model.embed_tokens
-    ids = torch.arange(5)
-    compiled = torch.compile(embedding, fullgraph=True, backend="eager")
-    expected = embedding.weight[:5] * 32**0.5
-    assert torch.equal(compiled(ids), embedding(ids))
-    assert torch.allclose(compiled(ids), expected)
 
 
 def test_lora_on_the_embedding_merges() -> None:
