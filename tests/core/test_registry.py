@@ -170,6 +170,8 @@ def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp
                     module.speed.mul_(0.5)
         assert difference(active, outputs(model)) > 1e-3  # control: the learned speed matters
         assert difference(model, reload(model, tmp_path)) == 0
+        half = patch(tiny(family).bfloat16(), pos="tilted")
+        assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,6 @@ def test_a_third_party_scheme_brings_its_own_planner(tmp_path: Path) -> None:
         model = patch(tiny("gpt2"), norm="last:alpha=0.25")
         assert [name for name, module in model.named_modules() if isinstance(module, DynamicTanh)] == ["ln_f"]
         assert difference(model, reload(model, tmp_path)) == 0
-
-
-def test_third_party_position_parameters_take_the_models_dtype() -> None:
-    with registered(POSITIONS, "tilted", Tilted):
-        model = patch(tiny("gpt2").bfloat16(), pos="tilted")
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 # Entry points
@@ -223,12 +219,18 @@ def install(folder: Path, entries: str, code: str = _PLUGIN) -> None:
     (info / "entry_points.txt").write_text(entries)
 
 
-def test_an_entry_point_is_found_and_imported_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n[hfpatch.positions]\nother = nowhere:X\n")
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """One of its own, which looks for entry points where a test installs a distribution."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "hfpatch_plugged", raising=False)
     registry: Registry[type] = Registry("norm")
     registry.register("rms")(RMS)
+    return registry
+
+
+def test_an_entry_point_is_found_and_imported_late(registry: Registry, tmp_path: Path) -> None:
+    install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n[hfpatch.positions]\nother = nowhere:X\n")
     assert registry["rms"] is RMS
     assert "hfpatch_plugged" not in sys.modules  # nobody asked for it yet
     assert registry["plugged"].__name__ == "Plugged"
@@ -236,21 +238,14 @@ def test_an_entry_point_is_found_and_imported_late(tmp_path: Path, monkeypatch: 
     assert registry.name_of(sys.modules["hfpatch_plugged"].Plugged) == "plugged"
 
 
-def test_what_ships_wins_over_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ships_wins_over_an_entry_point(registry: Registry, tmp_path: Path) -> None:
     install(tmp_path, "[hfpatch.norms]\nrms = hfpatch_plugged:Plugged\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry: Registry[type] = Registry("norm")
-    registry.register("rms")(RMS)
     assert list(registry) == ["rms"]
     assert registry["rms"] is RMS
 
 
-def test_a_broken_entry_point_hurts_only_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_entry_point_hurts_only_who_asks_for_it(registry: Registry, tmp_path: Path) -> None:
     install(tmp_path, "[hfpatch.norms]\nbroken = hfpatch_plugged:Plugged\n", "import a_module_that_isnt_there")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "hfpatch_plugged", raising=False)
-    registry: Registry[type] = Registry("norm")
-    registry.register("rms")(RMS)
     assert registry.name_of(RMS) == "rms"
     with pytest.raises(UnknownNameError):
         registry["rmsnorm"]
