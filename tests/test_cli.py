@@ -23,8 +23,6 @@ from typer.testing import CliRunner
 from hfpatch import __version__
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import VerificationError
-from hfpatch.exact.request import Conversion
 from hfpatch.export import export_model
 from hfpatch.verification.report import Report
 
@@ -49,9 +47,6 @@ def test_families_lists_every_record() -> None:
     out = called("families")
     assert all(name in out for name in ARCHITECTURES)
     assert f"{len(ARCHITECTURES)} families" in out
-
-
-def test_version() -> None:
     assert __version__ in called("--version")
 
 
@@ -62,6 +57,7 @@ def test_plan_of_a_config_needs_no_weights() -> None:
     assert "RoPE(theta=10000, half)" in out
     assert "transformer.h.{0-11}.mlp.c_proj  x12  " in out
     assert "64 of 64 modules change" in out  # 25 norms, 26 that are centred, 13 of the positions
+    assert "SwiGLU(768, 2048)" in called("plan", "config:gpt2", "--mlp", "swiglu", "--init", "reset")
 
 
 @pytest.mark.parametrize(
@@ -162,14 +158,6 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
 
 
-def test_mlps(checkpoint: Path, tmp_path: Path) -> None:
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--mlp", "swiglu:d_ff=40", "--init", "reset")
-    assert "SwiGLU(32, 40)" in out
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.transformer.h[0].mlp.c_fc.up.weight.shape == (32, 40)
-    assert "SwiGLU(768, 2048)" in called("plan", "config:gpt2", "--mlp", "swiglu", "--init", "reset")
-
-
 def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) -> None:
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")
@@ -190,22 +178,15 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (("plan", "config:gpt2", "--norm", "rmsnorm"), "Error: no norm called 'rmsnorm'. Did you mean 'rms'?"),
-        (("plan", "config:gpt2", "--pos", "rope:partial=2"), "partial must be a number in (0, 1]"),
         (("plan", "config:gpt3", "--norm", "rms"), "has no family 'gpt3'"),
         (("plan", "no/such/folder", "--norm", "rms"), "there is no folder no/such/folder"),
         (("plan", "nofolder", "--norm", "rms"), "there is no folder nofolder"),
-        (("plan", "./missing", "--norm", "rms"), "there is no folder ./missing"),
         (("plan", "config:xlnet", "--pos", "rope"), "its positions are relative, and they stay"),
-        (("plan", "config:convbert", "--pos", "rope"), "its convolutions are made of the queries too"),
         (("plan", "config:llama", "--norm", "rms"), "is rms already"),
-        (("plan", "config:llama", "--mlp", "swiglu"), "is gated already"),
         (("plan", "config:gpt2"), "no change was requested"),
         (("plan", "config:gpt2", "--norm", "rms", "--pos", "rope", "--init", "exact"), "pos='rope' isn't exact"),
-        (("plan", "config:bert", "--norm", "rms", "--init", "exact"), "norm='rms' isn't exact here"),
-        (("plan", "config:gpt2", "--norm", "dyt", "--init", "exact"), "norm='dyt' isn't exact here"),
         (("plan", "config:gpt2", "--norm", "rms", "--only", "*.ln_9"), "matches none of the"),
         (("plan", "config:gpt2", "--norm", "rms", "--head", "AutoModelForX"), "no Auto class 'AutoModelForX'"),
-        (("plan", "./no/such/folder", "--norm", "rms"), "Error: "),
     ],
 )
 def test_errors_are_one_line_on_stderr(args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,39 +205,10 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
     assert result.exit_code == 1
     assert "isn't empty" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    called("patch", str(checkpoint), str(tmp_path / "none"), "--norm", "rms", "--pos", "alibis", status=1)
+    assert not (tmp_path / "none").exists(), "an error writes nothing"
     called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite")
     assert (tmp_path / "out/model.safetensors").exists()
-
-
-def test_an_error_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--pos", "alibis"])
-    assert result.exit_code == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_conversion_that_fails_its_check_is_reported(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was planned as exact and comes out lossy is said; with --init exact it is an error, and nothing is saved."""
-
-    def fail(self: Conversion, measured: object) -> None:
-        raise VerificationError("what should be exact isn't", "outputs differ by 1")
-
-    monkeypatch.setattr(Conversion, "verify", fail)
-    request = ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--calibration", "none"]
-    refused = run.invoke(app, [*request, "--init", "exact"])
-    assert refused.exit_code == 1
-    assert "Error: what should be exact isn't" in refused.stderr
-    assert not (tmp_path / "out").exists()
-    result = run.invoke(app, request)
-    assert result.exit_code == 0
-    assert "Warning: GPT2LMHeadModel: the patched model computes another function. norm='rms'" in result.stderr
-    assert "outputs differ by 1)" in result.stderr
-    measured = re.search(r"norm='rms', init='copy'  approximate: outputs differ by (.+)\n", result.stdout)
-    assert measured
-    assert float(measured[1]) > 0
-    assert "Saved to " in result.stdout
-    assert result.stdout.splitlines()[-2].endswith(": norm='rms', init='copy' is approximate.")
 
 
 def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,24 +245,6 @@ def test_no_report_overwrites_what_is_read(checkpoint: Path, tmp_path: Path) -> 
             assert result.exit_code == 1
             assert f"{place} would replace {read}, or a part of it" in result.stderr
     assert (Path(config).read_bytes(), text.read_text()) == (before, "the cat sat")
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk_leaves_what_was_there(
-    checkpoint: Path, tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    if exists:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out/notes.txt").write_text("mine")
-    monkeypatch.setattr("hfpatch.checkpoint.streaming._write", fail)
-    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite"])
-    assert result.exit_code == 1
-    assert "No space left on device" in result.stderr
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "tiny" not in str(path))
-    assert left == (["out", "out/notes.txt"] if exists else [])
 
 
 def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:

@@ -85,7 +85,6 @@ def without_cache(model):
 
 
 CASES = [(family, request_) for family in RECORDED for request_ in SCHEMES]
-MIXED = random.Random(0).sample(CASES, len(CASES))
 SAMPLE = 6  # the sweep runs all
 
 
@@ -93,18 +92,16 @@ def case_name(value):
     return value if isinstance(value, str) else "+".join(value.values()) or "unpatched"
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("family", "request_"), CASES, ids=case_name)
-def test_one_graph_per_class_of_block_for_all(family, request_):
-    one_graph_per_class_of_block(family, request_)
+MIXED = random.Random(0).sample(CASES, len(CASES))
+IN_DEFAULT = sampled(MIXED, SAMPLE)
 
 
-@pytest.mark.parametrize(("family", "request_"), sampled(MIXED, SAMPLE), ids=case_name)
+@pytest.mark.parametrize(
+    ("family", "request_"),
+    [case if case in IN_DEFAULT else pytest.param(*case, marks=pytest.mark.sweep) for case in CASES],
+    ids=case_name,
+)
 def test_one_graph_per_class_of_block(family, request_):
-    one_graph_per_class_of_block(family, request_)
-
-
-def one_graph_per_class_of_block(family, request_):
     """No graph break (fullgraph), no recompilation per layer, one for a second length and none for a third."""
     try:
         model = patch(deeper(family), **request_, init="copy") if request_ else deeper(family)
@@ -290,14 +287,7 @@ class TestInPlace:
         assert compiled_calls(pickle.loads(pickle.dumps(model))) == {}
         assert compiled_calls(model)
 
-    def test_undone(self, model):
-        graphs = Graphs()
-        uncompile_model(compile_model(model, backend=graphs))
-        outputs(model)
-        assert not graphs
-        assert compiled_calls(model) == {}
-
-    def test_again_replaces(self, model):
+    def test_again_replaces_and_undone_is_as_before(self, model):
         first, second = Graphs(), Graphs()
         compile_model(model, backend=first)
         compile_model(model, "model", backend=second)
@@ -305,19 +295,15 @@ class TestInPlace:
         assert not first
         assert len(second) == 1
         assert compiled_calls(model) == {"": 1}
-
-    def test_a_compiled_model_is_not_patched(self, model):
         with pytest.raises(WrappedModelError, match="is compiled"):
-            patch(compile_model(model, backend="eager"), norm="dyt")
-
-    def test_patch_model_compiles(self):
-        model = patch(deeper("bert"), norm="dyt", compile=True)
-        assert set(compiled_calls(model).values()) == {0}
-
-    @pytest.mark.parametrize(("regions", "error"), [("layers", OptionError), ("blocks", UnsupportedError)])
-    def test_refused(self, regions, error):
-        with pytest.raises(error, match="regions"):
-            compile_model(nn.Linear(2, 2), regions)
+            patch(model, norm="dyt")
+        outputs(uncompile_model(model))
+        assert len(second) == 1
+        assert compiled_calls(model) == {}
+        assert set(compiled_calls(patch(model, norm="dyt", compile=True)).values()) == {0}
+        for regions, error in (("layers", OptionError), ("blocks", UnsupportedError)):
+            with pytest.raises(error, match="regions"):
+                compile_model(nn.Linear(2, 2), regions)
 
 
 class TestTogetherWith:
@@ -328,7 +314,7 @@ class TestTogetherWith:
         return patch(deeper("gpt2", **NO_DROPOUT), norm="rms", pos="rope", init="copy")
 
     @staticmethod
-    def gradients(model, given, context=None):
+    def gradients(model, given):
         model.zero_grad()
         (model(**given, labels=given["input_ids"]).loss * 10).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -340,20 +326,16 @@ class TestTogetherWith:
             scale = gradient.abs().max().clamp(min=1e-3)
             assert (found[name] - gradient).abs().max() / scale < tolerance, name
 
-    def test_training(self, model):
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_training(self, model, checkpointing):
         given = inputs(model) | {"use_cache": False}
         expected = self.gradients(model.train(), given)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         compile_model(model, backend="aot_eager")
         self.assert_same(self.gradients(model, given), expected)
-        assert set(compiled_calls(model).values()) == {1}
-
-    def test_gradient_checkpointing(self, model):
-        given = inputs(model) | {"use_cache": False}
-        expected = self.gradients(model.train(), given)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        compile_model(model, backend="aot_eager")
-        self.assert_same(self.gradients(model, given), expected)
-        assert min(compiled_calls(model).values()) >= 1
+        calls = set(compiled_calls(model).values())
+        assert min(calls) >= 1 if checkpointing else calls == {1}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])

@@ -81,10 +81,13 @@ def test_what_is_exact_by_chance_is_said_without_a_warning() -> None:
 
 
 def test_what_is_exact_beside_what_isnt_is_not_called_measured() -> None:
-    found = outcomes(patch(tiny("gpt2", LM), mlp="geglu", pos="rope"))
-    assert found["pos='rope'"].startswith("approximate: outputs differ by ")
-    (mlp,) = (outcome for request, outcome in found.items() if request.startswith("mlp="))
-    assert mlp == "exact as planned, not measured apart from pos"
+    """And what is kept is told with the reason; without the patch there is nothing to tell."""
+    model = patch(tiny("gpt2", LM), mlp="geglu", norm="dyt", keep=["*.ln_f"], reversible=True)
+    norm, mlp = outcomes(model).values()
+    assert norm.startswith("approximate: outputs differ by ")
+    assert norm.endswith("; kept: 1 of 5 modules (keep)")
+    assert mlp == "exact as planned, not measured apart from norm"
+    assert outcomes(unpatch_model(model)) == {}
 
 
 def test_each_request_has_its_own() -> None:
@@ -95,16 +98,6 @@ def test_each_request_has_its_own() -> None:
     assert list(outcomes(model).items())[:2] == list(before.items())
     assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
     assert outcomes(tiny("gpt2", LM)) == {}
-
-
-def test_a_repair_is_told_with_what_it_left() -> None:
-    model = tiny("gpt2", LM)
-    patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
-    report = repair_report(model)
-    norm, mlp = outcomes(model).values()
-    figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
-    assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
-    assert mlp == "exact as planned, not measured apart from norm"
 
 
 def test_a_later_repair_is_told_too() -> None:
@@ -128,11 +121,6 @@ def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(NotPreservedWarning, match="norm='dyt'.*repair"):
         patch_model(model, norm="dyt", calibration=calibration(model))
     assert "repaired" not in outcomes(model)["norm='dyt'"]
-
-
-def test_what_is_kept_is_told_with_the_reason() -> None:
-    outcome = outcomes(patch(tiny("gpt2", LM), norm="dyt", keep=["*.ln_f"]))["norm='dyt', keep=['*.ln_f']"]
-    assert outcome.endswith("; kept: 1 of 5 modules (keep)")
 
 
 # Not measured: the reason
@@ -224,18 +212,15 @@ def off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Measurement, "_outputs", outputs)
 
 
-def test_what_isnt_exact_as_planned_is_said(off: None) -> None:
-    with pytest.warns(NotPreservedWarning, match="norm='layer'"):
-        model = patch_model(tiny("gpt2", LM), norm="layer")
-    assert outcomes(model)["norm='layer'"].startswith("approximate: planned as exact, but outputs differ by ")
-
-
-def test_what_isnt_exact_as_asked_is_refused(off: None) -> None:
+def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(VerificationError, match="exact"):
         patch_model(model, norm="layer", init="exact")
     assert not changes(before, fingerprint(model))
+    with pytest.warns(NotPreservedWarning, match="norm='layer'"):
+        patch_model(model, norm="layer")
+    assert outcomes(model)["norm='layer'"].startswith("approximate: planned as exact, but outputs differ by ")
 
 
 # Nothing else changes
@@ -251,21 +236,20 @@ def test_measuring_leaves_settings_that_a_forward_changes() -> None:
     assert model.attention_type == "original_full"  # control
 
 
-def test_unpatch_forgets_it() -> None:
-    model = patch(tiny("gpt2", LM), pos="rope", reversible=True)
-    assert outcomes(model)
-    assert outcomes(unpatch_model(model)) == {}
-
-
 def test_a_request_is_shown_as_it_was_asked_for_and_recorded_in_full() -> None:
     model = patch(tiny("gpt2", LM), mlp="swiglu")
     assert list(outcomes(model)) == ["mlp='swiglu'"]
     assert model.config.hfpatch["request"][0]["mlp"] == "swiglu:ratio=1.0,bias=true"
 
 
-def test_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
+def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
     model = tiny("gpt2", LM)
     patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
+    report = repair_report(model)
+    norm, mlp = outcomes(model).values()
+    figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
+    assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
+    assert mlp == "exact as planned, not measured apart from norm"
     again = reload(model, tmp_path / "first", LM)
     assert outcomes(again) == outcomes(model)
     assert len(outcomes(model)) == 2

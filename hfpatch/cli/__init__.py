@@ -17,8 +17,8 @@ from ..checkpoint.classes import OPENED
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
 from ..core.environment import environment
-from ..core.plan_table import table
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
+from ..core.results import Table
 from ..core.staging import require_free, staged_folder
 from ..core.stored_tensor import load_stored
 from ..errors import OptionError
@@ -112,7 +112,7 @@ def families() -> None:
             p = stack.projections
             projections = f"{p.name} (fused)" if isinstance(p, Fused) else f"{p.query}, {p.key}"
             lines.append((name, stack.owner, stack.table, projections, record.example))
-    typer.echo(table(lines))
+    typer.echo(str(Table(lines)))
     typer.echo(f"\n{len(ARCHITECTURES)} families for pos= ({', '.join(POSITIONS)}).")
     typer.echo(f"norm= ({', '.join(NORMS)}) works on every model with LayerNorm-like modules.")
     typer.echo(f"mlp= ({', '.join(MLPS)}) works on every model whose MLPs aren't gated yet or mixtures.")
@@ -189,7 +189,7 @@ def patch(
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
-    typer.echo(f"\n{table([('request', 'measured'), *found])}\n{HOW}")
+    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:

@@ -81,7 +81,7 @@ def plan_dyt_llm(
     with measuring(model, f"{request} can't tell the norms of attentions from others. Pass a number as alpha"):
         attentions = _attention_patterns(find_branches(small, inputs), small)
         called = _called_embeddings(small, inputs)
-        unscaled = {pattern_of(name) for name, one in called.items() if _factor(small, one, inputs) == 1.0}
+        unscaled = {pattern_of(name) for name, one in called.items() if not _is_multiplied(small, one, inputs)}
     if not attentions:
         raise UnsupportedError(
             f"{type(model).__name__}: no attention with a norm of its own was found, so {request} doesn't say how its "
@@ -161,8 +161,8 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
     return called
 
 
-def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> float:
-    """The factor by which the model multiplies token embeddings before its first block; 1.0 if it can't be measured.
+def _is_multiplied(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> bool:
+    """Whether the model multiplies token embeddings before its first block.
 
     In the embedding, as Gemma 3 does, or behind it, as Gemma.
 
@@ -171,7 +171,7 @@ def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -
     with torch.no_grad():
         factors = embedding(torch.arange(2)) / embedding.weight[:2]
     if (factors[1] - 1.0).abs().max() > _TOLERANCE:  # row 0 may be padding, which some embeddings mask
-        return float(factors[1].median())
+        return bool(factors[1].median() != 1.0)
     before = _streams(model, inputs)
     delta = torch.linspace(1.0, 2.0, embedding.weight.shape[-1], dtype=embedding.weight.dtype)
     rows = embedding.weight.data
@@ -180,15 +180,12 @@ def _factor(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -
         after = _streams(model, inputs)
     finally:
         embedding.weight.data = rows
-    for one, other in zip(before, after, strict=True):
-        moved = other - one
-        if moved.shape[-1] == len(delta) and moved.abs().max() > 0:
-            factors = (moved / delta).flatten()
-            factor = factors.median()
-            if (factors - factor).abs().max() <= _TOLERANCE * factor.abs():
-                return 1.0 if abs(float(factor) - 1.0) <= _TOLERANCE else float(factor)
-            return 1.0
-    return 1.0
+    moves = (other - one for one, other in zip(before, after, strict=True))
+    moved = next((move for move in moves if move.shape[-1] == len(delta) and move.abs().max() > 0), delta)
+    factors = (moved / delta).flatten()
+    factor = factors.median()
+    is_multiple = (factors - factor).abs().max() <= _TOLERANCE * factor.abs()
+    return bool(is_multiple and (factor - 1.0).abs() > _TOLERANCE)
 
 
 def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..core.plan_table import Change
 from ..core.transaction import Transaction
@@ -40,7 +42,7 @@ _READS_METADATA = (
 )  # fmt: skip
 
 
-Readers = list[tuple[nn.Module, int]]  # linear layers, with the axis of the weight that reads
+Readers = list[tuple[nn.Module, int]]  # linear layers, with the axis of the weight that reads: 1, of Conv1D 0
 
 
 def plan_moved_shifts(
@@ -77,7 +79,7 @@ def plan_moved_shifts(
 
 
 def _move(model: nn.Module, part: Part, change: Change, facts: NormFacts, readers: Readers) -> None:
-    """Let a change put in a norm without a shift, and add that shift to what reads the norm."""
+    """Let a change put in a norm without a shift b, and add W b to the biases of the layers that read the norm."""
     norm = model.get_submodule(change.row.module)
     _, shift = facts.parameters_of(norm)
     assert isinstance(part.scheme, Norm)
@@ -85,26 +87,15 @@ def _move(model: nn.Module, part: Part, change: Change, facts: NormFacts, reader
     change.edits = (Edit.of(change.row.module, part.scheme.call(replace(facts, shift=None), norm)),)
 
     def values(edits: Transaction) -> None:
+        b = shift.detach().double()
         for reader, axis in readers:
-            fold_shift(shift, reader, axis, edits)
+            weight = reader.weight
+            assert isinstance(weight, Tensor)
+            rows = weight.detach() if axis == 1 else weight.detach().T
+            product = torch.cat([piece.double() @ b for piece in rows.split(max(1, 2**18 // b.numel()))])
+            edits.rewrite(reader, "bias", "add", product)
 
     change.values = values
-
-
-def fold_shift(norm_shift: Tensor, reader: nn.Module, inputs_axis: int, edits: Transaction) -> None:
-    """c + W b in place of c: a linear layer takes up the shift b of the norm that it reads.
-
-    Args:
-        norm_shift: b, `(d,)`.
-        reader: a module with a Parameter `weight`, one axis of it of size d, and a Parameter `bias`.
-        inputs_axis: that axis: 1 of `nn.Linear`, 0 of transformers' `Conv1D`.
-        edits: the log.
-    """
-    weight, b = reader.weight, norm_shift.detach().double()
-    assert isinstance(weight, Tensor)
-    rows = weight.detach() if inputs_axis == 1 else weight.detach().T
-    product = torch.cat([piece.double() @ b for piece in rows.split(max(1, 2**18 // b.numel()))])
-    edits.rewrite(reader, "bias", "add", product)
 
 
 def _readers_of(model: nn.Module, norms: list[str], conversion: Conversion) -> Mapping[str, Readers | str]:
@@ -140,11 +131,12 @@ def find_readers(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) 
     tracer = _Tracer(owners)
     with quiet(model):
         for name in norms:
-            model.get_submodule(name).register_forward_hook(tracer.marker(name))
+            model.get_submodule(name).register_forward_hook(partial(tracer.mark, name))
         with tracer, host_errors():
             returned = outputs_of(model, inputs)
         for path, value in returned.items():
-            tracer.returned(path, value)
+            if id(value) in tracer.marked:
+                tracer.reasons.setdefault(tracer.marked[id(value)][0], f"the model returns it as {path}")
     return {name: tracer.verdict(name) for name in norms}
 
 
@@ -164,13 +156,11 @@ class _Tracer(TorchFunctionMode):
         self.reasons: dict[str, str] = {}
         self.reads: dict[int, set[str | None]] = {}
 
-    def marker(self, name: str) -> Any:
-        def mark(module: nn.Module, args: Any, output: Any) -> None:
-            self.readers.setdefault(name, {})
-            if isinstance(output, Tensor):
-                self.marked[id(output)] = (name, output)
-
-        return mark
+    def mark(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Follow the output of a norm; a forward hook of it."""
+        self.readers.setdefault(name, {})
+        if isinstance(output, Tensor):
+            self.marked[id(output)] = (name, output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,7 +168,7 @@ class _Tracer(TorchFunctionMode):
         called = getattr(func, "__name__", str(func))
         if called in _READS_METADATA and not isinstance(output, Tensor):
             return output
-        taken = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         linear = self._linear(called, taken)
         inputs = taken if linear is None else [value for value in taken if id(value) not in linear[2]]
         for value in inputs:
@@ -207,11 +197,8 @@ class _Tracer(TorchFunctionMode):
         elif called not in _READS_METADATA:
             self.reasons.setdefault(name, f"{called} reads its output too")
 
-    def returned(self, path: str, value: Tensor) -> None:
-        if id(value) in self.marked:
-            self.reasons.setdefault(self.marked[id(value)][0], f"the model returns it as {path}")
-
     def verdict(self, name: str) -> Readers | str:
+        """What reads a norm, or why its shift can't move there."""
         if name not in self.readers:
             return "it didn't run on the example inputs"
         readers = list(self.readers[name].values())
@@ -225,10 +212,3 @@ class _Tracer(TorchFunctionMode):
             if self.reads[id(reader)] != {name}:
                 return f"a {reader._get_name()} that reads it reads something else too"
         return readers
-
-
-def _flat(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        found += _flat(value) if isinstance(value, tuple | list) else [value]
-    return found

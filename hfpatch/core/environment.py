@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 
-from .plan_table import table
 from .registry import MLPS, NORMS, POSITIONS
+from .results import Table
 
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "huggingface_hub", "safetensors", "tokenizers"),
@@ -21,7 +21,7 @@ _PACKAGES = (
 
 def environment() -> str:
     """The surroundings as a table in plain text, to be pasted into an issue."""
-    return table([("what", "found"), *_rows()])
+    return str(Table([("what", "found"), *_rows()]))
 
 
 def _rows() -> Iterator[tuple[str, str]]:

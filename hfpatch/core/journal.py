@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .staging import temporary_files
 
-_PIECE = 2**20  # elements that are written or read at once where they aren't on the CPU
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -59,8 +57,7 @@ class Journal:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="hfpatch-")  # noqa: SIM115  # open until `close`
             offset = self._file.seek(0, 2)
-            for piece in _flat(tensor.detach()).split(_PIECE):
-                self._file.write(_bytes(piece.cpu()))
+            self._file.write(_bytes(_flat(tensor.detach()).cpu()))
             self._file.flush()
         place = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
         return Entry(self, offset, *place)
@@ -69,11 +66,11 @@ class Journal:
         """Fill a tensor with what was written at a place."""
         assert self._file is not None
         self._file.seek(offset)
-        for piece in _flat(target).split(_PIECE):
-            read = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
-            self._file.readinto(_bytes(read))  # type: ignore[attr-defined]
-            if read is not piece:
-                piece.copy_(read)
+        flat = _flat(target)
+        read = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        self._file.readinto(_bytes(read))  # type: ignore[attr-defined]
+        if read is not flat:
+            flat.copy_(read)
 
     def close(self) -> None:
         """Give the disk its room back; what was stored is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,21 +127,3 @@ def _ranges(values: set[str]) -> str:
         else:
             runs.append([number, number])
     return "{" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) + "}"
-
-
-def table(lines: Sequence[Sequence[str]], alignment: str = "") -> str:
-    """Lines of cells, the headings first, as text in columns with a rule below the headings.
-
-    Args:
-        alignment: `<` or `>` for each column; by default all to the left. A last column to the left is ragged.
-    """
-    alignment = alignment or "<" * len(lines[0])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    if alignment.endswith("<"):
-        widths[-1] = len(lines[0][-1])
-    text = [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, alignment, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(text)

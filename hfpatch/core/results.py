@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from ..errors import MissingPackageError, OptionError
-from .plan_table import table
 from .staging import staged
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
@@ -21,22 +20,36 @@ _SIDES = {"<": "left", ">": "right"}
 
 @dataclass(frozen=True)
 class Table:
-    """A table in a result; `str(table)` is text in columns.
+    """A table; `str(table)` is text in columns with a rule below the headings.
 
     Attributes:
         lines: of cells, the headings first.
-        alignment: as in `table`.
+        alignment: `<` or `>` for each column; by default all to the left. A last column to the left is ragged.
     """
 
     lines: Sequence[Sequence[str]]
     alignment: str = ""
 
+    @property
+    def sides(self) -> str:
+        """The alignment of every column."""
+        return self.alignment or "<" * len(self.lines[0])
+
     def __str__(self) -> str:
-        return table(self.lines, self.alignment)
+        widths = [max(map(len, column)) for column in zip(*self.lines, strict=True)]
+        if self.sides.endswith("<"):
+            widths[-1] = len(self.lines[0][-1])
+        head, *body = (
+            "  ".join(
+                f"{cell:{side}{width}}" for cell, side, width in zip(line, self.sides, widths, strict=True)
+            ).rstrip()
+            for line in self.lines
+        )
+        return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
     def html(self) -> str:
         """The same cells as an HTML table."""
-        sides = [_SIDES[side] for side in self.alignment or "<" * len(self.lines[0])]
+        sides = [_SIDES[side] for side in self.sides]
         head, *body = (
             "".join(
                 f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>'

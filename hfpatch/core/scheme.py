@@ -1,4 +1,4 @@
-"""Base class of schemes: a frozen dataclass whose fields are its options and its JSON."""
+"""Base class of schemes: a frozen dataclass whose fields are its options, and the text that stands for one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,7 +21,9 @@ MOST = 2**63 - 1  # the largest integer that torch takes
 
 @dataclass(frozen=True)
 class Scheme:
-    """Options, behaviour and JSON of one scheme; subclasses are registered under the name that checkpoints store.
+    """Options and behaviour of one scheme; `str(scheme)` is what users write and checkpoints store.
+
+    Subclasses are registered under a name.
 
     Attributes:
         registry: of this kind of schemes.
@@ -41,10 +43,6 @@ class Scheme:
         """The registered name, such as "rms"."""
         return self.registry.name_of(type(self))
 
-    def to_json(self) -> dict[str, Any]:
-        """`{"name": ..., option: value, ...}` with every option, so that a later change of defaults changes nothing."""
-        return {"name": self.name, **asdict(self)}
-
     def __str__(self) -> str:
         """What `resolve` reads: the name, and every option that isn't at its default."""
         own = [(one.name, getattr(self, one.name), one.default) for one in fields(self)]
@@ -61,27 +59,12 @@ class Scheme:
         return self
 
     @classmethod
-    def from_json(cls: type[S], record: Any) -> S:
-        """The scheme that `to_json` wrote.
-
-        Raises:
-            UnknownNameError: the name isn't registered.
-            OptionError: the record is no mapping, has unknown options or values outside their domain.
-        """
-        if not isinstance(record, Mapping) or not isinstance(record.get("name"), str):
-            raise OptionError(
-                f"a {cls.registry.kind} scheme is stored as {{'name': ..., options}}, not {record!r:.80}."
-            )
-        options = {key: value for key, value in record.items() if key != "name"}
-        return construct(cls.registry, record["name"], options)
-
-    @classmethod
     def resolve(cls: type[S], value: Any) -> S | None:
         """A scheme from what a user writes: None, a registered name, `"name:option=value,..."`, or a scheme object.
 
         Raises:
-            UnknownNameError, OptionError: as in `from_json`; also of an object whose options are of other types than
-                its class declares.
+            UnknownNameError: the name isn't registered.
+            OptionError: unknown options, or values outside their domain or of other types than the class declares.
         """
         if value is None:
             return None
@@ -178,21 +161,16 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
     return parsed
 
 
-def require_number(
-    owner: str, option: str, value: Any, *, above: float, at_most: float | None = None, inclusive: bool = False
-) -> None:
-    """Refuse what isn't a finite number in (above, at_most], or in [above, at_most] with `inclusive`.
+def require_number(owner: str, option: str, value: Any, *, above: float, at_most: float | None = None) -> None:
+    """Refuse what isn't a finite number in (above, at_most].
 
     So is an integer of more than 64 bits, which torch doesn't take.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        enough = value >= above if inclusive else value > above
-        if enough and value <= (sys.float_info.max if at_most is None else at_most):
-            if isinstance(value, int) and abs(value) > MOST:
-                raise OptionError(
-                    f"{owner}: {option} is an integer of more than 64 bits. Choose a smaller one, or write "
-                    f"{float(value):g}."
-                )
-            return
-    domain = f"{'[' if inclusive else '('}{above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
-    raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and above < value <= (sys.float_info.max if at_most is None else at_most)):
+        domain = f"({above:g}, {'inf)' if at_most is None else f'{at_most:g}]'}"
+        raise OptionError(f"{owner}: {option} must be a number in {domain}, not {value!r:.80}.")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise OptionError(
+            f"{owner}: {option} is an integer of more than 64 bits. Choose a smaller one, or write {float(value):g}."
+        )

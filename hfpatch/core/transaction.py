@@ -283,10 +283,7 @@ def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None
 
 
 def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
-    if old is None:
-        target.__dict__.pop(name, None)
-    else:
-        target.__dict__[name] = old[0]
+    _undo_item(target.__dict__, name, old, None)
 
 
 def _undo_values(module: nn.Module, name: str, old: Tensor | Entry) -> None:

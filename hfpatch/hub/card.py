@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
-from ..core.plan_table import table
+from ..core.results import Table
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
@@ -215,7 +215,7 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         told = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n```text\n{told}\n```\n\n{HOW}"
         if facts.changes:
-            lines = table(facts.changes)
+            lines = str(Table(facts.changes))
             yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"
         edits = "\n".join(map(str, facts.record.edits))
         yield f"Its config.json holds that as edits of the host's modules:\n\n```text\n{edits}\n```"

@@ -33,7 +33,7 @@ from ..checkpoint.file_digests import DIGEST_FILES
 from ..checkpoint.files import PAGE
 from ..checkpoint.repair_file import REPAIR_FILE
 from ..core.holders import model_inside
-from ..core.plan_table import table
+from ..core.results import Table
 from ..errors import HubError, OptionError
 from ..verification.report import Report
 from .card import CARD, CardFacts, base_of, card
@@ -103,7 +103,7 @@ class Push:
             done = f"{'Would push' if self.dry_run else 'Pushed'} {len(sent)} files ({sum(sent):,} bytes) to {self.url}"
         done += f" ({self.commit})." if self.commit and not self.dry_run else "."
         left = [f"Left out: {', '.join(self.left_out)}."] if self.left_out else []
-        return "\n".join([table(lines, "<><"), done, *left, *(f"Note: {note}." for note in self.notes)])
+        return "\n".join([str(Table(lines, "<><")), done, *left, *(f"Note: {note}." for note in self.notes)])
 
 
 def push_patched(

@@ -52,11 +52,6 @@ class Position(Scheme):
             if number is not None and (type(number) is not int or not 1 <= number < 2**31):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
 
-    def to_json(self) -> dict[str, Any]:
-        """As any scheme's JSON, without the lengths that weren't set."""
-        lengths = ("max_positions", "original_max_positions")
-        return {name: value for name, value in super().to_json().items() if name not in lengths or value is not None}
-
     def for_lengths(self, lengths: set[int]) -> Position:
         """The scheme with the tables' length as its original one, if it sets another: what a checkpoint records.
 

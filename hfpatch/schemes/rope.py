@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from ..core.registry import POSITIONS
@@ -147,7 +147,7 @@ class RoPE(Position):
         return replace(self, **{name: value for name, value in paper.items() if getattr(self, name) is None})
 
     def __hash__(self) -> int:
-        return hash(json.dumps(self.to_json(), sort_keys=True))  # scaling is a dict
+        return hash(json.dumps(asdict(self), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""

@@ -16,13 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hfpatch.contrib.dyt_llm import llm_alpha
 from hfpatch.errors import NothingToPatchError, OptionError
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.lens import SCALE
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.record import KEY
-from hfpatch.schemes.norms import DyT, Norm
+from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.request import Record
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2
@@ -58,16 +58,11 @@ def wide(family: str, **options: Any) -> Any:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-# Zhu et al. 2025: LLaMA 7B, 13B, 34B and 70B, and the widths of the table of widths
-TABLE = [(1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05)]
 
-
-@pytest.mark.parametrize(("width", "attention", "other"), TABLE)
-def test_the_table(width: int, attention: float, other: float) -> None:
-    assert (llm_alpha(width, True), llm_alpha(width, False)) == (attention, other)
-
-
-def test_between_and_beyond_the_table() -> None:
+def test_the_table_between_and_beyond_its_rows() -> None:
+    """Zhu et al. 2025: LLaMA 7B, 13B, 34B and 70B, and the widths of the table of widths."""
+    table = [(1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05)]
+    assert [(width, llm_alpha(width, True), llm_alpha(width, False)) for width, *_ in table] == table
     # half way between 1024 and 4096 in log(width) is 2048; a width half way between two: the geometric mean
     assert llm_alpha(6476, True) == pytest.approx((0.6 * 0.2) ** 0.5, rel=1e-3)
     assert llm_alpha(6476, False) == pytest.approx((0.15 * 0.05) ** 0.5, rel=1e-3)
@@ -273,53 +268,6 @@ def test_a_checkpoint_without_them_starts_them(tmp_path: Path) -> None:
     assert difference(again, model) == 0
 
 
-def test_the_plain_class_refuses_the_weights() -> None:
-    model, plain = start(make("gpt2")), make("gpt2")
-    state = {name: value for name, value in plain.state_dict().items() if ".ln_" not in name}
-    state[f"transformer.wte.{SCALE}"] = model.state_dict()[f"transformer.wte.{SCALE}"]
-    with pytest.raises(RuntimeError, match=rf'"transformer\.wte\.{SCALE}"'):
-        plain.load_state_dict(state)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
-def test_taken_back(family: str) -> None:
-    model = make(family, "AutoModel")
-    expected, before = outputs(model), fingerprint(model)
-    start(model, reversible=True)
-    assert difference(outputs(model), expected) > 1e-2
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-    assert difference(outputs(model), expected) == 0
-
-
-def test_a_failure_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(host: type, lensed: bool) -> type:
-        raise RuntimeError("stop")
-
-    model = make("gpt2")
-    before = fingerprint(model)
-    monkeypatch.setattr("hfpatch.patch.patched_model_class", fail)
-    with pytest.raises(RuntimeError, match="stop"):
-        start(model)
-    assert not changes(before, fingerprint(model))
-
-
-@pytest.mark.parametrize("options", [{"placement": "olmo2"}, {"pos": "rope"}, {"mlp": "swiglu"}])
-def test_with_other_patches(options: dict[str, str], tmp_path: Path) -> None:
-    model = start(make("gpt2"), **options)
-    assert len(alphas_of_state(model)) == 6
-    assert difference(reload(model, tmp_path, CAUSAL), model) == 0
-
-
-def test_compiled() -> None:
-    embedding = start(make("llama")).model.embed_tokens
-    ids = torch.arange(5)
-    compiled = torch.compile(embedding, fullgraph=True, backend="eager")
-    expected = embedding.weight[:5] * 32**0.5
-    assert torch.equal(compiled(ids), embedding(ids))
-    assert torch.allclose(compiled(ids), expected)
-
-
 def test_lora_on_the_embedding_merges() -> None:
     """What LoRA adds to the matrix is scaled as the matrix is."""
     model = start(make("llama"))
@@ -346,12 +294,6 @@ def test_in_two_steps_the_embedding_is_scaled_once(tmp_path: Path) -> None:
 
 
 # --- requests and records ---------------------------------------------------------------------------------------------
-
-
-def test_json_and_text() -> None:
-    scheme = DyT("llm")
-    assert scheme.to_json() == {"name": "dyt", "alpha": "llm"}
-    assert Norm.from_json(scheme.to_json()) == Norm.resolve("dyt:alpha=llm") == scheme
 
 
 @pytest.mark.parametrize("alpha", ["LLM", "", "0.5", 0.0, float("nan"), True, None])
@@ -385,9 +327,7 @@ def test_nothing_left_to_do() -> None:
     ("change", "match"),
     [
         (lambda part: part.update(attention=["h.*.ln_1"]), "is no object with one of norm, .*, and only, keep, init"),
-        (lambda part: part.update(embeddings=[3]), "is no object with one of norm, .*, and only, keep, init"),
         (lambda part: part.update(norm="dyt:alpha=big"), "alpha must be a number"),
-        (lambda part: part.update(norm="dyt:alpha=0"), "alpha must be a number"),
         (lambda part: part.update(norm=3), "a norm is a registered name or a scheme object"),
     ],
 )
@@ -403,9 +343,7 @@ def test_malformed_records(change: Any, match: str) -> None:
     ("edit", "match"),
     [
         ("wte.@scale = 'x'", "@scale takes no such value"),
-        ("ln_f = DynamicTanh(eps=1e-05)", "of its patch record can't be carried out: .*alpha"),
         ("ln_f = DynamicTanh(eps=1e-05, alpha='llm')", "of its patch record can't be carried out"),
-        ("wte.@scales = 2.0", "isn't an edit of the form"),
         ("j.*.ln_1 = DynamicTanh(eps=1e-05, alpha=1.0)", r"GPT2LMHeadModel .* has no j\.\*\.ln_1"),
     ],
 )

@@ -1,10 +1,9 @@
-"""Values of Parameters changed by arithmetic: the formulas, the way back to the bit, and the memory that both take."""
+"""Values of Parameters changed by arithmetic: the formulas, the way back to the bit from memory or from a rollback
+journal on disk, and the memory that both take."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import weakref
 from typing import Any
 
@@ -16,10 +15,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.core import transaction as edits_module
+from hfpatch.core.journal import Entry, Journal, is_dense
 from hfpatch.core.transaction import Transaction
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 KINDS = ["centre", "add", "multiply", "ones"]
+PLACES = {"memory": lambda: None, "disk": Journal}
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits_module, "_LARGE", 0)
+
+
+def is_on_disk(edits: Transaction) -> bool:
+    return any(isinstance(value, Entry) for _, arguments in edits._log for value in arguments)
 
 
 def holder(
@@ -66,26 +77,32 @@ def bits(x: Tensor) -> Tensor:
 
 def facts(module: nn.Module) -> tuple:
     value = module.value
-    return id(value), value.dtype, value.stride(), value.shape, value.requires_grad, value.data_ptr()
+    return id(value), value.dtype, value.stride(), value.shape, value.requires_grad, value.is_inference()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece", [7, 2**18])
+@every_place
 def test_values_are_the_formula_and_undo_restores_every_bit(
-    kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
+    place: Any, kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hfpatch.core.transaction._PIECE", piece)
     for shape in [(6,), (5, 6), (3, 4, 2), (4, 3, 2, 2), (1, 6), (1, 1, 6)]:
         for axis, order in itertools.product(range(len(shape)), [None, tuple(reversed(range(len(shape))))]):
-            module = holder(shape, dtype, order=order)
+            with torch.inference_mode(axis == 1):
+                module = holder(shape, dtype, order=order)
             before, kept, old = bits(module.value), facts(module), module.value.detach().clone()
-            edits = Transaction()
+            shared, edits = module.value.data, Transaction(place())
             rewrite(module, kind, axis, edits)
             expected = formula(kind, old, axis)
             assert torch.equal(module.value.detach(), expected.to(dtype))
             assert facts(module)[:-1] == kept[:-1]
             assert not torch.equal(bits(module.value), before)  # control
+            assert is_on_disk(edits) == (place is Journal)
+            edits.set_values(module, "value", torch.full(shape, torch.nan))
+            edits.set_values(module, "value", torch.ones(shape))
+            assert torch.equal(bits(shared), before), "what shares the memory isn't written to"
             edits.undo()
             assert torch.equal(bits(module.value), before)
             assert facts(module) == kept
@@ -93,8 +110,9 @@ def test_values_are_the_formula_and_undo_restores_every_bit(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(0, 6), (5, 0), (0,)])
-def test_parameters_without_elements(kind: str, shape: tuple[int, ...]) -> None:
-    module, edits = holder(shape, torch.float32), Transaction()
+@every_place
+def test_parameters_without_elements(place: Any, kind: str, shape: tuple[int, ...]) -> None:
+    module, edits = holder(shape, torch.float32), Transaction(place())
     rewrite(module, kind, 0, edits)
     edits.undo()
     assert module.value.shape == shape
@@ -103,6 +121,7 @@ def test_parameters_without_elements(kind: str, shape: tuple[int, ...]) -> None:
 _SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e-39, 65504.0, 1e30]
 
 
+@every_place
 @settings(max_examples=80)
 @given(
     st.lists(st.one_of(st.floats(width=32), st.sampled_from(_SPECIAL)), min_size=6, max_size=6),
@@ -110,12 +129,12 @@ _SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e
     st.sampled_from(["centre", "add", "multiply"]),
     st.integers(0, 1),
 )
-def test_any_values_come_back(values: list[float], dtype: torch.dtype, kind: str, axis: int) -> None:
+def test_any_values_come_back(place: Any, values: list[float], dtype: torch.dtype, kind: str, axis: int) -> None:
     """Infinities, numbers that aren't, both zeros and what overflows: nothing depends on the arithmetic being nice."""
     module = nn.Module()
     module.value = nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(2, 3))
     before = bits(module.value)
-    edits = Transaction()
+    edits = Transaction(place())
     rewrite(module, kind, axis, edits)
     rewrite(module, "centre", 1 - axis, edits)
     edits.undo()
@@ -124,41 +143,51 @@ def test_any_values_come_back(values: list[float], dtype: torch.dtype, kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_stop_at_any_moment_is_taken_back(kind: str, moment: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, edits, calls = holder((5, 6), torch.float32), Transaction(), [0]
+@pytest.mark.parametrize(
+    ("place", "name", "step"),
+    [*((make, "_calculated", step) for make in PLACES.values() for step in (1, 2, 3)), (Journal, "_without_memory", 1)],
+)
+def test_a_stop_at_any_moment_is_taken_back(
+    place: Any, name: str, step: int, kind: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, edits, calls = holder((5, 6), torch.float32), Transaction(place()), [0]
     before = bits(module.value)
     rewrite(module, "add", 0, edits)
-    calculated = edits_module._calculated
+    real = getattr(edits_module, name)
 
     def stopping(*given: Any) -> Any:
         calls[0] += 1
-        result = None if moment == "before" and calls[0] == step else calculated(*given)
+        result = None if moment == "before" and calls[0] == step else real(*given)
         if calls[0] == step:
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(edits_module, "_PIECE", 8)
-    monkeypatch.setattr(edits_module, "_calculated", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        rewrite(module, kind, 0, edits)
+    with monkeypatch.context() as context:
+        context.setattr(edits_module, "_PIECE", 8)
+        context.setattr(edits_module, name, stopping)
+        with pytest.raises(KeyboardInterrupt):
+            rewrite(module, kind, 0, edits)
     edits.undo()
     assert torch.equal(bits(module.value), before)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_rewritten_values_copy_together_with_their_model(copied: Any) -> None:
-    module = holder((4, 6), torch.float32)
+def test_what_isnt_dense_stays_in_memory() -> None:
+    module, edits = nn.Module(), Transaction(Journal())
+    module.value = nn.Parameter(torch.randn(6, 8)[:, :3])
     before = bits(module.value)
-    edits = Transaction()
-    for kind in ("centre", "multiply", "add"):
-        rewrite(module, kind, 1, edits)
-    module.__dict__["undo_record"] = edits
-    other = copied(module)
-    now = bits(module.value)
-    other.__dict__.pop("undo_record").undo()
-    assert torch.equal(bits(other.value), before)
-    assert torch.equal(bits(module.value), now)  # the original is as it was
+    assert not is_dense(module.value)
+    edits.rewrite(module, "value", "centre", axis=0)
+    assert not is_on_disk(edits)
+    edits.undo()
+    assert torch.equal(bits(module.value), before)
+
+
+@every_place
+def test_the_memory_of_old_values_is_given_back_where_they_are_on_disk(place: Any) -> None:
+    module, edits = holder((40, 30), torch.float32), Transaction(place())
+    old = module.value.untyped_storage()._weak_ref()
+    edits.rewrite(module, "value", "centre", axis=0)
+    assert torch.UntypedStorage._expired(old) == (place is Journal)
 
 
 def test_training_in_between_is_not_kept() -> None:
@@ -167,16 +196,6 @@ def test_training_in_between_is_not_kept() -> None:
     rewrite(module, "centre", 1, edits)
     with torch.no_grad():
         module.value[7:9] += 0.25
-    edits.undo()
-    assert torch.equal(bits(module.value), before)
-
-
-def test_parameters_of_inference_mode() -> None:
-    with torch.inference_mode():
-        module = holder((4, 6), torch.float32)
-    before, edits = bits(module.value), Transaction()
-    rewrite(module, "centre", 0, edits)
-    assert not torch.equal(bits(module.value), before)
     edits.undo()
     assert torch.equal(bits(module.value), before)
 
@@ -211,19 +230,13 @@ class Allocations(TorchDispatchMode):
         self.live -= size
 
 
-def test_the_memory_counter_counts() -> None:
-    """Control of the test below."""
-    with Allocations() as allocations:
+@pytest.mark.parametrize(("shape", "axis"), [((8192, 2048), 1), ((2048, 8192), 0)])
+def test_one_copy_of_the_parameter_is_all_the_memory(shape: tuple[int, int], axis: int) -> None:
+    with Allocations() as control:
         x = torch.zeros(1000)
         y = x.double() + 1
         del x
-    assert allocations.peak == 4000 + 8000 + 8000
-    assert allocations.live == 8000
-    del y
-
-
-@pytest.mark.parametrize(("shape", "axis"), [((8192, 2048), 1), ((2048, 8192), 0)])
-def test_one_copy_of_the_parameter_is_all_the_memory(shape: tuple[int, int], axis: int) -> None:
+    assert (control.peak, control.live, y.numel()) == (4000 + 8000 + 8000, 8000, 1000)
     module = nn.Module()
     module.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02)
     size, edits, before = module.value.nbytes, Transaction(), bits(module.value)

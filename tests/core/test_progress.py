@@ -7,7 +7,8 @@ import functools
 import io
 import logging
 import re
-from contextlib import redirect_stderr
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -117,116 +118,100 @@ def test_the_time_that_is_left_of_equal_parts(clock: Clock, capfd: pytest.Captur
     assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err
 
 
+def draw() -> None:
+    with ProgressBar("task", 2) as bar:
+        bar.step(1, "part")
+        bar.step(2, "part")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-class TestWhereStderrIsATerminal:
-    def test_bars_are_drawn(self, model: PreTrainedModel) -> None:
-        with redirect_stderr(Terminal()) as terminal:
-            repaired(model)
-        assert "repair: 100%" in terminal.getvalue()
-        assert "left, norm transformer.h.1.ln_1]" in terminal.getvalue()
+@pytest.mark.parametrize(
+    ("terminal", "wanted", "rank", "drawn"),
+    [
+        (True, None, "0", True),
+        (True, None, "1", False),  # the first of several processes draws
+        (True, False, "0", False),
+        (False, None, "0", False),
+        (False, True, "1", True),
+    ],
+)
+def test_who_sees_a_bar(
+    terminal: bool, wanted: bool | None, rank: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With show_progress from a call on, or inside of it; nobody where tqdm's own switch is off."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
 
-    def test_unless_they_arent_wanted(self) -> None:
-        with redirect_stderr(Terminal()) as terminal:
-            with show_progress(False):
-                TestBars.drawn()
-            assert terminal.getvalue() == ""
-            TestBars.drawn()
-            assert "task: 100%" in terminal.getvalue()
+    def from_a_call_on() -> None:
+        if wanted is not None:
+            show_progress(wanted)
+        draw()
 
-    def test_a_call_holds_from_there_on(self) -> None:
-        def draws() -> None:
-            show_progress(False)
-            TestBars.drawn()
+    def inside() -> None:
+        with nullcontext() if wanted is None else show_progress(wanted):
+            draw()
 
-        with redirect_stderr(Terminal()) as terminal:
-            contextvars.copy_context().run(draws)
-        assert terminal.getvalue() == ""
+    def said(way: Callable[[], None]) -> str:
+        with redirect_stderr(Terminal() if terminal else io.StringIO()) as stderr:
+            contextvars.copy_context().run(way)
+        return stderr.getvalue()
 
-    @pytest.mark.parametrize(("rank", "drawn"), [("0", True), ("1", False)])
-    def test_the_first_of_several_processes_draws(
-        self, rank: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with redirect_stderr(Terminal()) as terminal:
-            TestBars.drawn()
-        assert ("task: 100%" in terminal.getvalue()) == drawn
+    for way in (from_a_call_on, inside):
+        assert ("task: 100%" in said(way)) == drawn
+        assert drawn or said(way) == ""
+    off = functools.partialmethod(tqdm.auto.tqdm.__init__, disable=True)
+    monkeypatch.setattr(tqdm.auto.tqdm, "__init__", off)
+    assert said(inside) == ""
 
 
-def test_nothing_is_printed_by_itself(model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bars_of_a_repair(model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    """None without a terminal, and those that were asked for."""
     sample_batches(model, sequences=2, length=6)
     repaired(model)
     assert capfd.readouterr() == ("", "")
+    with show_progress():
+        repaired(tiny("gpt2", "AutoModelForCausalLM"))
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = [line.strip() for line in err.split("\r")]
+    assert any(line.startswith("repair:  33%") and "left, norm transformer.h.1.ln_1" in line for line in lines)
+    assert lines[-1].startswith("repair: 100%")
+    assert "3/3" in lines[-1]
 
 
-class TestBars:
-    def test_of_a_repair(self, model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
-        with show_progress():
-            repaired(model)
-        out, err = capfd.readouterr()
-        assert out == ""
-        lines = [line.strip() for line in err.split("\r")]
-        assert any(line.startswith("repair:  33%") and "norm transformer.h.1.ln_1" in line for line in lines)
-        assert lines[-1].startswith("repair: 100%")
-        assert "3/3" in lines[-1]
+def test_one_bar_for_each_task_until_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        for _ in range(3):
+            draw()
+        raise KeyError
 
-    def test_one_for_each_task(self, capfd: pytest.CaptureFixture[str]) -> None:
-        with show_progress():
-            for task in ("first", "second", "second"):
-                with ProgressBar(task, 2) as bar:
-                    for done in (0, 1, 2):
-                        bar.step(done, "part")
-        lines = capfd.readouterr().err.strip().split("\n")
-        assert [line.rpartition("\r")[2].partition(":")[0] for line in lines] == ["first", "second", "second"]
+    with pytest.raises(KeyError), show_progress():
+        fail()
+    lines = capfd.readouterr().err.strip().split("\n")
+    assert [line.rpartition("\r")[2].partition("%")[0] for line in lines] == ["task: 100"] * 3
+    draw()
+    assert capfd.readouterr() == ("", "")
 
-    @pytest.mark.parametrize("enabled", [False, True])
-    def test_not_wanted(
-        self, enabled: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """By the caller, or by tqdm's own switch, which stops a bar that show_progress would draw."""
-        monkeypatch.setattr(tqdm.auto.tqdm, "__init__", functools.partialmethod(tqdm.auto.tqdm.__init__, disable=True))
-        with show_progress(enabled):
-            self.drawn()
-        assert capfd.readouterr() == ("", "")
 
-    @staticmethod
-    def drawn() -> None:
-        with ProgressBar("task", 2) as bar:
-            bar.step(1, "part")
-            bar.step(2, "part")
+def test_logging_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    def state() -> tuple[int, bool, list[logging.Handler]]:
+        return LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
 
-    def test_only_inside(self, capfd: pytest.CaptureFixture[str]) -> None:
-        def fail() -> None:
-            self.drawn()
-            raise KeyError
-
-        with pytest.raises(KeyError), show_progress():
-            fail()
-        assert "task: 100%" in capfd.readouterr().err
-        self.drawn()
-        with show_progress(False):
-            self.drawn()
-        assert capfd.readouterr() == ("", "")
-
-    def test_logging_is_as_it_was(self, caplog: pytest.LogCaptureFixture) -> None:
-        def state() -> tuple[int, bool, list[logging.Handler]]:
-            return LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
-
-        before = state()
-        with show_progress():
-            self.drawn()
-            assert state() == before
-        assert caplog.records == [], "level INFO is shown to whoever asks for it"
-        with caplog.at_level(logging.INFO, logger="hfpatch"), show_progress():
-            self.drawn()
-        steps = [STEP.fullmatch(message) for message in caplog.messages]
-        assert [step and step.group("task", "done", "what") for step in steps] == [
-            ("task", "1", "part"),
-            ("task", "2", "part"),
-        ]
+    before = state()
+    with show_progress():
+        draw()
+        assert state() == before
+    assert caplog.records == [], "level INFO is shown to whoever asks for it"
+    with caplog.at_level(logging.INFO, logger="hfpatch"), show_progress():
+        draw()
+    steps = [STEP.fullmatch(message) for message in caplog.messages]
+    assert [step and step.group("task", "done", "what") for step in steps] == [
+        ("task", "1", "part"),
+        ("task", "2", "part"),
+    ]
 
 
 def test_command_line(model: PreTrainedModel, tmp_path: Path) -> None:

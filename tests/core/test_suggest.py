@@ -10,7 +10,7 @@ from tiny_models import tiny
 from transformers import AutoConfig, AutoModel
 
 from hfpatch.checkpoint.by_name import config_of
-from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
+from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from hfpatch.core.suggest import did_you_mean, nearest
 from hfpatch.errors import NoMatchError, OptionError, UnknownNameError
 from hfpatch.plan import plan_patch
@@ -38,6 +38,7 @@ def test_nearest() -> None:
     ("registry", "written", "meant"),
     [
         (NORMS, "RMSNorm", "rms"),
+        (NORMS, "rmsnorm", "rms"),
         (NORMS, "RMS", "rms"),
         (NORMS, "LayerNorm", "layer"),
         (NORMS, "layer_norm", "layer"),
@@ -57,6 +58,7 @@ def test_nearest() -> None:
         (MLPS, "silu", "swiglu"),
         (PLACEMENTS, "pre-norm", "pre"),
         (PLACEMENTS, "postnorm", "post"),
+        (ARCHITECTURES, "gptneo", "gpt_neo"),
         (NORMS, "GroupNorm", None),
         (NORMS, "none", None),
         (NORMS, "rope", None),
@@ -65,8 +67,11 @@ def test_nearest() -> None:
 def test_names_of_schemes(registry: Registry, written: str, meant: str | None) -> None:
     with pytest.raises(UnknownNameError) as caught:
         registry[written]
+    assert isinstance(caught.value, KeyError), "a registry is a mapping"
     hint = f" Did you mean {meant!r}?" if meant else ""
-    assert str(caught.value).startswith(f"no {registry.kind} called {written!r}.{hint} Registered: ")
+    assert str(caught.value).startswith(
+        f"no {registry.kind} called {written!r}.{hint} Registered: {', '.join(registry)}."
+    )
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def test_options() -> None:
     for pos, theta in ((LINE, 10_000.0), (GRID, 100.0), (RoPE(theta=5.0, axes=2), 5.0)):
         assert patched("vit", pos).layers[0].attention.rotary_emb.theta == theta
     for scheme in (GRID, full(), RoPE(theta=10.0)):
-        assert Position.from_json(scheme.to_json()) == Position.resolve(str(scheme)) == scheme
+        assert Position.resolve(str(scheme)) == scheme
+    assert Position.resolve("rope:axes=2") == GRID
     assert full().describe(16) == "RoPE(theta=100, 2 axes, half)"
     assert full(axes=3).describe(16) == "RoPE(theta=100, 12 of 16 channels, 3 axes, half)"
     for axes in (0, 4, True, "2"):
