@@ -127,10 +127,7 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tup
     where its tokens lie in the text gets the document's bytes spread evenly.
     """
     options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose"), False)
-    try:
-        encoded = tokenizer([d.text for d in documents], return_offsets_mapping=tokenizer.is_fast, **options)
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise RecipeError(f"the tokenizer can't read the text: {error}") from None
+    encoded = tokenizer([d.text for d in documents], return_offsets_mapping=tokenizer.is_fast, **options)
     end = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
     ids, sizes = [], []
     for i, document in enumerate(documents):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from hfpatch.runtime.errors import first_line
 
 from .corpus import RecipeError
-from .options import COUNT, option
+from .options import COUNT, multiple_of, option
 from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
@@ -36,13 +36,9 @@ class ImageClassificationConfig:
     )
     model: str | None = option(None, "a folder or Hub id of an image model; none: a small ViT from scratch")
     layers: int = option(4, "of the ViT made from scratch", COUNT)
-    width: int = option(64, "of the ViT made from scratch; a head takes 16 of it")
+    width: int = option(64, "of the ViT made from scratch; a head takes 16 of it", multiple_of(16))
     heldout_images: int = option(2000, "at most so many behind the table", COUNT)
     curve_images: int = option(500, "at most so many behind the curves", COUNT)
-
-    def check(self) -> None:
-        if self.model is None and (self.width < 16 or self.width % 16):
-            raise RecipeError(f"--width must be a multiple of 16, not {self.width}")
 
 
 class ImageClassification(Task):

@@ -6,8 +6,7 @@
 A loss of your own is one more class and one more entry, which heal.py and compare.py take by its name. Derive it from
 `Distil`, and give it another `distance`, if it needs the teacher.
 
-    method = objective("distil", task, baseline.copy, config, "rms+rope")
-    run.stage("healed", lambda: method.prepare(patched), steps, seed=0, objective=method)
+    run.stage("healed", lambda: patched, steps, seed=0, objective=METHODS["distil"](task, config, baseline.copy))
 """
 
 import importlib.util
@@ -25,7 +24,6 @@ from transformers import PreTrainedModel
 
 from .corpus import RecipeError
 from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
-from .settings import CONTROL
 from .start import keeps_dropout, switch_off_dropout
 from .tasks import Batch, Figures, Task
 from .training import Objective
@@ -42,7 +40,6 @@ class Method(Objective):
         self.lora = getattr(config, "lora_rank", 0) > 0
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
-        """What is trained, made of the patched model as it begins. `finished` gives the patched model back."""
         if not keeps_dropout(self.config):
             switch_off_dropout(model)
         return with_adapters(model, self.config) if self.lora else model
@@ -133,11 +130,6 @@ class MethodConfig:
         """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
-
-
-def objective(name: str, task: Task, teacher: Teacher, config: Any, variant: str) -> Method:
-    """A method by name, for one variant; the control is trained on the task's loss."""
-    return Method(task, config) if variant == CONTROL else METHODS[name](task, config, teacher)
 
 
 # -- how far a model's outputs are from another's on the same inputs

@@ -38,11 +38,12 @@ Results = dict[str, Any]
 # -- what was measured on what
 
 
-def hardware(accelerator: Accelerator) -> dict[str, Any]:
+def environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Hardware and versions, for results.json."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else None
-    return {
+    hardware = {
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -51,11 +52,9 @@ def hardware(accelerator: Accelerator) -> dict[str, Any]:
         "distributed": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
     }
-
-
-def versions() -> dict[str, str]:
     modules = {"hfpatch": hfpatch, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    versions = {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    return {"hardware": hardware, "versions": versions}
 
 
 def machine(results: Results) -> str:

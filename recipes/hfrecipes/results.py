@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .command import TrainingError
 from .files import begin_results, folder_name, write_json
-from .report import hardware, versions
+from .report import environment
 from .settings import FREE_TO_CHANGE
 from .tasks import Task
 
@@ -48,8 +48,7 @@ class OutputFolder:
             "main": self.task.main,
             "higher_is_better": self.task.higher_is_better,
             "data": self.task.data,
-            "hardware": hardware(self.accelerator),
-            "versions": versions(),
+            **environment(self.accelerator),
             "wall_seconds": 0.0,
             "stages": {},
         }

@@ -24,10 +24,9 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_fla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .command import DivergedError, Stopped, run_recipe, stop_requests
+from .command import DivergedError, Stopped, progress_bar, run_recipe, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError
-from .progress import Progress
 from .results import OutputFolder
 from .settings import read_run
 from .tasks import Batch, Drawn, Figures, Task, find_task
@@ -38,6 +37,10 @@ class Objective:
 
     def __init__(self, task: Task) -> None:
         self.task = task
+
+    def prepare(self, model: transformers.PreTrainedModel) -> nn.Module:
+        """What is trained, made of the model as it begins; `finished` gives the model back."""
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
@@ -90,7 +93,7 @@ class Run(OutputFolder):
         c, accelerator, objective = self.config, self.accelerator, objective or Objective(self.task)
         self.mark = time.perf_counter()
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
-        model = build()
+        model = objective.prepare(build())
         record, state = self.find_state(name)
         if c.gradient_checkpointing:
             checkpoint_activations(model)
@@ -123,7 +126,7 @@ class Run(OutputFolder):
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c, unit = self.config, self.task.unit
         units, times = 0, []
-        with stop_requests(self.requests), Progress(name, steps, record["step"], self.main) as bar:
+        with stop_requests(self.requests), progress_bar(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 begun = time.perf_counter()
                 with really_called(model):
@@ -141,7 +144,8 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,} {unit}/s", refresh=False)
+                bar.update()
                 stop = self.stop_requested()
                 if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
