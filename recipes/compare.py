@@ -127,7 +127,7 @@ def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     """One model: what is trained after the baseline goes on in its data."""
     method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
     build = partial(baseline.patched, cell.variant, cell.start)
-    run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, objective=method)
+    run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, method=method)
 
 
 def draw_reports(results: dict[str, Any], path: Path) -> None:

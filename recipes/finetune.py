@@ -36,7 +36,7 @@ def finetune(run: Run) -> None:
     baseline.train(run)
     for name in c.variants:  # they go on in the data where the baseline stopped
         build = partial(baseline.patched, name)
-        run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
+        run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, method=method)
     run.report(report, draw_curves, "and a folder per trained model")
     run.accelerator.end_training()
 

@@ -23,8 +23,8 @@ from hfpatch.export.native import native_model
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, first_line
 
+from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
-from .start import switch_off_dropout
 from .timing import MODES, Entrant, Race
 
 UNPATCHED, NATIVE = "unpatched", "rope, native"

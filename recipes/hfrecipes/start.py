@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 from accelerate.utils import set_seed
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from hfpatch.plan import plan_patch
 from hfpatch.repairs.sample import sample_batches
 
 from .corpus import RecipeError
+from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
 from .tasks import Drawn, Task
 from .training import Run
@@ -94,16 +94,3 @@ def patched(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
         return patch_model(model, **options)
-
-
-def keeps_dropout(config: Any) -> bool:
-    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
-    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """In this instance; its config stays as it is, and so does what is saved."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
-                vars(module)[name] = 0.0
