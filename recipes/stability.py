@@ -157,7 +157,7 @@ def sweep(config: StabilityConfig, command: str) -> None:
         raise RecipeError(f"the text has {len(text)} bytes, less than one block: a smaller --block_size, or more text")
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
     fresh = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
-    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE, "text")
+    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE)
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
     results |= {"command": command, **environment(accelerator)}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .corpus import Document, RecipeError, train_tokenizer
+from .corpus import Document, RecipeError, refusing, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
 from .options import COUNT, RATE, at_least, multiple_of, option
 from .settings import CONTROL
@@ -178,10 +178,8 @@ class Classification(Task):
         """
         path, self.given = Path(source) / THRESHOLD, None
         if self.multi and path.exists():
-            try:
+            with refusing(f"can't read the threshold in {path}; remove the file"):
                 self.given = float(json.loads(path.read_text("utf-8"))["threshold"])
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                raise RecipeError(f"can't read the threshold in {path} ({error}): remove the file") from None
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""

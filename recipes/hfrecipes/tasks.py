@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hfpatch.runtime.errors import PatchError, first_line
-
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 
 Batch = dict[str, torch.Tensor]
 Figures = dict[str, float | None]
@@ -147,12 +145,8 @@ def load(auto: Any, source: str, **options: Any) -> Any:
     folder = Path(source)
     if auto is AutoTokenizer and folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
         raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
-    try:
+    with refusing(f"{auto.__name__} can't load {source}"):
         return auto.from_pretrained(source, **options)
-    except PatchError:
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
-        raise RecipeError(f"{auto.__name__} can't load {source}: {first_line(error)}") from None
 
 
 def load_whole(auto: Any, source: str, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .command import DivergedError, Stopped, progress_bar, run_recipe, stop_requests
 from .compiled import compiled, really_called
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 from .methods import Method
 from .results import OutputFolder
 from .settings import read_run
@@ -209,7 +209,7 @@ def make_accelerator(config: Any) -> Accelerator:
         RecipeError: accelerate refuses the settings, or a batch can't be shared by the processes.
     """
     shard_on_cpu()
-    try:
+    with refusing("accelerate refuses"):  # a precision that the device lacks, for one
         accelerator = Accelerator(
             mixed_precision=config.mixed_precision,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -217,8 +217,6 @@ def make_accelerator(config: Any) -> Accelerator:
             project_dir=Path(config.output_dir),
             dataloader_config=DataLoaderConfiguration(split_batches=True),  # a batch is shared, not multiplied
         )
-    except ValueError as error:  # a precision that the device lacks, for one
-        raise RecipeError(f"accelerate refuses: {error}") from None
     processes = accelerator.num_processes
     if config.batch_size % processes:
         raise RecipeError(f"--batch_size {config.batch_size} can't be shared by {processes} processes")

@@ -141,7 +141,7 @@ class TestStopping:
         other = tmp_path / text.name
         other.write_text("more\n" + text.read_text())
         assert stability.main(tiny(finished, other, "--resume")) == 2
-        assert "text" in capsys.readouterr().err
+        assert "data (its content)" in capsys.readouterr().err
         assert (finished / "results.json").read_text() == before
 
 
