@@ -3,7 +3,6 @@
 import itertools
 import json
 from functools import partial
-from typing import Any
 
 import benchmark
 import numpy as np
@@ -148,26 +147,23 @@ def test_modules_are_those_of_patched_models_and_agree_with_their_references():
 
 class TestRace:
     def test_compiled_is_compiled(self):
+        """Code that is compiled and not called is no figure."""
         called = []
-        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
-        def backend(graph: Any, example: Any) -> Any:
-            return lambda *args: called.append("compiled") or graph(*args)
+        def timed(mode, past=False):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+            run = model.forward if past else model
+            backend = lambda graph, example: lambda *args: called.append("compiled") or graph(*args)  # noqa: E731
+            how = {"regions": "model", "backend": backend}
+            return raced([Entrant("a", lambda: run(torch.ones(1, 2)), model, how)], mode)[0]
 
-        def entrant():
-            return Entrant("a", lambda: model(torch.ones(1, 2)), model, {"regions": "model", "backend": backend})
-
-        assert raced([entrant()])[0]["failed"] is None
+        assert timed("eager")["failed"] is None
         assert not called
-        assert raced([entrant()], "compiled")[0]["failed"] is None
+        assert timed("compiled")["failed"] is None
         assert called
-
-    def test_compiled_code_that_isnt_called_is_no_figure(self):
-        model = nn.Sequential(nn.Linear(2, 2))
-        past = Entrant("a", lambda: model.forward(torch.ones(1, 2)), model, {"regions": "model", "backend": "eager"})
-        found = raced([past], "compiled")
-        assert "isn't called" in found[0]["failed"]
-        assert found[0]["seconds"] == []
+        past = timed("compiled", past=True)
+        assert "isn't called" in past["failed"]
+        assert past["seconds"] == []
 
     def test_one_that_fails_doesnt_stop_the_others(self):
         def fail() -> None:
