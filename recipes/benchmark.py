@@ -25,8 +25,8 @@ import numpy as np
 import pandas as pd
 import transformers
 from accelerate import Accelerator, PartialState
-from hfrecipes.bench_micro import micro_races
-from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_races, place_races
+from hfrecipes.bench_micro import micro_cases
+from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
 from hfrecipes.command import keep_freed_memory, progress_bar, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
@@ -34,9 +34,10 @@ from hfrecipes.files import write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, multiple_of, option
 from hfrecipes.report import environment, machine, table
 from hfrecipes.settings import CONTROL, parse_variant, read_settings
-from hfrecipes.timing import MODES, middle
+from hfrecipes.timing import MODES, middle, time_in_turn
 
-PARTS = {"models": model_races, "places": place_races, "micro": micro_races}
+# what is timed, and in which modes: compiled, no module stands by itself
+PARTS = {"models": (model_cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
 NOTES = {
     "models": "Compiled are the blocks, for decoding the whole model, which then has a static cache; *first call*: "
     f"compilation included. *{NATIVE}*: the stock model of transformers with equal weights. The weights of all lie in "
@@ -96,18 +97,24 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     device = accelerator.device
     results = {"command": command, "config": asdict(config), **environment(accelerator)}
     results |= {"memory_kept": keep_freed_memory(), "races": [], "left_out": []}
-    races = [race for part in config.parts for race in PARTS[part](config, device)]
-    if not races:
+    planned = [
+        ({"part": part, "case": case, "work": work, "mode": mode}, entrants)
+        for part in config.parts
+        for case, work, entrants in PARTS[part][0](config, device)
+        for mode in PARTS[part][1]
+        if mode in config.modes
+    ]
+    if not planned:
         raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
     try:
-        with progress_bar("benchmark", len(races)) as bar:
-            for race in races:
-                name = f"{race.case}, {race.work}, {race.mode}"
+        with progress_bar("benchmark", len(planned)) as bar:
+            for told, entrants in planned:
+                name = "{case}, {work}, {mode}".format(**told)
                 if time.perf_counter() - started > 60 * config.minutes:
                     results["left_out"].append(name)
                 else:
-                    told = {"part": race.part, "case": race.case, "work": race.work, "mode": race.mode}
-                    results["races"].append(told | {"timings": race.run(config.repeats, device)})
+                    timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats, device)
+                    results["races"].append(told | {"timings": timings})
                 results["wall_seconds"] = time.perf_counter() - started
                 write_json(out / "results.json", results)
                 bar.set_postfix_str(name, refresh=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmark import against_basis
 from hfrecipes import bench_micro, bench_models, timing
-from hfrecipes.timing import Entrant, Race
+from hfrecipes.timing import Entrant
 from torch import nn
 
 from hfpatch.compile import compile_model
@@ -30,7 +30,7 @@ def raced(works, mode="eager", repeats=2):
     entrants = [Entrant(*work) if isinstance(work, tuple) else work for work in works]
     for entrant in entrants:
         entrant.model = entrant.model or nn.Identity()
-    return Race("part", "case", "work", mode, lambda: entrants).run(repeats, CPU)
+    return timing.time_in_turn(entrants, mode, repeats, CPU)
 
 
 class TestRun:
@@ -77,11 +77,11 @@ class TestRun:
 
     def test_ctrl_c_reports_what_was_measured(self, tmp_path, monkeypatch):
         def interrupted(config, device):
-            first, second, *_ = bench_micro.micro_races(config, device)
-            second.entrants = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-            yield from (first, second)
+            first, (name, work, _), *_ = bench_micro.micro_cases(config, device)
+            yield first
+            yield name, work, lambda mode: (_ for _ in ()).throw(KeyboardInterrupt)
 
-        monkeypatch.setitem(benchmark.PARTS, "micro", interrupted)
+        monkeypatch.setitem(benchmark.PARTS, "micro", (interrupted, timing.MODES))
         assert benchmark.main([*QUICK, "--parts", "micro", "--output_dir", str(tmp_path)]) == 130
         assert "LayerNorm" in (tmp_path / "results.md").read_text()
         assert len(json.loads((tmp_path / "results.json").read_text())["races"]) == 1
