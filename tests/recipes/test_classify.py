@@ -126,18 +126,6 @@ class TestFigures:
         assert sums.shape == counts.shape == (8,)
         assert (sums.sum() / counts.sum()).item() == pytest.approx(model(**batch).loss.item(), abs=1e-6)
 
-    def test_simple_methods(self, many, one):
-        simple, _ = many.data["baselines"].values()
-        dev, test = (targets(items).numpy() for items in (many.dev, many.heldout))
-        assert targets(many.train_texts).mean(0).tolist() == sorted(targets(many.train_texts).mean(0), reverse=True)
-
-        def always(count, true):  # the commonest labels, whatever the text
-            return f1_score(true, np.tile(np.arange(3) < count, (len(true), 1)), average="micro")
-
-        best = max((1, 2, 3), key=lambda count: always(count, dev))
-        assert simple["micro_f1"] == pytest.approx(always(best, test))
-        assert all(set(found) == {"accuracy", "macro_f1"} for found in one.data["baselines"].values())
-
 
 class TestHead:
     def test_answers_begin_at_how_often_each_label_occurs(self, many, one):

@@ -96,16 +96,6 @@ class A:
         assert whole[0].keys() == {"passage", "length", "query", "target"}
         assert any(whole[i] != other[i] for i in range(40))
 
-    def test_passages_of_a_batch_have_one_length(self, folder, files):
-        task = make_task(folder, files, max_length=128)
-        items = Drawn(task, 0, 0, 400)
-        groups = [[items[i + j] for j in range(4)] for i in range(0, 400, 4)]
-        assert all(len({item["length"] for item in group}) == 1 for group in groups)
-        lengths = [group[0]["length"] for group in groups]
-        assert 16 <= min(lengths) < 20 < 100 < max(lengths) <= 128
-        filled = [task.collate(group)["attention_mask"].sum() / (4 * group[0]["length"]) for group in groups]
-        assert np.mean(filled) > 0.9
-
     def test_a_repair_runs_the_given_model(self, folder, files):
         task = make_task(folder, files, max_length=40)
         batch = task.collate([task.item(0, i) for i in range(80)])

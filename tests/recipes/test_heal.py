@@ -49,7 +49,9 @@ class TestFigures:
         assert all(0 <= found["same_answer"] <= 1 < 1 + found["divergence"] for found in agreement.values())
         told = (finished / "results.md").read_text("utf-8")
         assert f"{read_results(finished)['stages']['healed']['end']['loss']:.3f}" in told
-        assert re.search(r"Recovered: -?[\d.]+% of the gap in loss that the patch opened, against an unpatched copy", told)
+        assert re.search(
+            r"Recovered: -?[\d.]+% of the gap in loss that the patch opened, against an unpatched copy", told
+        )
         assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     @pytest.mark.parametrize(
