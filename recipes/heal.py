@@ -51,7 +51,7 @@ class HealConfig(MethodConfig):
         False, "leave out the unpatched copy of equal budget; where distil uses no labels there is none"
     )
     output_dir: str = option("runs/heal", "where results, models and states go")
-    variants: list[str] = option([], argparse.SUPPRESS)
+    variants: list[str] = option([], argparse.SUPPRESS)  # of the report: what there is to heal and its control
 
     def check(self) -> None:
         if self.method == "distil" and self.distil_weight == 1:

@@ -74,7 +74,6 @@ class Run(OutputFolder):
             self.accelerator.print(f"{name}: done before")
             return self.results["stages"][name]
         c, accelerator, method = self.config, self.accelerator, method or Method(self.task)
-        self.mark = time.perf_counter()
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
         model = method.prepare(build())
         record, state = self.find_state(name)
