@@ -70,31 +70,23 @@ class TestFigures:
         assert report.recovered({"stages": stages, "main": "main", "higher_is_better": higher}) == share
 
 
-class TestStopping:
-    @pytest.mark.slow
-    def test_resumed_run_equals_an_uninterrupted_one(self, finished, text, tmp_path, capsys):
-        for steps in (3, 10):  # in the baseline; in the healing
-            stop = ["--method", "distil", "--stop_after", steps, *["--resume"][: steps == 10]]
-            assert heal.main(small(tmp_path, text, *stop)) == 130
-        (state,) = tmp_path.glob("state/*/stage.json")
-        assert json.loads(state.read_text())["name"] == "healed"
-        assert heal.main(small(tmp_path, text, "--method", "distil", "--resume")) == 0
-        assert "swapped: done before" in capsys.readouterr().out
-        assert figures(tmp_path) == figures(finished)
+@pytest.mark.slow
+def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished, text, tmp_path, capsys, monkeypatch):
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("went on")
 
-    @pytest.mark.slow
-    def test_ctrl_c_does_not_wait_for_a_repair(self, text, tmp_path, capsys, monkeypatch):
-        def interrupted(*args):
-            os.kill(os.getpid(), signal.SIGINT)
-            pytest.fail("went on")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(start, "patched", interrupted)
-            assert heal.main(small(tmp_path, text)) == 130
-        assert "to go on: python recipes/heal.py" in capsys.readouterr().err
-        assert heal.main(small(tmp_path, text, "--resume", "--no_control")) == 2, "another setting"
-        assert heal.main(small(tmp_path, text, "--resume")) == 0
-        assert "baseline: done before" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "patched", interrupted)
+        assert heal.main(small(tmp_path, text, "--method distil")) == 130
+    assert "to go on: python recipes/heal.py" in capsys.readouterr().err
+    assert heal.main(small(tmp_path, text, "--method distil --resume --no_control")) == 2, "another setting"
+    assert heal.main(small(tmp_path, text, "--method distil --resume --stop_after 9")) == 130
+    (state,) = tmp_path.glob("state/*/stage.json")
+    assert json.loads(state.read_text())["name"] == "healed"
+    assert heal.main(small(tmp_path, text, "--method distil --resume")) == 0
+    assert "swapped: done before" in capsys.readouterr().out
+    assert figures(tmp_path) == figures(finished)
 
 
 def test_adapters_are_merged_in_the_end(finished, text, tmp_path):
