@@ -14,6 +14,7 @@ In the output folder: results.md, results.json, benchmark.png.
 
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,20 +25,19 @@ import numpy as np
 import pandas as pd
 import transformers
 from accelerate import Accelerator, PartialState
-from hfrecipes.bench_micro import micro_races
-from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_races, place_races
-from hfrecipes.command import keep_freed_memory, run_recipe
+from hfrecipes.bench_micro import micro_cases
+from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
+from hfrecipes.command import keep_freed_memory, progress_bar, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
 from hfrecipes.files import write_json
-from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, option
-from hfrecipes.progress import Progress
-from hfrecipes.report import hardware, machine, table, versions
+from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, multiple_of, option
+from hfrecipes.report import environment, machine, table
 from hfrecipes.settings import CONTROL, parse_variant, read_settings
-from hfrecipes.timing import MODES, middle
+from hfrecipes.timing import MODES, middle, time_in_turn
 
-PARTS = {"models": model_races, "places": place_races, "micro": micro_races}
-KNOWN = {"parts": PARTS, "modes": MODES, "models": MODELS, "precision": ("float32", "bfloat16")}
+# what is timed, and in which modes: compiled, no module stands by itself
+PARTS = {"models": (model_cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
 NOTES = {
     "models": "Compiled are the blocks, for decoding the whole model, which then has a static cache; *first call*: "
     f"compilation included. *{NATIVE}*: the stock model of transformers with equal weights. The weights of all lie in "
@@ -46,12 +46,13 @@ NOTES = {
     "The ratio is that of the whole model's time if nothing else of it changed.",
     "micro": "*basis*: LayerNorm, for rotations transformers' own.",
 }
+PRECISIONS = ("float32", "bfloat16")
 CONTROL_NOTE = " *control*: an unpatched copy: that its ratio isn't 1 is chance."
 
 Timing = dict[str, Any]
 
 
-def by_device(cpu: Any, gpu: Any, about: str, choices: Range | None = None) -> Any:
+def by_device(cpu: Any, gpu: Any, about: str, choices: Range | Collection | None = None) -> Any:
     """A setting whose default goes by the device."""
     return option(lambda: gpu if PartialState().device.type == "cuda" else cpu, about, choices)
 
@@ -61,31 +62,27 @@ class BenchmarkConfig:
     """Sizes go by the device: small ones on a CPU, full ones on a GPU."""
 
     output_dir: str = option("runs/benchmark", "where the results go")
-    parts: list[str] = option([*PARTS], f"{', '.join(PARTS)}; in this order")
-    modes: list[str] = option([*MODES], "eager, compiled")
+    parts: list[str] = option([*PARTS], "in this order", PARTS)
+    modes: list[str] = option([*MODES], "how models run", MODES)
     repeats: int = option(9, "samples of each subject, after those that warm it up", COUNT)
     minutes: float = option(8.0, "no measurement begins later; the report names what is left", NOT_NEGATIVE)
     patches: list[str] = option(
         ["control", "rms", "rope", "dyt", "rms+rope"],
         "schemes joined by +; control is an unpatched copy, which shows what chance does",
     )
-    models: list[str] = by_device(["gpt2", "bert"], list(MODELS), f"of {', '.join(MODELS)}; random weights")
+    models: list[str] = by_device(["gpt2", "bert"], list(MODELS), "with random weights", MODELS)
     layers: int | None = by_device(2, None, "of every model; none: the model's own", COUNT)
-    width: int | None = option(None, "channels, 64 to a head; none: the model's own")
+    width: int | None = option(None, "channels, 64 to a head; none: the model's own", multiple_of(64))
     vocab_size: int = by_device(8192, 50257, "tokens that a model knows", COUNT)
     batch_size: int = by_device(2, 8, "sequences or images", COUNT)
     block_size: int = by_device(128, 1024, "tokens of a sequence", COUNT)
     new_tokens: int = by_device(16, 128, "tokens that are decoded, behind a prompt of as many", COUNT)
-    precision: str = by_device("float32", "bfloat16", "float32, or bfloat16: autocast for training, else weights")
-    widths: list[int] = by_device([768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part")
+    precision: str = by_device("float32", "bfloat16", "bfloat16: autocast for training, else weights", PRECISIONS)
+    widths: list[int] = by_device(
+        [768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part", multiple_of(64)
+    )
 
     def check(self) -> None:
-        for name, known in KNOWN.items():
-            values = getattr(self, name)
-            if unknown := [v for v in ([values] if isinstance(values, str) else values) if v not in known]:
-                raise RecipeError(f"--{name} knows {', '.join(known)}, not {', '.join(unknown)}")
-        if wrong := [width for width in (self.width or 64, *self.widths) if width < 64 or width % 64]:
-            raise RecipeError(f"--width and --widths must be multiples of 64, not {wrong[0]}")
         if self.new_tokens > self.block_size:
             raise RecipeError(
                 f"--new_tokens can't be more than --block_size, {self.block_size}: they are the prompt too"
@@ -98,23 +95,30 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     transformers.logging.set_verbosity_error()
     accelerator, started, out = Accelerator(), time.perf_counter(), Path(config.output_dir)
     device = accelerator.device
-    results = {"command": command, "config": asdict(config), "hardware": hardware(accelerator), "versions": versions()}
+    results = {"command": command, "config": asdict(config), **environment(accelerator)}
     results |= {"memory_kept": keep_freed_memory(), "races": [], "left_out": []}
-    races = [race for part in config.parts for race in PARTS[part](config, device)]
-    if not races:
+    planned = [
+        ({"part": part, "case": case, "work": work, "mode": mode}, entrants)
+        for part in config.parts
+        for case, work, entrants in PARTS[part][0](config, device)
+        for mode in PARTS[part][1]
+        if mode in config.modes
+    ]
+    if not planned:
         raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
     try:
-        with Progress("benchmark", len(races)) as bar:
-            for number, race in enumerate(races, 1):
-                name = f"{race.case}, {race.work}, {race.mode}"
+        with progress_bar("benchmark", len(planned)) as bar:
+            for told, entrants in planned:
+                name = "{case}, {work}, {mode}".format(**told)
                 if time.perf_counter() - started > 60 * config.minutes:
                     results["left_out"].append(name)
                 else:
-                    told = {"part": race.part, "case": race.case, "work": race.work, "mode": race.mode}
-                    results["races"].append(told | {"timings": race.run(config.repeats, device)})
+                    timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats, device)
+                    results["races"].append(told | {"timings": timings})
                 results["wall_seconds"] = time.perf_counter() - started
                 write_json(out / "results.json", results)
-                bar.step(number, name)
+                bar.set_postfix_str(name, refresh=False)
+                bar.update()
     finally:  # Ctrl-C too: what was measured is reported
         if "wall_seconds" in results:
             text = benchmark_report(results)

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from hfrecipes.command import DivergedError, keep_freed_memory
 from hfrecipes.compare_report import compare_report, draw_grid, html_report
 from hfrecipes.corpus import RecipeError
 from hfrecipes.files import folder_name
-from hfrecipes.methods import METHODS, Distil, Method, MethodConfig, objective
+from hfrecipes.methods import METHODS, MethodConfig
 from hfrecipes.options import COUNT, NOT_NEGATIVE, option
 from hfrecipes.paired import Cell
 from hfrecipes.settings import CONTROL, FREE_TO_CHANGE
@@ -124,17 +125,9 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
 
 def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
     """One model: what is trained after the baseline goes on in its data."""
-    if cell.variant != CONTROL:
-        method = objective(cell.method, run.task, baseline.copy, run.config, cell.variant)
-    elif cell.method:
-        method = Distil(run.task, run.config, baseline.copy)
-    else:
-        method = Method(run.task, run.config)
-
-    def build() -> Any:
-        return method.prepare(baseline.patched(cell.variant, cell.start))
-
-    run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, objective=method)
+    method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
+    build = partial(baseline.patched, cell.variant, cell.start)
+    run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, method=method)
 
 
 def draw_reports(results: dict[str, Any], path: Path) -> None:

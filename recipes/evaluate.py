@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
-import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
@@ -35,7 +34,7 @@ from hfrecipes.embed import Embedding
 from hfrecipes.files import write_json
 from hfrecipes.methods import agreement
 from hfrecipes.options import COUNT, at_least, option
-from hfrecipes.report import data_line, hardware, machine, show, table, versions, words
+from hfrecipes.report import data_line, environment, machine, show, table, words
 from hfrecipes.settings import chosen_task, read_settings, spell_out
 from hfrecipes.sweep import SWEEPS, Row, draw
 from hfrecipes.tasks import Figures, Task, find_task
@@ -142,8 +141,7 @@ class Evaluation:
             "failed": self.failed,
             "lengths": self.rows,
             "trained_length": self.trained,
-            "hardware": hardware(self.accelerator),
-            "versions": versions(),
+            **environment(self.accelerator),
             "wall_seconds": time.perf_counter() - started,
         }
 
@@ -151,7 +149,7 @@ class Evaluation:
         """A model, and the task as it reads the data for it."""
         task = find_task(self.config.task)(replace(self.config, model=source), self.accelerator, self.out)
         model = task.load(source)
-        if not getattr(task, "keep_head", True):
+        if not task.keep_head:
             raise RecipeError(
                 f"{source} has no head for this data's labels ({', '.join(sorted(task.labels)[:3])}, ...), and a new "
                 "one would be random: train it by finetune.py or heal.py first"
@@ -169,8 +167,7 @@ class Evaluation:
     def measure(self, source: str, task: Task, model: PreTrainedModel) -> dict[str, Any]:
         """All that is found out of a model whose weights are numbers."""
         c, found = self.config, {}
-        if hasattr(task, "take_threshold"):  # of several labels, which is saved beside the model
-            task.take_threshold(source)
+        task.take_extras(source)
         try:
             figures = task.figures(model, self.loader(task), self.accelerator.gather_for_metrics)
         except (IndexError, ValueError, RuntimeError) as error:
@@ -178,7 +175,7 @@ class Evaluation:
                 raise
             reason = first_line(error)
             raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
-        if getattr(task, "threshold", None) is not None:
+        if task.threshold is not None:
             how = "the best on the development texts" if task.given is None else "found in training"
             found["threshold"] = {"value": task.threshold, "how": how}
         if isinstance(task, Embedding) and not c.reference:  # it would be similar to itself
@@ -207,12 +204,13 @@ class Evaluation:
         if not same_items(self.loader(task), self.loader(other_task)):
             return {"not compared": "other items: another tokenizer, image size or order of labels"}
         loader, gather = self.loader(task), self.accelerator.gather_for_metrics
-        own, theirs = (per_item(task, each, loader, gather) for each in (model, other))
-        difference, low, high = paired_bootstrap(own[1:], theirs[1:])
+        what, *own = task.per_item(model, loader, gather)
+        _, *theirs = task.per_item(other, loader, gather)
+        difference, low, high = paired_bootstrap(own, theirs)
         if not math.isfinite(difference):
             return {"not compared": NOT_FINITE}
         agreed = agreement(other, model, task, loader, gather)
-        return {**agreed, "of": own[0], "difference": difference, "interval": [low, high]}
+        return {**agreed, "of": what, "difference": difference, "interval": [low, high]}
 
     def sweep(self, source: str, task: Task, model: PreTrainedModel) -> None:
         """Rows beyond the trained length."""
@@ -235,31 +233,20 @@ def same_items(one: DataLoader, other: DataLoader) -> bool:
     )
 
 
-def per_item(task: Task, model: PreTrainedModel, loader: DataLoader, gather: Any) -> tuple[str, np.ndarray, np.ndarray]:
-    """What is compared, per item its sum, and the number of its terms: the loss, unless the task has its own."""
-    if hasattr(task, "per_item"):
-        what, sums, counts = task.per_item(model, loader, gather)
-    else:
-        seen = [gather(task.loss(model, batch)) for batch in loader]
-        what, (sums, counts) = "loss", (torch.cat(parts) for parts in zip(*seen, strict=True))
-    return what, sums.double().cpu().numpy(), counts.double().cpu().numpy()
-
-
-def paired_bootstrap(
-    one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
-) -> tuple[float, float, float]:
+def paired_bootstrap(one: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float, float]:
     """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both.
 
     Args:
         one, other: per item a sum and its number of terms; a mean is sum / sum.
     """
+    four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
 
     def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
         return sums.sum(axis) / counts.sum(axis) - other_sums.sum(axis) / other_counts.sum(axis)
 
     options = {"paired": True, "method": "percentile", "n_resamples": RESAMPLES, "batch": 100, "random_state": 0}
-    interval = bootstrap((*one, *other), difference, **options).confidence_interval
-    return float(difference(*one, *other)), float(interval.low), float(interval.high)
+    interval = bootstrap(four, difference, **options).confidence_interval
+    return float(difference(*four)), float(interval.low), float(interval.high)
 
 
 # -- what a reader sees

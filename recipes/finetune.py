@@ -16,6 +16,7 @@ stopped run was, to the bit on one machine.
 
 import os
 import sys
+from functools import partial
 
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
@@ -25,7 +26,6 @@ from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline
 from hfrecipes.training import Run, run_training
-from transformers import PreTrainedModel
 
 
 def finetune(run: Run) -> None:
@@ -35,11 +35,8 @@ def finetune(run: Run) -> None:
     run.open_results()
     baseline.train(run)
     for name in c.variants:  # they go on in the data where the baseline stopped
-
-        def build(name: str = name) -> PreTrainedModel:
-            return method.prepare(baseline.patched(name))
-
-        run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, objective=method)
+        build = partial(baseline.patched, name)
+        run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, method=method)
     run.report(report, draw_curves, "and a folder per trained model")
     run.accelerator.end_training()
 

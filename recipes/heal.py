@@ -26,9 +26,9 @@ import torch
 from hfrecipes.command import keep_freed_memory
 from hfrecipes.corpus import RecipeError
 from hfrecipes.files import folder_name
-from hfrecipes.methods import METHODS, MethodConfig, agreement, objective
+from hfrecipes.methods import METHODS, Method, MethodConfig, agreement
 from hfrecipes.options import option
-from hfrecipes.report import draw_healing, heal_report
+from hfrecipes.report import draw_curves, heal_report
 from hfrecipes.settings import CONTROL, parse_variant
 from hfrecipes.start import Baseline
 from hfrecipes.training import Run, run_training
@@ -51,7 +51,7 @@ class HealConfig(MethodConfig):
         False, "leave out the unpatched copy of equal budget; where distil uses no labels there is none"
     )
     output_dir: str = option("runs/heal", "where results, models and states go")
-    variants: list[str] = option([], argparse.SUPPRESS)  # finetune.py's
+    variants: list[str] = option([], argparse.SUPPRESS)  # of the report: what there is to heal and its control
 
     def check(self) -> None:
         if self.method == "distil" and self.distil_weight == 1:
@@ -66,8 +66,8 @@ def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
     baseline = Baseline(run.task, c, c.seed, [c.patch])
-    method = objective(c.method, run.task, baseline.copy, c, c.patch)
-    plain = objective("finetune", run.task, baseline.copy, c, CONTROL)
+    method, plain = METHODS[c.method](run.task, c, baseline.copy), Method(run.task, c)
+    c.variants = [HEALED] if c.no_control else [HEALED, CONTROL]  # as the report calls them
     run.open_results()
     swapped = run.out / SWAPPED
 
@@ -83,10 +83,10 @@ def heal(run: Run) -> None:
     run.stage(SWAPPED, swap, 0, seed=c.seed)
     options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
     if not c.no_control:
-        run.stage(CONTROL, lambda: plain.prepare(baseline.copy()), c.steps, objective=plain, **options)
-    run.stage(HEALED, lambda: method.prepare(run.task.load(str(swapped))), c.steps, objective=method, **options)
+        run.stage(CONTROL, baseline.copy, c.steps, method=plain, **options)
+    run.stage(HEALED, lambda: run.task.load(str(swapped)), c.steps, method=method, **options)
     compare_with_teacher(run, baseline)
-    run.report(heal_report, draw_healing, "and a folder per model")
+    run.report(heal_report, draw_curves, "and a folder per model")
     run.accelerator.end_training()
 
 

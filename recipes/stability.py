@@ -31,13 +31,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hfrecipes.command import keep_freed_memory, run_recipe
+from hfrecipes.command import keep_freed_memory, progress_bar, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import Panel, draw_panels
 from hfrecipes.files import begin_results, write_json
-from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
-from hfrecipes.progress import Progress
-from hfrecipes.report import hardware, provenance, table, versions
+from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, multiple_of, option
+from hfrecipes.report import environment, provenance, table
 from hfrecipes.settings import read_settings
 from hfrecipes.texts import TextConfig, read_texts
 from torch import Tensor, nn
@@ -71,12 +70,10 @@ class StabilityConfig:
     block_size: int = option(32, "bytes in a block", at_least(2))
     learning_rate: float = option(2e-3, "AdamW's, constant after the warmup", POSITIVE)
     warmup_steps: int = option(0, "steps of linear warmup, which post-norm is said to need", NOT_NEGATIVE)
-    width: int = option(32, "of the models; a head takes 16 of it", COUNT)
+    width: int = option(32, "of the models; a head takes 16 of it", multiple_of(HEAD))
     resume: bool = option(False, "go on where a run with the same settings stopped")
 
     def check(self) -> None:
-        if self.width % HEAD:
-            raise RecipeError(f"--width must be a multiple of {HEAD}, not {self.width}")
         for variant in self.variants:
             if variant not in NATIVE:
                 plan_patch(build(self, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
@@ -131,7 +128,7 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = transformers.get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
     model.train()
-    with Progress(name, len(batches)) as bar:
+    with progress_bar(name, len(batches)) as bar:
         for step, batch in enumerate(batches.to(model.device), 1):
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
@@ -144,7 +141,8 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
             record["grad_norm"].append(float(f"{norm.item():.4g}"))
             optimizer.step()
             scheduler.step()
-            bar.step(step, f"loss {loss.item():.3f}")
+            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+            bar.update()
     return record | {"seconds": time.perf_counter() - begun}
 
 
@@ -159,9 +157,9 @@ def sweep(config: StabilityConfig, command: str) -> None:
         raise RecipeError(f"the text has {len(text)} bytes, less than one block: a smaller --block_size, or more text")
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
     fresh = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
-    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE, "text")
+    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE)
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
-    results |= {"command": command, "hardware": hardware(accelerator), "versions": versions()}
+    results |= {"command": command, **environment(accelerator)}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}
     earlier = results["wall_seconds"]
     try:

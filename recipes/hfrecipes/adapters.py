@@ -7,9 +7,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
-from hfpatch.runtime.errors import first_line
-
-from .corpus import RecipeError
+from .corpus import refusing
 from .embed import Embedding
 from .encoder import open_encoder
 
@@ -32,11 +30,9 @@ def lm_eval_figures(
 
     adapted = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     yamls = (".yaml", ".yml")
-    try:
+    with refusing(f"lm-eval can't run {' '.join(tasks)}"):  # an unknown task, data out of reach, a missing package
         read = [yaml.safe_load(Path(task).read_text("utf-8")) if task.endswith(yamls) else task for task in tasks]
         results = simple_evaluate(model=adapted, tasks=read, limit=limit, bootstrap_iters=0)["results"]
-    except Exception as error:  # one of many: an unknown task, a data set out of reach, a package that is missing
-        raise RecipeError(f"lm-eval can't run {' '.join(tasks)}: {first_line(error)}") from None
     return {
         f"{task} {metric.removesuffix(',none')}": float(value)
         for task, metrics in results.items()

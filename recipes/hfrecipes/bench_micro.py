@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hfpatch.patch import patch_model
 
-from .timing import MODES, Entrant, Race
+from .timing import Case, Entrant
 
 HEAD_DIM, TOKENS = 64, 512
 MEBIBYTES = {"cpu": 8, "cuda": 64}  # that a tensor takes
@@ -78,7 +79,7 @@ def forward_and_backward(module: nn.Module, given: list[Tensor]) -> Callable[[],
     return lambda: torch.autograd.grad(module(*given), needed, grads)
 
 
-def entrants(kind: str, work: str, width: int, config: Any, device: torch.device) -> Iterator[Entrant]:
+def entrants(kind: str, work: str, width: int, config: Any, device: torch.device, mode: str) -> Iterator[Entrant]:
     dtype = getattr(torch, config.precision)
     rows = MEBIBYTES[device.type] * 2**20 // (width * dtype.itemsize)
     rows = max(1, rows // TOKENS) * TOKENS
@@ -89,10 +90,6 @@ def entrants(kind: str, work: str, width: int, config: Any, device: torch.device
         yield Entrant(name, once, module, {"regions": "model"})
 
 
-def micro_races(config: Any, device: torch.device) -> Iterator[Race]:
-    for width in config.widths:
-        for kind in ("norm", "rotary"):
-            for work in (FORWARD, BACKWARD):
-                for mode in (mode for mode in MODES if mode in config.modes):
-                    make = partial(entrants, kind, work, width, config, device)
-                    yield Race("micro", f"{kind}, {width} {config.precision}", work, mode, make)
+def micro_cases(config: Any, device: torch.device) -> Iterator[Case]:
+    for width, kind, work in product(config.widths, ("norm", "rotary"), (FORWARD, BACKWARD)):
+        yield f"{kind}, {width} {config.precision}", work, partial(entrants, kind, work, width, config, device)

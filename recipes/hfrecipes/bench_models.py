@@ -23,9 +23,9 @@ from hfpatch.export.native import native_model
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, first_line
 
+from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
-from .start import switch_off_dropout
-from .timing import MODES, Entrant, Race
+from .timing import Case, Entrant
 
 UNPATCHED, NATIVE = "unpatched", "rope, native"
 TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"
@@ -126,7 +126,7 @@ def decoding(model: Any, prompt: torch.Tensor, new_tokens: int, static: bool) ->
     return partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **settings)
 
 
-def entrants(name: str, work: str, mode: str, config: Any, device: torch.device) -> Iterator[Entrant]:
+def entrants(name: str, work: str, config: Any, device: torch.device, mode: str) -> Iterator[Entrant]:
     """Every subject; compiled are its blocks or, for decoding, the whole model."""
     precision = getattr(torch, config.precision)
     if name == "vit":
@@ -152,11 +152,10 @@ def works(name: str) -> tuple[str, ...]:
     return (TRAINING, FORWARD, DECODING) if MODELS[name].decodes else (TRAINING, FORWARD)
 
 
-def model_races(config: Any, device: torch.device) -> Iterator[Race]:
+def model_cases(config: Any, device: torch.device) -> Iterator[Case]:
     for name in config.models:
         for work in works(name):
-            for mode in (mode for mode in MODES if mode in config.modes):
-                yield Race("models", name, work, mode, partial(entrants, name, work, mode, config, device))
+            yield name, work, partial(entrants, name, work, config, device)
 
 
 # -- the replaced modules
@@ -195,10 +194,10 @@ def put_clocks(model: nn.Module, places: dict[str, set[str]]) -> dict[str, float
     return spent
 
 
-def clocked(name: str, work: str, config: Any, device: torch.device) -> list[Entrant]:
+def clocked(name: str, work: str, config: Any, device: torch.device, mode: str) -> list[Entrant]:
     """The unpatched model is timed in the places of every patch, a patched one in its own, the control in all."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the embedding
-    found = [entrant for entrant in entrants(name, work, "eager", config, device) if entrant.subject != NATIVE]
+    found = [entrant for entrant in entrants(name, work, config, device, mode) if entrant.subject != NATIVE]
     made = [entrant for entrant in found if not entrant.failed]
     places = {entrant.subject: replaced(made[0].model, entrant.model) for entrant in made[1:]}
     if CONTROL in places:
@@ -211,8 +210,8 @@ def clocked(name: str, work: str, config: Any, device: torch.device) -> list[Ent
     return found
 
 
-def place_races(config: Any, device: torch.device) -> Iterator[Race]:
-    """None on a GPU, which works behind the calls' backs, and none compiled, where nothing stands by itself."""
-    for name in config.models if device.type == "cpu" and "eager" in config.modes else ():
+def place_cases(config: Any, device: torch.device) -> Iterator[Case]:
+    """None on a GPU, which works behind the calls' backs."""
+    for name in config.models if device.type == "cpu" else ():
         for work in works(name):
-            yield Race("places", name, work, "eager", partial(clocked, name, work, config, device))
+            yield name, work, partial(clocked, name, work, config, device)

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .corpus import Document, RecipeError, train_tokenizer
+from .corpus import Document, RecipeError, refusing, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
-from .options import COUNT, NOT_NEGATIVE, at_least, option
+from .options import COUNT, RATE, at_least, multiple_of, option
 from .settings import CONTROL
 from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
@@ -43,20 +43,14 @@ class ClassificationConfig(DataConfig):
         None, "tokens; longer texts are cut off. None: the model's length, from scratch 128", at_least(4)
     )
     layers: int = option(2, "of the encoder made from scratch", COUNT)
-    width: int = option(128, "of the encoder made from scratch; a head takes 32 of it", at_least(32))
+    width: int = option(128, "of the encoder made from scratch; a head takes 32 of it", multiple_of(32))
     vocab_size: int = option(8192, "of the encoder made from scratch and its tokenizer", at_least(300))
-    dropout: float = option(0.1, "of the encoder made from scratch", NOT_NEGATIVE)
+    dropout: float = option(0.1, "of the encoder made from scratch", RATE)
     curve_texts: int = option(1000, "development texts behind the curves, at most", COUNT)
     baselines: bool = option(True, "also measure simple methods, as tf-idf with logistic regression")
     output_dir: str = option("runs/classify", "where results, models and states go")
     variants: list[str] = option(["rms", "dyt", CONTROL], "what to compare; see --task lm")
     batch_size: int = option(64, "texts in a batch, over all processes", COUNT)
-
-    def check(self) -> None:
-        if self.width % 32:
-            raise RecipeError(f"--width must be a multiple of 32, not {self.width}")
-        if not self.dropout < 1:
-            raise RecipeError(f"--dropout must be below 1, not {self.dropout:g}")
 
 
 class Classification(Task):
@@ -65,15 +59,12 @@ class Classification(Task):
     The threshold is the one that gives the development texts the best micro F1; test texts play no part in it.
 
     Attributes:
-        threshold: by which the test texts were measured last; it is saved beside the model.
-        given: one that was found in training, which takes its place.
-        keep_head: whether a given model was made for these labels.
+        given: a threshold that was found in training, which takes the place of the development texts' best.
     """
 
     name = "classify"
     Config = ClassificationConfig
     higher_is_better = True
-    threshold: float | None = None
     given: float | None = None
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
@@ -119,10 +110,7 @@ class Classification(Task):
     def encode(self, items: list[Labelled]) -> list[Item]:
         """Texts as tokens and numbers of labels, the shorter ones first: batches of like length hold little padding."""
         options = {"truncation": True, "max_length": self.max_length, "return_attention_mask": False}
-        try:
-            tokens = self.tokenizer([item.text for item in items], **options)["input_ids"]
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise RecipeError(f"the tokenizer can't read the text: {error}") from None
+        tokens = self.tokenizer([item.text for item in items], **options)["input_ids"]
         targets = binary(items, self.labels)
         labels = (targets.astype(float) if self.multi else targets.argmax(1)).tolist()
         encoded = [{"input_ids": ids, "labels": own} for ids, own in zip(tokens, labels, strict=True)]
@@ -182,7 +170,7 @@ class Classification(Task):
         if self.threshold is not None:
             (folder / THRESHOLD).write_text(json.dumps({"threshold": self.threshold}), "utf-8")
 
-    def take_threshold(self, source: str) -> None:
+    def take_extras(self, source: str) -> None:
         """Measure by the threshold that is saved beside a model, or by the development texts where there is none.
 
         Raises:
@@ -190,10 +178,8 @@ class Classification(Task):
         """
         path, self.given = Path(source) / THRESHOLD, None
         if self.multi and path.exists():
-            try:
+            with refusing(f"can't read the threshold in {path}; remove the file"):
                 self.given = float(json.loads(path.read_text("utf-8"))["threshold"])
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                raise RecipeError(f"can't read the threshold in {path} ({error}): remove the file") from None
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""

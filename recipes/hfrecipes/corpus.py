@@ -7,6 +7,8 @@ see the same batches in the same order, whatever model they train and however ma
 
 import hashlib
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import torch
 from tokenizers import ByteLevelBPETokenizer, processors
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hfpatch.runtime.errors import PatchError, first_line
 
 SHAKESPEARE = Path(__file__).resolve().parents[1] / "corpus" / "shakespeare.txt"
 SPEECHES = 100  # in a document of it
@@ -26,6 +30,21 @@ NOT_TEXT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-pa
 
 class RecipeError(ValueError):
     """An input that can't work. The message is one line that says what to change; recipes exit with status 2."""
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Makes one line of whatever a library raises inside: errors of many kinds, as of files, readers and the Hub.
+
+    Raises:
+        RecipeError: `what`, and the error's first line.
+    """
+    try:
+        yield
+    except (RecipeError, PatchError):
+        raise
+    except Exception as error:
+        raise RecipeError(f"{what}: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -59,11 +78,8 @@ def read_text_files(paths: list[str]) -> list[Document]:
     """UTF-8 text files, in the order given; a missing, unreadable or empty one is refused."""
     documents = []
     for path in map(Path, paths):
-        try:
+        with refusing(f"can't read the text file {path}"):
             text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or f"it isn't UTF-8 ({error})"
-            raise RecipeError(f"can't read the text file {path}: {reason}") from None
         if not text.strip():
             raise RecipeError(f"the text file {path} is empty")
         documents.append(Document(path.name, text))
@@ -127,10 +143,7 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tup
     where its tokens lie in the text gets the document's bytes spread evenly.
     """
     options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose"), False)
-    try:
-        encoded = tokenizer([d.text for d in documents], return_offsets_mapping=tokenizer.is_fast, **options)
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise RecipeError(f"the tokenizer can't read the text: {error}") from None
+    encoded = tokenizer([d.text for d in documents], return_offsets_mapping=tokenizer.is_fast, **options)
     end = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
     ids, sizes = [], []
     for i, document in enumerate(documents):

@@ -234,7 +234,7 @@ class Embedding(Task):
     def per_item(
         self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
     ) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """What two models are compared by, item by item: its name, its values and the number of terms in each."""
+        """The reciprocal rank of every query's target."""
         queries, targets = self.embeddings(model, loader, gather)[self.config.heldout_passages :].chunk(2)
         found = reciprocal_ranks(queries @ targets.T)
         return "reciprocal rank", found, torch.ones_like(found)

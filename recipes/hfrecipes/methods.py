@@ -6,8 +6,7 @@
 A loss of your own is one more class and one more entry, which heal.py and compare.py take by its name. Derive it from
 `Distil`, and give it another `distance`, if it needs the teacher.
 
-    method = objective("distil", task, baseline.copy, config, "rms+rope")
-    run.stage("healed", lambda: method.prepare(patched), steps, seed=0, objective=method)
+    run.stage("healed", lambda: patched, steps, seed=0, method=METHODS["distil"](task, config, baseline.copy))
 """
 
 import importlib.util
@@ -25,29 +24,33 @@ from transformers import PreTrainedModel
 
 from .corpus import RecipeError
 from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
-from .settings import CONTROL
-from .start import keeps_dropout, switch_off_dropout
 from .tasks import Batch, Figures, Task
-from .training import Objective
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 
 
-class Method(Objective):
-    """Training on the task's loss; with `--lora_rank` of low-rank adapters. Other methods have another `loss`."""
+class Method:
+    """Training on the task's loss; with `--lora_rank` of low-rank adapters. Other methods have another `loss`.
 
-    def __init__(self, task: Task, config: Any, teacher: Teacher | None = None) -> None:
-        super().__init__(task)
-        self.config, self.make_teacher = config, teacher
+    Without settings the model is trained as it is, with its dropout.
+    """
+
+    def __init__(self, task: Task, config: Any = None, teacher: Teacher | None = None) -> None:
+        self.task, self.config, self.make_teacher = task, config, teacher
         self.lora = getattr(config, "lora_rank", 0) > 0
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
-        """What is trained, made of the patched model as it begins. `finished` gives the patched model back."""
-        if not keeps_dropout(self.config):
+        """What is trained, made of the model as it begins."""
+        if self.config and not keeps_dropout(self.config):
             switch_off_dropout(model)
         return with_adapters(model, self.config) if self.lora else model
 
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
+        return self.task.loss(model, batch)
+
     def finished(self, model: nn.Module) -> nn.Module:
+        """The trained model as it is saved."""
         return model.merge_and_unload() if self.lora else model
 
 
@@ -96,6 +99,19 @@ def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
+def keeps_dropout(config: Any) -> bool:
+    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
+    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """In this instance; its config stays as it is, and so does what is saved."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
+                vars(module)[name] = 0.0
+
+
 def with_adapters(model: PreTrainedModel, config: Any) -> nn.Module:
     """W + (alpha / rank) B A for linear maps, A and B trained, and so are all vectors: gains, shifts, biases.
 
@@ -133,11 +149,6 @@ class MethodConfig:
         """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
-
-
-def objective(name: str, task: Task, teacher: Teacher, config: Any, variant: str) -> Method:
-    """A method by name, for one variant; the control is trained on the task's loss."""
-    return Method(task, config) if variant == CONTROL else METHODS[name](task, config, teacher)
 
 
 # -- how far a model's outputs are from another's on the same inputs

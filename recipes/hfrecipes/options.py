@@ -27,6 +27,12 @@ def at_least(least: float) -> Range:
 COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
 POSITIVE = Range("above 0", lambda number: number > 0)
 SHARE = Range("above 0, at most 1", lambda number: 0 < number <= 1)
+RATE = Range("from 0 to below 1", lambda number: 0 <= number < 1)
+
+
+def multiple_of(unit: int) -> Range:
+    """Widths that are cut into heads of one size."""
+    return Range(f"a multiple of {unit}", lambda number: number > 0 and number % unit == 0)
 
 
 def option(default: Any, help: str, choices: Range | Collection | None = None) -> Any:

@@ -18,7 +18,6 @@ from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
 from .tasks import Figures
 
-LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte"}
 BEGINNINGS = {
     "repaired": "what a patch didn't keep was repaired on {calibration} items of the training data",
     "self": "what a patch didn't keep was repaired on {calibration} sequences that the model drew",
@@ -38,11 +37,12 @@ Results = dict[str, Any]
 # -- what was measured on what
 
 
-def hardware(accelerator: Accelerator) -> dict[str, Any]:
+def environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Hardware and versions, for results.json."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     gpu = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else None
-    return {
+    hardware = {
         "cpu": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -51,11 +51,9 @@ def hardware(accelerator: Accelerator) -> dict[str, Any]:
         "distributed": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
     }
-
-
-def versions() -> dict[str, str]:
     modules = {"hfpatch": hfpatch, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    versions = {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    return {"hardware": hardware, "versions": versions}
 
 
 def machine(results: Results) -> str:
@@ -168,72 +166,43 @@ def back_at(results: Results, name: str) -> int | None:
 
 def draw_curves(results: Results, path: Path) -> None:
     """The main figure of every variant while training and, with a control, the gap to it."""
-    draw_stages(results, {name: name for name in results["config"]["variants"] if name != CONTROL}, path)
-
-
-def draw_stages(results: Results, names: dict[str, str], path: Path) -> None:
-    """Curves of some stages, given with what they are called, and of the control if there is one."""
     stages, main = results["stages"], results["main"]
-    lines = {label: curve_of({0: stages[name]}, main) for name, label in names.items()}
-    control = curve_of({0: stages[CONTROL]}, main) if CONTROL in stages else None
-    before = stages["baseline"]["curve"][-1][main]
-    draw_panels([Panel("After the patch", f"held-out {words(main)}", lines, control, before=before)], path)
+    names = [name for name in dict.fromkeys([*results["config"]["variants"], CONTROL]) if name in stages]
+    curves = {name: curve_of({0: stages[name]}, main) for name in names}
+    control, before = curves.pop(CONTROL, None), stages["baseline"]["curve"][-1][main]
+    draw_panels([Panel("After the patch", f"held-out {words(main)}", curves, control, before=before)], path)
 
 
 # -- recipes/heal.py
 
 
 def heal_report(results: Results) -> str:
-    """As `report`, for one model that was patched and brought back: its figures, and how far each model agrees with the
-    unpatched one.
-    """
-    config, stages = results["config"], results["stages"]
-    moments = {"before": stages["baseline"]["end"], "after the patch": stages["swapped"]["start"]}
-    moments |= {"healed": stages["healed"]["end"]} | ({CONTROL: stages[CONTROL]["end"]} if CONTROL in stages else {})
-    names = [name for name in moments["before"] if moments["before"][name] is not None]
-    compared = CONTROL if CONTROL in stages else "before"
-    healed, against = moments["healed"], moments[compared]
-    rows = [
-        {
-            "held-out": words(name),
-            **{moment: show(figures[name]) for moment, figures in moments.items()},
-            f"healed vs {compared}": f"{healed[name] - against[name]:+z.3f}",
-            "recovered": recovered(results, name, against[name]),
-        }
-        for name in names
-    ]
-    shares = []
+    """As `report`, and how far each model agrees with the unpatched one."""
+    config = results["config"]
+    rows = []
     for name, figures in results["agreement"].items():
         written = {AGREEMENT[kind][0]: AGREEMENT[kind][1].format(value) for kind, value in figures.items()}
-        shares.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
-    versus = "an unpatched copy of equal budget" if CONTROL in stages else "the model before the patch"
+        rows.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
+    versus = "an unpatched copy of equal budget" if CONTROL in config["variants"] else "the model before the patch"
+    gap = f"the gap in {words(results['main'])} that the patch opened, against {versus}"
+    lora = f", LoRA of rank {config['lora_rank']}" * (config["lora_rank"] > 0)
     lines = [
-        f"Patch {config['patch']}, method {config['method']}"
-        + (f", LoRA of rank {config['lora_rank']}." if config["lora_rank"] else "."),
+        f"Patch {config['patch']}, method {config['method']}{lora}.",
+        f"Recovered: {recovered(results)} of {gap}.",
         "",
         *table(rows),
         "",
-        *table(shares),
-        "",
-        f"*recovered*: how much of the gap that the patch opened is closed, against {versus}; - where it opened none.",
-        settings_line(results),
-        *provenance(results),
+        report(results),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def recovered(results: Results, name: str, against: float) -> str:
-    """How much of the gap in one figure that the patch opened is closed; "-" where the patch cost nothing of it."""
-    stages = results["stages"]
-    moments = stages["baseline"]["end"], stages["swapped"]["start"], stages["healed"]["end"]
-    before, after, healed = (figures[name] for figures in moments)
+def recovered(results: Results) -> str:
+    """How much of the gap in the main figure that the patch opened is closed; "-" where the patch cost nothing."""
+    stages, main = results["stages"], results["main"]
+    before, after = stages["baseline"]["end"][main], stages["swapped"]["start"][main]
+    against = stages[CONTROL]["end"][main] if CONTROL in stages else before
     cost = after - before
-    higher = results["higher_is_better"] and name not in LOWER_IS_BETTER
-    if (-cost if higher else cost) <= 1e-3 * abs(before):
+    if (-cost if results["higher_is_better"] else cost) <= 1e-3 * abs(before):
         return "-"
-    return f"{1 - (healed - against) / cost:z.1%}"
-
-
-def draw_healing(results: Results, path: Path) -> None:
-    """`draw_curves` of one healed model and its control."""
-    draw_stages(results, {"healed": f"{results['config']['patch']}, {results['config']['method']}"}, path)
+    return f"{1 - (stages['healed']['end'][main] - against) / cost:z.1%}"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .command import TrainingError
 from .files import begin_results, folder_name, write_json
-from .report import hardware, versions
+from .report import environment
 from .settings import FREE_TO_CHANGE
 from .tasks import Task
 
@@ -28,7 +28,7 @@ class OutputFolder:
     def __init__(self, config: Any, command: str, accelerator: Accelerator, task: Task) -> None:
         self.config, self.command, self.accelerator, self.task = config, command, accelerator, task
         self.out, self.main = Path(config.output_dir), accelerator.is_main_process
-        self.started = self.mark = time.perf_counter()
+        self.started = time.perf_counter()
 
     # -- results
 
@@ -48,8 +48,7 @@ class OutputFolder:
             "main": self.task.main,
             "higher_is_better": self.task.higher_is_better,
             "data": self.task.data,
-            "hardware": hardware(self.accelerator),
-            "versions": versions(),
+            **environment(self.accelerator),
             "wall_seconds": 0.0,
             "stages": {},
         }
@@ -82,12 +81,11 @@ class OutputFolder:
             record = json.loads(path.read_text("utf-8"))
             if record["name"] == name:
                 return record, str(path.parent)
-        return {"name": name, "step": 0, "seconds": 0.0, "train_loss": []}, None
+        return {"name": name, "step": 0, "train_loss": []}, None
 
     def save_state(self, name: str, record: dict[str, Any]) -> None:
         """A state counts once its stage.json is there, which is written last; then the older ones go."""
         folder = self.out / "state" / f"{record['step']:07d}-{folder_name(name)}"
-        self.count_seconds(record)
         try:
             self.accelerator.save_state(str(folder))
             self.accelerator.wait_for_everyone()
@@ -103,15 +101,10 @@ class OutputFolder:
                     shutil.rmtree(other)
         self.write_results()
 
-    def count_seconds(self, record: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        record["seconds"], self.mark = record["seconds"] + now - self.mark, now
-
     # -- models
 
     def finish(self, name: str, model: PreTrainedModel, record: dict[str, Any]) -> None:
         """Save a trained model and its record; its states go."""
-        self.count_seconds(record)
         record["parameters"] = model.num_parameters()
         if record["step"]:
             self.save_model(model, self.out / folder_name(name))

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 from .options import COUNT, NOT_NEGATIVE, POSITIVE, option
 from .tasks import find_task
 
@@ -100,11 +100,8 @@ def spell_out(argv: list[str]) -> list[str]:
     if not (argv and argv[0].endswith((".yaml", ".yml"))):
         return argv
     path, argv = argv[0], argv[1:]
-    try:
-        settings = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-        items = settings.items()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
-        raise RecipeError(f"can't read 'name: value' lines in {path}: {' '.join(str(error).split())}") from None
+    with refusing(f"can't read 'name: value' lines in {path}"):
+        items = (yaml.safe_load(Path(path).read_text("utf-8")) or {}).items()
     flags = []
     for name, value in items:  # through the parser, so that YAML and flags are checked alike
         values = value if isinstance(value, list) else [value]
@@ -199,8 +196,6 @@ def check(config: Any) -> None:
         if "check" in vars(kind):
             kind.check(config)
     path = config.output_dir
-    try:
+    with refusing(f"can't write to the output folder {path}"):
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise RecipeError(f"can't write to the output folder {path}: {error.strerror}") from None

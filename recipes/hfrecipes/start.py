@@ -3,21 +3,18 @@
 import warnings
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import set_seed
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from hfpatch.compile import compile_model, uncompile_model
-from hfpatch.core.progress import show_progress
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.sample import sample_batches
 
 from .corpus import RecipeError
-from .progress import in_terminal
+from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
 from .tasks import Drawn, Task
 from .training import Run
@@ -60,8 +57,7 @@ class Baseline:
 
     def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
         """A copy, patched; `start` is the settings', unless another one is given."""
-        c = self.config
-        return patched(self.task, self.copy(), variant, start or c.start, c.calibration, c.batch_size, self.seed)
+        return patched(self.task, self.copy(), variant, start or self.config.start, self.config, self.seed)
 
 
 def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
@@ -79,35 +75,22 @@ def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
 
 
 def patched(
-    task: Task, model: PreTrainedModel, variant: str, start: str, calibration: int, batch_size: int, seed: int
+    task: Task, model: PreTrainedModel, variant: str, start: str, config: Any = None, seed: int = 0
 ) -> PreTrainedModel:
     """The model, patched in place, and repaired where `start` says so.
 
     Args:
-        start: "copied", "auto", "repaired" (on `calibration` items to learn from), "self" (on as many sequences that
-            the model draws itself) or "reset".
+        start: "copied", "auto", "repaired" (on `config.calibration` items to learn from), "self" (on as many sequences
+            that the model draws itself) or "reset".
     """
     if variant == CONTROL:
         return model
     options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
     if start == "repaired":
-        items = DataLoader(Drawn(task, seed, 0, calibration), batch_size, collate_fn=task.collate)
+        items = DataLoader(Drawn(task, seed, 0, config.calibration), config.batch_size, collate_fn=task.collate)
         options["calibration"] = [task.inputs(batch) for batch in items]
-    with show_progress(in_terminal(PartialState().is_main_process)), warnings.catch_warnings():
-        if start == "self":
-            options["calibration"] = sample_batches(model, sequences=calibration, seed=seed)
+    elif start == "self":
+        options["calibration"] = sample_batches(model, sequences=config.calibration, seed=seed)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
         return patch_model(model, **options)
-
-
-def keeps_dropout(config: Any) -> bool:
-    """Whether models are trained with their dropout: as asked, or all from scratch. It harms what is healed."""
-    return config.keep_dropout or (config.model is None and config.baseline_steps == 0)
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """In this instance; its config stays as it is, and so does what is saved."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" if isinstance(module, nn.Dropout) else "drop" in name):
-                vars(module)[name] = 0.0

@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hfpatch.runtime.errors import PatchError, first_line
-
-from .corpus import RecipeError
+from .corpus import RecipeError, refusing
 
 Batch = dict[str, torch.Tensor]
 Figures = dict[str, float | None]
@@ -35,6 +33,8 @@ class Task(ABC):
         unit: what throughput counts.
         data: where the data came from and how much of it there is, for results.json.
         heldout, curve: what the table's figures are measured on, and the curves'.
+        keep_head: whether a given model was made for the data's labels.
+        threshold: of several labels, the probability from which on they were given last.
     """
 
     name: ClassVar[str]
@@ -45,6 +45,8 @@ class Task(ABC):
     data: dict[str, Any]
     heldout: Dataset
     curve: Dataset
+    keep_head: bool = True
+    threshold: float | None = None
 
     @abstractmethod
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
@@ -77,8 +79,19 @@ class Task(ABC):
     def collate(self, items: list[Any]) -> Batch:
         return default_collate(items)
 
+    def per_item(
+        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
+    ) -> tuple[str, torch.Tensor, torch.Tensor]:
+        """What two models are compared by, item by item: its name, per item its sum and the number of its terms."""
+        seen = [gather(self.loss(model, batch)) for batch in loader]
+        sums, counts = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        return "loss", sums, counts
+
     def save_extras(self, folder: Path) -> None:  # noqa: B027
         """What belongs beside a saved model: its tokenizer or processor."""
+
+    def take_extras(self, source: str) -> None:  # noqa: B027
+        """What `evaluate.py` reads beside a saved model."""
 
     def size(self, batch: Batch) -> int:
         """How many units a batch holds."""
@@ -132,12 +145,8 @@ def load(auto: Any, source: str, **options: Any) -> Any:
     folder = Path(source)
     if auto is AutoTokenizer and folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("vocab*")]:
         raise RecipeError(f"there is no tokenizer in {source}: save the model's beside it")
-    try:
+    with refusing(f"{auto.__name__} can't load {source}"):
         return auto.from_pretrained(source, **options)
-    except PatchError:
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise many kinds
-        raise RecipeError(f"{auto.__name__} can't load {source}: {first_line(error)}") from None
 
 
 def load_whole(auto: Any, source: str, **options: Any) -> Any:

@@ -7,9 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hfpatch.runtime.errors import first_line
-
-from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files
+from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files, refusing
 from .options import COUNT, option
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
@@ -113,12 +111,10 @@ def read_tables(
     else:
         name = source
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are told once, below
-    try:
+    with refusing(f"datasets can't read {source}"):
         found = datasets.load_dataset(name, config, **options)
         splits = found if isinstance(found, dict) else {split: found}
         tables = {key: [with_names(row, part.features) for row in islice(part, count)] for key, part in splits.items()}
-    except Exception as error:  # the library, its readers and the Hub raise dozens of kinds
-        raise RecipeError(f"datasets can't read {source}: {first_line(error)}") from None
     if empty := [name for name, rows in tables.items() if not rows]:
         raise RecipeError(f"{source} has no rows in its {', '.join(empty)} split")
     return tables

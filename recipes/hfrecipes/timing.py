@@ -17,6 +17,7 @@ from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.runtime.errors import described
 
 MODES = ("eager", "compiled")
+Case = tuple[str, str, Callable[[str], Iterable["Entrant"]]]  # its name, the work, what is timed in a mode
 AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it
 
 
@@ -51,46 +52,34 @@ class Entrant:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass
-class Race:
-    """Things that do the same work; the first is what the others are compared with.
+def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+    """Time things that do the same work, in turn after runs that warm them up, each round in an order of its own.
 
-    Attributes:
-        part, case, work, mode: of the benchmark, as "models", "gpt2", "forward", "eager".
-        entrants: makes what is timed.
+    One that fails is left out, with the reason.
+
+    Args:
+        entrants: the first is what the others are compared with.
     """
-
-    part: str
-    case: str
-    work: str
-    mode: str
-    entrants: Callable[[], Iterable[Entrant]]
-
-    def run(self, repeats: int, device: torch.device) -> list[dict[str, Any]]:
-        """Time the entrants in turn after runs that warm them up, each round in an order of its own.
-
-        One that fails is left out, with the reason.
-        """
-        torch.compiler.reset()
-        order, memory, running = random.Random(0), SharedMemory(), []
-        entrants = list(self.entrants())
-        for entrant in entrants:
-            if entrant.failed:
-                continue
-            try:
-                with memory.holding(entrant.model):
-                    once = first_runs(entrant, self.mode, device)
-                running.append((entrant, max(1, round(AT_LEAST / once))))
-            except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-                entrant.failed = described(error)
-        for _ in range(repeats):
-            for entrant, times in order.sample(running, len(running)):
-                before = dict(entrant.inside)
-                with memory.holding(entrant.model):
-                    entrant.seconds.append(clock(entrant.once, device, times))
-                for name, seconds in entrant.inside.items():
-                    entrant.inside_seconds.setdefault(name, []).append((seconds - before[name]) / times)
-        return [entrant.measured() for entrant in entrants]
+    torch.compiler.reset()
+    order, memory, running = random.Random(0), SharedMemory(), []
+    entrants = list(entrants)
+    for entrant in entrants:
+        if entrant.failed:
+            continue
+        try:
+            with memory.holding(entrant.model):
+                once = first_runs(entrant, mode, device)
+            running.append((entrant, max(1, round(AT_LEAST / once))))
+        except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
+            entrant.failed = described(error)
+    for _ in range(repeats):
+        for entrant, times in order.sample(running, len(running)):
+            before = dict(entrant.inside)
+            with memory.holding(entrant.model):
+                entrant.seconds.append(clock(entrant.once, device, times))
+            for name, seconds in entrant.inside.items():
+                entrant.inside_seconds.setdefault(name, []).append((seconds - before[name]) / times)
+    return [entrant.measured() for entrant in entrants]
 
 
 def first_runs(entrant: Entrant, mode: str, device: torch.device) -> float:

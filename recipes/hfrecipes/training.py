@@ -1,6 +1,6 @@
 """The training loop: one model after another, each measured, trained, measured again and saved.
 
-What is minimised is an `Objective` (methods.py has some); what is learnt, from what data, is a `Task` (tasks.py).
+What is minimised is a `Method` (methods.py); what is learnt, from what data, is a `Task` (tasks.py).
 
     run = Run(config, command)
     run.open_results()
@@ -24,28 +24,13 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_fla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .command import DivergedError, Stopped, run_recipe, stop_requests
+from .command import DivergedError, Stopped, progress_bar, run_recipe, stop_requests
 from .compiled import compiled, really_called
-from .corpus import RecipeError
-from .progress import Progress
+from .corpus import RecipeError, refusing
+from .methods import Method
 from .results import OutputFolder
 from .settings import read_run
-from .tasks import Batch, Drawn, Figures, Task, find_task
-
-
-class Objective:
-    """What training minimises: the task's own loss, unless a subclass says otherwise."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
-        return self.task.loss(model, batch)
-
-    def finished(self, model: nn.Module) -> nn.Module:
-        """The trained model as it is saved."""
-        return model
+from .tasks import Drawn, Figures, find_task
 
 
 class Run(OutputFolder):
@@ -76,21 +61,21 @@ class Run(OutputFolder):
         seed: int,
         first: int = 0,
         schedule: str = "cosine",
-        objective: Objective | None = None,
+        method: Method | None = None,
     ) -> dict[str, Any]:
         """Measure a model, train it, measure it again. Returns the stage's record.
 
         Args:
             first: the step of the data that it begins at.
             schedule: of the learning rate, one of transformers'.
+            method: makes of the model what is trained, and says by which loss; none: as it is, by the task's own.
         """
         if name in self.results["stages"]:
             self.accelerator.print(f"{name}: done before")
             return self.results["stages"][name]
-        c, accelerator, objective = self.config, self.accelerator, objective or Objective(self.task)
-        self.mark = time.perf_counter()
+        c, accelerator, method = self.config, self.accelerator, method or Method(self.task)
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
-        model = build()
+        model = method.prepare(build())
         record, state = self.find_state(name)
         if c.gradient_checkpointing:
             checkpoint_activations(model)
@@ -111,24 +96,24 @@ class Run(OutputFolder):
                 items = c.batch_size * accelerator.gradient_accumulation_steps  # in a step
                 train_set = Drawn(self.task, seed, (first + record["step"]) * items, left * items)
                 batches = iter(self.loader(train_set))
-                self.train(name, model, optimizer, scheduler, batches, objective, record, steps, curve)
+                self.train(name, model, optimizer, scheduler, batches, method, record, steps, curve)
             record["end"] = self.measure(model, heldout) if steps else record["start"]
-        self.finish(name, objective.finished(trained), record)
+        self.finish(name, method.finished(trained), record)
         accelerator.free_memory()
         return record
 
     def train(
-        self, name: str, model, optimizer, scheduler, batches: Iterator, objective: Objective, record, steps, curve
+        self, name: str, model, optimizer, scheduler, batches: Iterator, method: Method, record, steps, curve
     ) -> None:
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c, unit = self.config, self.task.unit
         units, times = 0, []
-        with stop_requests(self.requests), Progress(name, steps, record["step"], self.main) as bar:
+        with stop_requests(self.requests), progress_bar(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 begun = time.perf_counter()
                 with really_called(model):
                     where = f"step {step} of {name}"
-                    loss, seen = self.train_step(where, model, optimizer, scheduler, batches, objective)
+                    loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
                 times.append(time.perf_counter() - begun)
                 units += seen
                 rate = round(units / sum(times))
@@ -141,7 +126,8 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,} {unit}/s", refresh=False)
+                bar.update()
                 stop = self.stop_requested()
                 if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
@@ -149,7 +135,7 @@ class Run(OutputFolder):
                     raise Stopped(f"stopped after step {step} of {steps} of {name!r}; everything is saved")
 
     def train_step(
-        self, where: str, model, optimizer, scheduler, batches: Iterator, objective: Objective
+        self, where: str, model, optimizer, scheduler, batches: Iterator, method: Method
     ) -> tuple[float, int]:
         """One optimizer step. Returns the loss over all processes, and the units seen."""
         accelerator = self.accelerator
@@ -161,7 +147,7 @@ class Run(OutputFolder):
             batch = next(batches)
             units += self.task.size(batch) * accelerator.num_processes
             with accelerator.accumulate(model):
-                sums, counts = objective.loss(model, batch)
+                sums, counts = method.loss(model, batch)
                 # Processes may hold unequal shares of what is averaged over, as of hidden tokens.
                 terms = accelerator.reduce(counts.sum().detach().to(sums.dtype), "mean")
                 loss = sums.sum() / terms
@@ -222,7 +208,7 @@ def make_accelerator(config: Any) -> Accelerator:
         RecipeError: accelerate refuses the settings, or a batch can't be shared by the processes.
     """
     shard_on_cpu()
-    try:
+    with refusing("accelerate refuses"):  # a precision that the device lacks, for one
         accelerator = Accelerator(
             mixed_precision=config.mixed_precision,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -230,8 +216,6 @@ def make_accelerator(config: Any) -> Accelerator:
             project_dir=Path(config.output_dir),
             dataloader_config=DataLoaderConfiguration(split_batches=True),  # a batch is shared, not multiplied
         )
-    except ValueError as error:  # a precision that the device lacks, for one
-        raise RecipeError(f"accelerate refuses: {error}") from None
     processes = accelerator.num_processes
     if config.batch_size % processes:
         raise RecipeError(f"--batch_size {config.batch_size} can't be shared by {processes} processes")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def test_own_norm_with_parameters_is_exported_and_reloads(
         NORMS.unregister("vtanh")
 
 
-def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
+def test_a_loss_of_ones_own_is_a_short_diff(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     diff = example("METHODS: dict", "diff")
     (removed,) = re.findall(r"(?m)^-(.*)$", diff)
     added = re.findall(r"(?m)^\+(.*)$", diff)
@@ -66,7 +68,14 @@ def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> 
     changed.__package__ = "hfrecipes"
     monkeypatch.setitem(sys.modules, changed.__name__, changed)  # where dataclasses look
     exec(source.replace(removed, "\n".join(added)), vars(changed))
-    assert issubclass(changed.METHODS["cosine"], changed.Method)
+    config = SimpleNamespace(distil_weight=1.0, keep_dropout=False, model="given", baseline_steps=0)
+    task, batch = SimpleNamespace(inputs=dict), {"input_ids": torch.arange(24).view(2, 12)}
+    method = changed.METHODS["cosine"](task, config, lambda: copy.deepcopy(gpt2).eval())
+    student = method.prepare(gpt2)
+    assert method.loss(student, batch)[0].abs().max() < 1e-4
+    patch_model(student, norm="dyt", init="copy")
+    sums, counts = method.loss(student, batch)
+    assert (sums / counts > 0.01).all()
 
 
 RECIPE_PAGES = [page for page in PAGES if page.parent.name == "recipes" and page.stem != "index"]

@@ -1,7 +1,10 @@
 """Recipes are imported as the scripts that they are, and run on the CPU."""
 
+import finetune
 import pytest
 from accelerate.state import AcceleratorState
+from run_files import tiny
+from tiny_encoder import write_encoder, write_masked, write_sources
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,41 +17,36 @@ def on_cpu():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text with some structure to learn."""
+    """A text with structure to learn, and a few characters of more than one byte."""
     path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    path.write_text("".join(f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back.\n" for i in range(300)), "utf-8")
+    lines = [f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back — naïve, said the dög.\n" for i in range(400)]
+    path.write_text("".join(lines), "utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """An uninterrupted run of finetune.py."""
+    out = tmp_path_factory.mktemp("finished")
+    assert finetune.main(tiny(out, text)) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """Python source for an encoder to read."""
-    from tiny_encoder import write_sources
-
     return write_sources(tmp_path_factory.mktemp("source"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(files, tmp_path_factory):
     """A tiny encoder with a tokenizer of that source."""
-    from tiny_encoder import write_encoder
-
     return write_encoder(tmp_path_factory.mktemp("encoder"), files)
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch):
-    """Runs a recipe that refuses its flags before anything is trained; the line that it says."""
-    from hfrecipes.training import Run
-
-    monkeypatch.setattr(Run, "train", lambda *a, **k: pytest.fail("training began"))
-
-    def run(recipe, flags):
-        assert recipe.main([*map(str, flags)]) == 2
-        error = capsys.readouterr().err.strip()
-        assert "\n" not in error
-        return error
-
-    return run
+@pytest.fixture(scope="session")
+def bert(files, tmp_path_factory):
+    """A tiny masked language model with a tokenizer of that source."""
+    return write_masked(tmp_path_factory.mktemp("bert"), files)

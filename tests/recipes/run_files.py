@@ -1,10 +1,18 @@
-"""What a run of a recipe left in its output folder."""
+"""Flags of a run that takes seconds, and what a run of a recipe left in its output folder."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
+TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 5 --steps 4"
+TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
+
+
+def tiny(out, text, *more, variants="dyt rms+rope control"):
+    """Flags of finetune.py; `more` are words or several of them. Of heal.py and compare.py with `variants=""`."""
+    named = ["--text", text, "--output_dir", out, *([f"--variants {variants}"] if variants else []), *more]
+    return [*TINY.split(), *(word for flag in named for word in str(flag).split())]
 
 
 def read_results(out: Path) -> dict[str, Any]:
@@ -21,20 +29,14 @@ def figures(out: Path) -> dict[str, Any]:
 
 def write_table(path, rows):
     """Rows as a csv, tsv, json, jsonl or parquet file, by its suffix. Returns its path as a flag takes it."""
+    import pandas as pd
+
     path.parent.mkdir(parents=True, exist_ok=True)
+    frame = pd.DataFrame(rows)
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        frame.to_parquet(path)
     elif path.suffix in (".csv", ".tsv"):
-        import csv
-
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
+        frame.to_csv(path, sep="\t" if path.suffix == ".tsv" else ",", index=False)
     else:
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]", "utf-8")
+        frame.to_json(path, orient="records", lines=path.suffix == ".jsonl")
     return str(path)

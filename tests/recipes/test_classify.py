@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from hfrecipes import classify
 from hfrecipes.corpus import RecipeError
-from hfrecipes.start import patched
 from hfrecipes.tasks import Drawn
 from run_files import read_results
 from sklearn.metrics import f1_score
@@ -84,14 +83,6 @@ def targets(items):
 
 
 class TestFigures:
-    def test_best_threshold_and_scores(self):
-        found = np.array([[0.9, 0.2], [0.6, 0.1], [0.3, 0.05]])
-        true = np.array([[1, 0], [1, 0], [0, 0]])
-        threshold = classify.best_threshold(found, true)
-        assert 0.3 < threshold <= 0.6
-        assert classify.scores(found, true, threshold) == {"micro_f1": 1.0, "macro_f1": 0.5}, "0 for a label never met"
-        assert classify.scores(found, np.array([[1, 0], [0, 1], [1, 0]]))["accuracy"] == pytest.approx(2 / 3)
-
     def test_several_labels_by_hand(self, many):
         torch.manual_seed(0)
         model = many.baseline().eval()
@@ -134,22 +125,6 @@ class TestFigures:
         sums, counts = task.loss(model, batch)
         assert sums.shape == counts.shape == (8,)
         assert (sums.sum() / counts.sum()).item() == pytest.approx(model(**batch).loss.item(), abs=1e-6)
-
-    def test_simple_methods(self, many, one):
-        simple, _ = many.data["baselines"].values()
-        dev, test = (targets(items).numpy() for items in (many.dev, many.heldout))
-        assert targets(many.train_texts).mean(0).tolist() == sorted(targets(many.train_texts).mean(0), reverse=True)
-
-        def always(count, true):  # the commonest labels, whatever the text
-            return f1_score(true, np.tile(np.arange(3) < count, (len(true), 1)), average="micro")
-
-        best = max((1, 2, 3), key=lambda count: always(count, dev))
-        assert simple["micro_f1"] == pytest.approx(always(best, test))
-        assert all(set(found) == {"accuracy", "macro_f1"} for found in one.data["baselines"].values())
-
-    def test_simple_methods_on_the_hidden_words(self):
-        simple, regression = classify.measure_baselines(classify.read_labelled(classify.DataConfig())).values()
-        assert regression["micro_f1"] > 3 * simple["micro_f1"] > 0.3
 
 
 class TestHead:
@@ -211,15 +186,6 @@ class TestItems:
         every = sorted(tuple(item["input_ids"]) for item in many.train_texts)
         assert sorted(epochs[0]) == sorted(epochs[1]) == every
         assert epochs[0] != epochs[1]
-
-    def test_batches_hold_little_padding(self, many):
-        def share(items):
-            masks = [batch["attention_mask"] for batch in loader(many, items)]
-            return sum(mask.sum() for mask in masks) / sum(mask.numel() for mask in masks)
-
-        n = len(many.train_texts)
-        plain = [many.train_texts[i] for i in np.random.default_rng(0).permutation(n)]
-        assert share(Drawn(many, 0, 0, n)) > share(plain) + 0.1
 
     def test_long_texts_are_cut_off_and_told(self, folder, tmp_path):
         task = make(tmp_path, folder / "many.json", max_length=8)
@@ -298,23 +264,3 @@ class TestRuns:
         assert set(stages["rms"]["end"]) == {"loss", "accuracy", "macro_f1"}
         assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
         assert stages["rms"]["end"]["loss"] != stages["control"]["end"]["loss"]
-
-    def test_an_rms_norm_replaces_the_layer_norm_exactly(self, many):
-        model = many.baseline()
-        before = measure(many, model)["loss"]
-        assert measure(many, patched(many, model, "rms", "auto", 0, 8, 0))["loss"] == pytest.approx(before, abs=1e-4)
-
-    @pytest.mark.parametrize(
-        ("flags", "told"),
-        [
-            (["--data", "missing.csv"], "missing.csv"),
-            (["--text_column", "body"], "--text_column"),
-            (["--width", "40"], "--width"),
-            (["--dropout", "1"], "--dropout"),
-            (["--max_length", "3"], "--max_length"),
-            (["--curve_texts", "0"], "--curve_texts"),
-            (["--model", "./no/such/model"], "./no/such/model"),
-        ],
-    )
-    def test_refused_before_anything_is_trained(self, folder, tmp_path, refused, flags, told):
-        assert told in refused(finetune, [*tiny(tmp_path, folder / "many.json"), *flags])

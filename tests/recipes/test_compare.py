@@ -12,17 +12,15 @@ import pytest
 from hfrecipes import compare_report, curves, paired, report, settings
 from hfrecipes import training as run
 from hfrecipes.paired import Cell
-from run_files import ROOT, figures, read_results
+from run_files import ROOT, figures, read_results, tiny
 from scipy import stats
 
-TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --tracker none"
-TINY += " --eval_every 2 --save_every 1 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1 --calibration 4"
-GRID = ["--variants", "dyt", "control", "--starts", "copied", "repaired", "--seeds", "0", "3", "--steps", "2", "3"]
-PART = ["--variants", "dyt", "--starts", "copied", "--seeds", "0", "--steps", "3"]
+GRID = "--variants dyt control --starts copied repaired --seeds 0 3 --steps 2 3"
+PART = "--variants dyt --starts copied --seeds 0 --steps 3"
 
 
-def tiny(out, text, *more):
-    return [*TINY.split(), "--text", str(text), "--output_dir", str(out), *map(str, more)]
+def small(out, text, *more):
+    return tiny(out, text, "--baseline_steps 3 --save_every 1 --calibration 4", *more, variants="")
 
 
 def part_of(finished, out):
@@ -35,7 +33,7 @@ def part_of(finished, out):
 def finished(text, tmp_path_factory):
     """An uninterrupted grid: two seeds, two budgets, two starts."""
     out = tmp_path_factory.mktemp("finished")
-    assert compare.main(tiny(out, text, *GRID)) == 0
+    assert compare.main(small(out, text, GRID)) == 0
     return out
 
 
@@ -58,16 +56,10 @@ def planted(offsets, *, seeds=5, noise=0.004, higher=False, starts=("auto",), me
                 "end": {"loss": end, "extra": 7 + end, "none": None}, "curve": points,
                 "step_seconds": 0.2 if cell.variant == "control" else 0.25,
             }  # fmt: skip
-    config = {
-        "margin": 0.01,
-        "steps": list(steps),
-        "seeds": list(range(seeds)),
-        "start": "auto",
-        "seed": 0,
-        "starts": list(starts),
-        "model": None,
-    }
-    config |= {"batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "calibration": 4}
+    config = vars(
+        settings.read_run(["--margin", "0.01", "--tracker", "none"], "compare.py", "", (compare.CompareConfig,))
+    )
+    config |= {"steps": list(steps), "seeds": list(range(seeds)), "starts": list(starts)}
     return {
         "command": "python recipes/compare.py", "config": config, "task": "lm",
         "data": {"source": "made up", "sha256": "0" * 64},
@@ -283,7 +275,7 @@ class TestGrid:
 
     @pytest.mark.slow
     def test_more_seeds_come_on_top_and_models_are_kept_if_asked(self, finished, text, tmp_path):
-        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "copied", "--steps", 2)
+        argv = small(tmp_path, text, "--variants dyt --starts copied --steps 2")
         assert compare.main([*argv, "--seeds", "3"]) == 0
         assert compare.main([*argv, "--seeds", "3", "0", "--keep_models", "--resume"]) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
@@ -302,9 +294,9 @@ class TestGrid:
 
         with monkeypatch.context() as patch:
             patch.setattr(run.Run, "train_step", interrupted)
-            assert compare.main(tiny(tmp_path, text, *PART)) == 130
+            assert compare.main(small(tmp_path, text, PART)) == 130
         assert "Not finished: 1 of 2 models are there" in (tmp_path / "report.html").read_text("utf-8")
-        assert compare.main([*tiny(tmp_path, text, *PART), "--resume"]) == 0
+        assert compare.main(small(tmp_path, text, PART, "--resume")) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
 
     @pytest.mark.slow
@@ -317,7 +309,7 @@ class TestGrid:
             return train_step(self, where, *args)
 
         monkeypatch.setattr(run.Run, "train_step", diverging)
-        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
+        argv = small(tmp_path, text, "--variants dyt --starts auto --steps 2 --seeds 0")
         assert compare.main([*argv, "--methods", "finetune", "distil", "--distil_weight", "1"]) == 0
         assert read_results(tmp_path)["control_method"] == "", "one of the methods looks at labels"
         stages = read_results(tmp_path)["stages"]
@@ -328,16 +320,16 @@ class TestGrid:
 
     @pytest.mark.slow
     def test_without_labels_the_control_has_none_either(self, text, tmp_path):
-        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "auto", "--steps", 2, "--seeds", 0)
-        assert compare.main([*argv, "--methods", "distil", "--distil_weight", "1"]) == 0
+        flags = "--variants dyt --starts auto --steps 2 --seeds 0 --methods distil --distil_weight 1"
+        assert compare.main(small(tmp_path, text, flags)) == 0
         control = read_results(tmp_path)["stages"]["control-distil-2-seed-0"]
         assert control["train_loss"] == pytest.approx([0, 0], abs=1e-4), "its own teacher"
         assert "distilled from itself" in (tmp_path / "results.md").read_text("utf-8")
 
     @pytest.mark.slow
     def test_from_scratch(self, text, tmp_path):
-        argv = tiny(tmp_path, text, "--variants", "dyt", "--starts", "reset", "--steps", 2, "--seeds", 0)
-        assert compare.main([*argv, "--baseline_steps", "0"]) == 0
+        flags = "--variants dyt --starts reset --steps 2 --seeds 0 --baseline_steps 0"
+        assert compare.main(small(tmp_path, text, flags)) == 0
         stages = read_results(tmp_path)["stages"]
         assert stages["control-2-seed-0"]["start"] == stages["baseline-0"]["start"]
         assert not (tmp_path / "baseline-0").exists(), "nothing was trained there"
@@ -357,23 +349,3 @@ class TestSettings:
         config = read("--seed", 7, "--start", "copied", "--steps", 5, 10, 5)
         assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])
         assert read("--seeds", 3, "--starts", "auto", "self", "--start", "copied").starts == ["auto", "self"]
-
-    @pytest.mark.parametrize(
-        ("flags", "named"),
-        [
-            ("--variants control", "--variants"),
-            ("--variants dyyt", "dyyt"),
-            ("--variants placement", "placement"),
-            ("--seeds -1", "--seeds"),
-            ("--steps 0", "--steps"),
-            ("--starts cold", "--starts"),
-            ("--methods magic", "--methods"),
-            ("--distil_weight 2 --methods distil", "--distil_weight"),
-            ("--margin -1", "--margin"),
-            ("--baseline_steps 0", "--baseline_steps"),
-            ("--baseline_steps 0 --starts reset copied", "--baseline_steps"),
-        ],
-    )
-    def test_refused_at_once(self, text, tmp_path, refused, flags, named):
-        assert named in refused(compare, tiny(tmp_path, text, *flags.split()))
-        assert not (tmp_path / "results.json").exists()

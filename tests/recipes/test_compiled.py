@@ -8,7 +8,7 @@ import heal
 import pytest
 import torch
 from hfrecipes import compiled
-from run_files import read_results
+from run_files import read_results, tiny
 from safetensors.torch import load_file
 from transformers.activations import NewGELUActivation
 
@@ -16,13 +16,10 @@ from hfpatch.compile import compile_model, compiled_calls
 
 pytestmark = pytest.mark.slow
 
-TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 4 --steps 3"
-TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 9 --curve_blocks 6 --warmup_steps 1"
-TINY += " --start copied"
 
-
-def tiny(out, text, *more):
-    return [*TINY.split(), "--text", str(text), "--output_dir", str(out), *map(str, more)]
+def small(out, text, *more):
+    flags = "--layers 2 --baseline_steps 4 --steps 3 --heldout_blocks 9 --warmup_steps 1 --start copied"
+    return tiny(out, text, flags, *more, variants="")
 
 
 def losses(out):
@@ -54,19 +51,19 @@ def graphs(monkeypatch):
 @pytest.fixture(scope="module")
 def eager(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("eager")
-    assert finetune.main(tiny(out, text, "--variants", "rms+rope", "control")) == 0
+    assert finetune.main(small(out, text, "--variants", "rms+rope", "control")) == 0
     return out
 
 
 def test_the_real_backend(eager, text, tmp_path):
-    assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 0
+    assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 0
     ours, theirs = losses(tmp_path), losses(eager)
     assert_close(ours, {name: theirs[name] for name in ours})
 
 
 class TestTogetherWith:
     def test_a_patch(self, eager, text, tmp_path, graphs):
-        assert finetune.main(tiny(tmp_path, text, "--variants", "rms+rope", "--compile")) == 0
+        assert finetune.main(small(tmp_path, text, "--variants", "rms+rope", "--compile")) == 0
         ours, theirs = losses(tmp_path), losses(eager)
         assert_close(ours, {name: theirs[name] for name in ours})
         # Two models; each has a graph for training and, of batches of 4, of any size and of 1, for measuring.
@@ -79,8 +76,8 @@ class TestTogetherWith:
 
     def test_gradient_checkpointing_stopped_and_gone_on_with(self, eager, text, tmp_path, graphs):
         flags = ["--variants", "rms+rope", "--compile", "--gradient_checkpointing"]
-        assert finetune.main(tiny(tmp_path, text, *flags, "--stop_after", 6)) == 130
-        assert finetune.main(tiny(tmp_path, text, *flags, "--resume")) == 0
+        assert finetune.main(small(tmp_path, text, *flags, "--stop_after", 6)) == 130
+        assert finetune.main(small(tmp_path, text, *flags, "--resume")) == 0
         ours, theirs = losses(tmp_path), losses(eager)
         assert_close(ours, {name: theirs[name] for name in ours})
 
@@ -88,16 +85,16 @@ class TestTogetherWith:
         """Without the task's loss, which asks for no cache; adapters are merged before the last figures."""
         flags = ["--patch", "rope", "--method", "distil", "--distil_weight", 1, "--lora_rank", 2]
         flags += ["--model", eager / "baseline", "--baseline_steps", 0, "--heldout_blocks", 4, "--curve_blocks", 4]
-        assert heal.main(tiny(tmp_path / "eager", text, *flags)) == 0
+        assert heal.main(small(tmp_path / "eager", text, *flags)) == 0
         assert not graphs
-        assert heal.main(tiny(tmp_path / "compiled", text, *flags, "--compile")) == 0
+        assert heal.main(small(tmp_path / "compiled", text, *flags, "--compile")) == 0
         assert graphs
         assert_close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"))
 
 
 class TestRefused:
     def test_without_blocks(self, text, tmp_path, capsys):
-        assert finetune.main(tiny(tmp_path, text, "--layers", 1, "--compile")) == 2
+        assert finetune.main(small(tmp_path, text, "--layers", 1, "--compile")) == 2
         assert "UnsupportedError" in capsys.readouterr().err
         assert not (tmp_path / "results.json").exists()
 
@@ -115,7 +112,7 @@ class TestRefused:
             return model
 
         monkeypatch.setattr(compiled, "compile_model", passed_by)
-        assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
+        assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 2
         assert "RecipeError: --compile: 2 of 2 blocks" in capsys.readouterr().err
         assert read_results(tmp_path)["stages"] == {}
 
@@ -127,7 +124,7 @@ class TestRefused:
             return forward(self, x)
 
         monkeypatch.setattr(NewGELUActivation, "forward", breaking)
-        assert finetune.main(tiny(tmp_path, text, "--variants", "control", "--compile")) == 2
+        assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("RecipeError: --compile: GPT2LMHeadModel can't be compiled")
         assert "graph_break" in error

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.slow
 
-TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 4 --tracker none"
+TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 64 --tracker none --layers 1 --width 32"
 LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
 RECIPES = {
     "finetune": (finetune, "--variants rms rope control"),
@@ -66,8 +66,7 @@ def test_what_is_made_from_scratch_keeps_the_tasks(module, rates, tmp_path):
     path = tmp_path / "fruit.csv"
     rows = [f"{'sour' if i % 2 else 'sweet'} thing number {i},{'lemon' if i % 2 else 'plum'}" for i in range(120)]
     path.write_text("\n".join(["text,label", *rows]))
-    flags = "--task classify --layers 1 --width 32 --vocab_size 300 --max_length 8 --dropout 0.3"
-    flags += " --calibration 64"  # a text is one output of a classifier
+    flags = "--task classify --vocab_size 300 --max_length 8 --dropout 0.3"
     flags += " --seeds 0 --variants rms" if module is compare else " --variants rms control"
     argv = [*TINY.split(), *flags.split(), "--data", str(path)]
     assert module.main([*argv, "--baseline_steps", "0", "--start", "reset", "--output_dir", str(tmp_path / "a")]) == 0

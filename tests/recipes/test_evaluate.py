@@ -15,44 +15,23 @@ import torch.nn.functional as F
 from hfrecipes import corpus as data
 from hfrecipes import sweep
 from run_files import read_results
-from tiny_encoder import make_tokenizer
-from tiny_models import randomise
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 
-
-def finetuned(out, *flags):
-    tiny = "--baseline_steps 12 --steps 3 --eval_every 3 --batch_size 4 --calibration 64 --tracker none --layers 1"
-    flags = [*tiny.split(), "--variants", "rope", "control", *map(str, flags)]
-    assert finetune.main([*flags, "--output_dir", str(out)]) == 0
-    return out
+SHORT = "--variants rope control --baseline_steps 12 --steps 3 --eval_every 3 --batch_size 4 --tracker none --layers 1"
 
 
 def run(out, *flags):
-    return evaluate.main([*map(str, flags), "--output_dir", str(out)])
+    return evaluate.main([*(word for flag in flags for word in str(flag).split()), "--output_dir", str(out)])
 
 
 @pytest.fixture(scope="module")
-def trained(text, tmp_path_factory):
-    """A run of finetune.py: a control and a rotary copy."""
-    flags = "--width 32 --vocab_size 300 --block_size 16 --start copied --heldout_blocks 20 --curve_blocks 4 --text"
-    return finetuned(tmp_path_factory.mktemp("trained"), *flags.split(), text)
-
-
-@pytest.fixture(scope="module")
-def evaluated(trained, text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("evaluated")
-    flags = ["--models", trained / "control", trained / "rope", "--against", trained / "control", "--text", text]
-    assert run(out, *flags, "--block_size", 16, "--heldout_blocks", 20, "--sweep_tokens", 450) == 0
+def evaluated(finished, text, tmp_path_factory):
+    out, control = tmp_path_factory.mktemp("evaluated"), finished / "control"
+    sizes = "--block_size 16 --heldout_blocks 20 --sweep_tokens 450"
+    assert run(out, "--models", control, finished / "rms+rope", "--against", control, "--text", text, sizes) == 0
     return out
 
 
@@ -68,20 +47,24 @@ def tables(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifiers(tables, tmp_path_factory):
-    flags = "--task classify --width 32 --vocab_size 300 --max_length 12 --data"
-    return finetuned(tmp_path_factory.mktemp("classifiers"), *flags.split(), tables / "ab.csv")
+    out = tmp_path_factory.mktemp("classifiers")
+    flags = "--task classify --width 32 --vocab_size 300 --max_length 12 --calibration 64"
+    assert (
+        finetune.main([*SHORT.split(), *flags.split(), "--data", str(tables / "ab.csv"), "--output_dir", str(out)]) == 0
+    )
+    return out
 
 
 class TestLanguageModels:
-    def test_figures_are_those_of_the_run_that_trained_them(self, trained, evaluated):
-        stages, models = read_results(trained)["stages"], read_results(evaluated)["models"]
+    def test_figures_are_those_of_the_run_that_trained_them(self, finished, evaluated):
+        stages, models = read_results(finished)["stages"], read_results(evaluated)["models"]
         for source, found in models.items():
             assert found["figures"] == pytest.approx(stages[Path(source).name]["end"], rel=1e-6)
             assert found["figures"]["bits_per_byte"] > 0
 
-    def test_against_another_model(self, trained, evaluated):
+    def test_against_another_model(self, finished, evaluated):
         models = read_results(evaluated)["models"]
-        own, other = models[str(trained / "rope")], models[str(trained / "control")]
+        own, other = models[str(finished / "rms+rope")], models[str(finished / "control")]
         assert other["against"]["divergence"] == pytest.approx(0, abs=1e-6)
         assert [other["against"][k] for k in ("same_answer", "difference", "interval")] == [1, 0, [0, 0]]
         assert own["against"]["divergence"] > 1e-3
@@ -91,53 +74,44 @@ class TestLanguageModels:
         low, high = own["against"]["interval"]
         assert low < expected < high
 
-    def test_length_sweep(self, trained, evaluated, text):
+    def test_length_sweep(self, finished, evaluated, text):
         rows = {(row["model"], row["tokens"]): row for row in read_results(evaluated)["lengths"]}
-        assert list(rows) == [(name, length) for name in ("control", "rope") for length in (16, 32, 64, 128)]
+        assert list(rows) == [(name, length) for name in ("control", "rms+rope") for length in (16, 32, 64, 128)]
         assert rows["control", 16]["loss"] > 0
         for length in (32, 64, 128):
             assert rows["control", length].keys() == {"model", "tokens", "read", "reason"}
             assert rows["control", length]["reason"] == f"takes no {length} tokens (IndexError)"
-        tokenizer = AutoTokenizer.from_pretrained(trained / "rope")
+        tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
         tokens, _ = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
         ids = torch.from_numpy(tokens[:448]).long().view(7, 64)
         with torch.no_grad():
-            logits = AutoModelForCausalLM.from_pretrained(trained / "rope").eval()(ids).logits[:, :-1]
+            logits = AutoModelForCausalLM.from_pretrained(finished / "rms+rope").eval()(ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
-        assert rows["rope", 64]["loss"] == pytest.approx(loss, abs=1e-5)
-        assert rows["rope", 64]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        assert rows["rms+rope", 64]["loss"] == pytest.approx(loss, abs=1e-5)
+        assert rows["rms+rope", 64]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
     def test_files(self, evaluated):
         text = (evaluated / "results.md").read_text()
-        tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
-        assert len(tables) == 3
-        for lines in tables:
-            assert len({len(line) for line in lines}) == 1, "aligned"
+        assert len([part for part in text.split("\n\n") if part.startswith("|")]) == 3
         assert "takes no 128 tokens" in text
         assert "python recipes/evaluate.py --models" in text
         assert (evaluated / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_masked(self, files, tmp_path):
-        tokenizer = make_tokenizer([Path(f).read_text() for f in files], mask_token="[MASK]")
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-        config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **sizes)
-        randomise(BertForMaskedLM(config)).save_pretrained(tmp_path / "bert")
-        tokenizer.save_pretrained(tmp_path / "bert")
-        flags = ["--models", tmp_path / "bert", "--text", *files, "--block_size", 16, "--lengths", 16, 48]
-        assert run(tmp_path, *flags) == 0
+    def test_masked(self, bert, files, tmp_path):
+        assert run(tmp_path, "--models", bert, "--text", *files, "--block_size 16 --lengths 16 48") == 0
         results = read_results(tmp_path)
         (found,), (short, long) = results["models"].values(), results["lengths"]
         assert found["figures"]["bits_per_byte"] is None
         assert short["loss"] == pytest.approx(found["figures"]["loss"], rel=0.3)
         assert long["reason"].startswith("takes no 48 tokens")
 
-    def test_other_tokenizers_are_measured_but_not_compared(self, trained, text, tmp_path):
-        AutoModelForCausalLM.from_pretrained(trained / "control").save_pretrained(tmp_path / "other")
-        tokenizer = json.loads((trained / "control/tokenizer.json").read_text())
+    def test_other_tokenizers_are_measured_but_not_compared(self, finished, text, tmp_path):
+        AutoModelForCausalLM.from_pretrained(finished / "control").save_pretrained(tmp_path / "other")
+        tokenizer = json.loads((finished / "control/tokenizer.json").read_text())
         tokenizer["model"]["merges"] = []
-        AutoTokenizer.from_pretrained(trained / "control").save_pretrained(tmp_path / "other")
+        AutoTokenizer.from_pretrained(finished / "control").save_pretrained(tmp_path / "other")
         (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
-        models = ["--models", tmp_path / "other", "--against", trained / "control", "--text", text, "--no_sweep"]
+        models = ["--models", tmp_path / "other", "--against", finished / "control", "--text", text, "--no_sweep"]
         assert run(tmp_path, *models, "--block_size", 16) == 0
         (found,) = read_results(tmp_path)["models"].values()
         assert found["against"].keys() == {"not compared"}
@@ -225,8 +199,9 @@ class TestBootstrap:
 class TestClassifiers:
     @pytest.mark.slow
     def test_texts_and_images_have_the_figures_of_their_run(self, classifiers, tables, tmp_path):
-        flags = "--task image --width 16 --heldout_images 40 --curve_images 20"
-        viewers = finetuned(tmp_path / "viewers", *flags.split())
+        flags = "--task image --width 16 --heldout_images 40 --curve_images 20 --calibration 64"
+        viewers = tmp_path / "viewers"
+        assert finetune.main([*SHORT.split(), *flags.split(), "--output_dir", str(viewers)]) == 0
         for out, data_flags in {
             classifiers: ["--task", "classify", "--data", tables / "ab.csv"],
             viewers: ["--task", "image", "--heldout_images", 40],
@@ -267,11 +242,11 @@ class TestClassifiers:
 
 
 @pytest.fixture(scope="module")
-def broken(trained, classifiers, folder, tmp_path_factory):
+def broken(finished, classifiers, folder, tmp_path_factory):
     """Models of each kind with a NaN among the weights of their last layer, and which weight it is."""
     out, weights = tmp_path_factory.mktemp("broken"), {}
     for task, (auto, source) in {
-        "lm": (AutoModelForCausalLM, trained / "control"),
+        "lm": (AutoModelForCausalLM, finished / "control"),
         "classify": (AutoModelForSequenceClassification, classifiers / "control"),
         "embed": (AutoModel, folder),
     }.items():
@@ -286,12 +261,12 @@ def broken(trained, classifiers, folder, tmp_path_factory):
 
 @pytest.mark.parametrize("task", ["lm", "classify", "embed"])
 @pytest.mark.parametrize("as_reference", [False, True])
-def test_what_is_no_number_is_named(broken, trained, classifiers, folder, tables, text, files, tmp_path, capsys, task,
+def test_what_is_no_number_is_named(broken, finished, classifiers, folder, tables, text, files, tmp_path, capsys, task,
                                     as_reference):  # fmt: skip
     """Status 1, the model and its weight named, and the others' figures written."""
     out, weights = broken
     sound, flags = {
-        "lm": (trained / "control", ["--text", text, "--block_size", 16, "--sweep_tokens", 256]),
+        "lm": (finished / "control", ["--text", text, "--block_size", 16, "--sweep_tokens", 256]),
         "classify": (classifiers / "control", ["--data", tables / "ab.csv", "--baselines", "false"]),
         "embed": (folder, ["--text", *files, "--max_length", 16, "--heldout_passages", 4, "--no_sweep"]),
     }[task]
@@ -306,7 +281,7 @@ def test_what_is_no_number_is_named(broken, trained, classifiers, folder, tables
     assert f"**{task}** failed: its weight" in (tmp_path / "results.md").read_text("utf-8")
 
 
-def test_what_overflows_beyond_the_trained_length_is_named(trained, text, tmp_path, capsys, monkeypatch):
+def test_what_overflows_beyond_the_trained_length_is_named(finished, text, tmp_path, capsys, monkeypatch):
     loss = sweep.LanguageModelling.loss
 
     def overflowing(self, model, batch):
@@ -314,9 +289,9 @@ def test_what_overflows_beyond_the_trained_length_is_named(trained, text, tmp_pa
         return sums + (math.inf if batch["input_ids"].shape[1] > 32 else 0), counts
 
     monkeypatch.setattr(sweep.LanguageModelling, "loss", overflowing)
-    flags = ["--models", trained / "rope", "--text", text, "--block_size", 16, "--lengths", 16, 64]
+    flags = ["--models", finished / "rms+rope", "--text", text, "--block_size", 16, "--lengths", 16, 64]
     assert run(tmp_path, *flags, "--sweep_tokens", 256) == 1
-    assert "rope: at 64 tokens loss is inf." in capsys.readouterr().err
+    assert "rms+rope: at 64 tokens loss is inf." in capsys.readouterr().err
     short, long = read_results(tmp_path)["lengths"]
     assert short["loss"] > 0
     assert "loss" not in long
@@ -334,8 +309,6 @@ def test_help_leaves_out_what_is_of_training(capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("", "give --models"),
-        ("--models ./missing", "./missing"),
         ("--models MODEL --against /a/missing", "/a/missing"),
         ("--models MODEL --lengths 4", "--lengths"),
         ("--models MODEL --sentence_transformers", "--task embed"),
@@ -348,13 +321,13 @@ def test_help_leaves_out_what_is_of_training(capsys):
         ("--models MODEL --output_dir MODEL/config.json", "output folder"),
     ],
 )
-def test_refused_in_one_line(trained, text, tmp_path, capsys, monkeypatch, flags, named):
+def test_refused_in_one_line(finished, text, tmp_path, capsys, monkeypatch, flags, named):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
-    AutoModelForCausalLM.from_pretrained(trained / "control").save_pretrained("bare")
+    AutoModelForCausalLM.from_pretrained(finished / "control").save_pretrained("bare")
     few = [] if "embed" in flags else ["--block_size", "16"]
-    flags = [*few, *flags.replace("MODEL", str(trained / "control")).split()]
+    flags = [*few, *flags.replace("MODEL", str(finished / "control")).split()]
     assert evaluate.main(["--text", str(text), "--output_dir", "out", *flags]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("RecipeError: ")

@@ -137,18 +137,6 @@ class TestData:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("flags", "told"),
-        [
-            (["--width", "33"], "--width"),
-            (["--data", "./nowhere"], "--data ./nowhere"),
-            (["--start", "self"], "--start self"),
-            (["--variants", "rope:axes=3"], "UnsupportedError"),
-        ],
-    )
-    def test_refused_before_training(self, tmp_path, refused, flags, told):
-        assert told in refused(finetune, tiny(tmp_path, *flags))
-
-    @pytest.mark.parametrize(
         ("files", "told"),
         [
             ([], "--data"),

@@ -10,7 +10,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from hfrecipes.settings import read_run
 from hfrecipes.training import Run
-from run_files import ROOT, read_results
+from run_files import ROOT, read_results, tiny
 from safetensors.torch import load_file
 
 from hfpatch.checkpoint.marker import MARKER
@@ -18,20 +18,20 @@ from hfpatch.checkpoint.marker import MARKER
 pytestmark = pytest.mark.slow
 
 CONFIGS = ROOT / "recipes" / "configs" / "accelerate"
-TINY = "--layers 2 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 3 --steps 3"
-TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1"
-TINY += " --calibration 4 --variants rms+rope"
 
 
-def tiny(out, text):
-    return [*TINY.split(), "--text", str(text), "--output_dir", str(out)]
+def small(out, text):
+    flags = (
+        "--layers 2 --baseline_steps 3 --steps 3 --heldout_blocks 8 --curve_blocks 4 --warmup_steps 1 --calibration 4"
+    )
+    return tiny(out, text, flags, variants="rms+rope")
 
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
     """The same run in one process."""
     out = tmp_path_factory.mktemp("alone")
-    assert finetune.main(tiny(out, text)) == 0
+    assert finetune.main(small(out, text)) == 0
     return out
 
 
@@ -85,7 +85,7 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     if kind == "DEEPSPEED":
         pytest.importorskip("deepspeed")
     out = tmp_path / "out"
-    printed = launch(config, tiny(out, text), out, tmp_path)
+    printed = launch(config, small(out, text), out, tmp_path)
     assert state in next(line for line in printed.splitlines() if line.startswith("STATE")), "in pieces, or not"
     results, expected = read_results(out), read_results(alone)
     assert (results["hardware"]["processes"], results["hardware"]["distributed"]) == (2, kind)
@@ -98,7 +98,7 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     assert MARKER in load_file(folder / "model.safetensors")
     assert saved["architectures"] == alike["architectures"]
     assert saved["hfpatch"].keys() == alike["hfpatch"].keys(), "with the fingerprint of its function"
-    of_run = Run(read_run(tiny(tmp_path, text), "finetune.py"), "")
+    of_run = Run(read_run(small(tmp_path, text), "finetune.py"), "")
     loss = of_run.measure(of_run.task.load(str(folder)), of_run.loader(of_run.task.heldout))["loss"]
     assert loss == pytest.approx(results["stages"]["rms+rope"]["end"]["loss"], abs=1e-5)
 

@@ -141,7 +141,7 @@ class TestStopping:
         other = tmp_path / text.name
         other.write_text("more\n" + text.read_text())
         assert stability.main(tiny(finished, other, "--resume")) == 2
-        assert "text" in capsys.readouterr().err
+        assert "data (its content)" in capsys.readouterr().err
         assert (finished / "results.json").read_text() == before
 
 
@@ -150,22 +150,3 @@ class TestSettings:
         path = ROOT / "recipes" / "configs" / "stability.yaml"
         assert parse(str(path)) == parse() == stability.StabilityConfig()
         assert set(yaml.safe_load(path.read_text("utf-8"))) == set(stability.StabilityConfig.__dataclass_fields__)
-
-    @pytest.mark.parametrize(
-        ("flags", "named"),
-        [
-            ("--variants pots", "pots"),
-            ("--variants deepnorm:alpha=0", "alpha"),
-            ("--depths 6 0", "--depths"),
-            ("--seeds -1", "--seeds"),
-            ("--steps 0", "--steps"),
-            ("--learning_rate nan", "--learning_rate"),
-            ("--width 24", "--width"),
-            ("--text missing.txt", "missing.txt"),
-            ("--block_size 100000", "--block_size"),
-        ],
-    )
-    def test_refused_at_once(self, text, tmp_path, refused, monkeypatch, flags, named):
-        monkeypatch.setattr(stability, "train", lambda *a: pytest.fail("training began"))
-        assert named in refused(stability, [*tiny(tmp_path, text), *flags.split()])
-        assert not (tmp_path / "results.json").exists()

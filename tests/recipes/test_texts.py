@@ -80,7 +80,6 @@ class TestFiles:
         [
             ("t.txt", "", "t.txt"),
             ("t.txt", b"\xff\xfe\x00", "t.txt"),
-            ("t.txt", None, "t.txt"),
             ("t.csv", None, "t.csv"),
             ("t.csv", "", "t.csv"),
             ("t.csv", "text,n\n", "t.csv"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tiny_models import randomise
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 POSITIONS = 24
 
@@ -51,5 +51,15 @@ def write_encoder(out, files):
         if name.endswith("LayerNorm.bias"):  # a large shift, equal for all texts, would make them all alike
             parameter.data *= 0.1
     model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return str(out)
+
+
+def write_masked(out, files):
+    """A tiny BERT of masked tokens, and its tokenizer; the folder as a string."""
+    tokenizer = make_tokenizer([Path(f).read_text() for f in files], mask_token="[MASK]")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **sizes))
+    randomise(model).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return str(out)

@@ -1,0 +1,141 @@
+"""What can't work is refused at once: one line that names it, exit status 2, and nothing trained."""
+
+import importlib
+import shutil
+from dataclasses import fields
+from functools import partial
+
+import benchmark
+import compare
+import evaluate
+import heal
+import pytest
+import stability
+from accelerate import Accelerator
+from hfrecipes import settings
+from hfrecipes.corpus import RecipeError
+from hfrecipes.options import Range
+from hfrecipes.tasks import TASKS, find_task
+from hfrecipes.training import Run
+from run_files import tiny
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """Runs a recipe that refuses its flags before anything is trained; the line that it says."""
+
+    def run(recipe, flags):
+        for trains in (Run, stability):
+            monkeypatch.setattr(trains, "train", lambda *a, **k: pytest.fail("training began"))
+        assert importlib.import_module(recipe).main([*map(str, flags)]) == 2
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error
+        assert not (tmp_path / "out" / "results.json").exists()
+        return error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "named"),
+    [
+        ("finetune", "--variants rmss", "UnknownNameError: no norm called 'rmss'. Did you mean 'rms'?"),
+        ("finetune", "--variants dyt+rpoe", "UnknownNameError: no position called 'rpoe'. Did you mean 'rope'?"),
+        ("finetune", "--variants rms+dyt", "two schemes of one kind: 'rms' and 'dyt'"),
+        ("finetune", "--variants dyt dyt", "named twice"),
+        ("finetune", "--text missing.txt", "missing.txt"),
+        ("finetune", "--baseline_steps 0", "untrained"),
+        ("finetune", "--model ./no/such/model", "./no/such/model"),
+        ("finetune", "--learning-rte 1", "--learning-rte"),
+        ("finetune", "--label_column x", "--label_column"),
+        ("finetune", "own.yml.txt", "own.yml.txt"),
+        ("finetune", "--task nothing", "nothing"),
+        ("finetune", "--task classify --data missing.csv", "missing.csv"),
+        ("finetune", "--task classify --data table.csv --text_column body", "--text_column"),
+        ("finetune", "--task classify --model ./no/such/model", "./no/such/model"),
+        ("finetune", "--task image --data ./nowhere", "--data ./nowhere"),
+        ("finetune", "--task image --start self", "--start self"),
+        ("finetune", "--task image --variants rope:axes=3", "UnsupportedError"),
+        ("heal", "--variants rms", "--variants"),
+        ("heal", "--patch control", "--patch control"),
+        ("heal", "--patch rmss", "UnknownNameError"),
+        ("heal", "--start reset --baseline_steps 0", "--baseline_steps 0"),
+        ("compare", "--variants control", "--variants"),
+        ("compare", "--variants placement", "placement"),
+        ("compare", "--baseline_steps 0", "--baseline_steps"),
+        ("compare", "--baseline_steps 0 --starts reset copied", "--baseline_steps"),
+        ("stability", "--variants pots", "pots"),
+        ("stability", "--variants deepnorm:alpha=0", "alpha"),
+        ("stability", "--text missing.txt", "missing.txt"),
+        ("stability", "--block_size 3000000", "--block_size"),
+        ("benchmark", "--patches control rmss", "rmss"),
+        ("benchmark", "--new_tokens 9 --block_size 8", "--new_tokens"),
+        ("benchmark", "--parts places --modes compiled", "--parts places"),
+        ("evaluate", "", "give --models"),
+        ("evaluate", "--models ./missing", "./missing"),
+    ],
+)
+def test_refused_at_once(refused, tmp_path, monkeypatch, recipe, flags, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").write_text("text,label\na,1\nb,2\n")
+    small = "--layers 1 --width 32" if recipe in ("finetune", "heal", "compare") else ""
+    assert named in refused(recipe, [*flags.split(), *small.split(), "--output_dir", "out"])
+
+
+READERS = {
+    **{f"finetune --task {task}": (find_task(task).Config, settings.RunConfig) for task in TASKS},
+    "heal": (heal.HealConfig,),
+    "compare": (compare.CompareConfig,),
+    "evaluate": (evaluate.EvaluateConfig,),
+    "stability": (stability.StabilityConfig,),
+    "benchmark": (benchmark.BenchmarkConfig,),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_range_and_choice_is_checked(reader):
+    recipe, *task = reader.split()
+    read = {
+        "evaluate": partial(evaluate.read, recipe="evaluate.py", about=""),
+        "stability": partial(settings.read_settings, stability.StabilityConfig, recipe="stability.py"),
+        "benchmark": partial(settings.read_settings, benchmark.BenchmarkConfig, recipe="benchmark.py"),
+    }.get(recipe, partial(settings.read_run, recipe=f"{recipe}.py", more=READERS[reader] if not task else ()))
+    limited = {
+        f.name: f.metadata["choices"] for kind in READERS[reader] for f in fields(kind) if "choices" in f.metadata
+    }
+    assert limited
+    for name, choices in limited.items():
+        with pytest.raises(RecipeError, match=f"--{name}"):
+            read([*task, f"--{name}", "-7" if isinstance(choices, Range) else "nothing"])
+
+
+def test_models_that_do_not_fit(finished, text, tmp_path, refused):
+    shutil.copytree(finished / "baseline", tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    AutoModelForCausalLM.from_pretrained(finished / "baseline").save_pretrained(tmp_path / "bare")
+    refusals = {
+        "--block_size 17": finished / "baseline",  # beyond its positions
+        "there is no tokenizer": tmp_path / "bare",
+        "AutoModelForCausalLM can't load": tmp_path / "torn",
+    }
+    for named, folder in refusals.items():
+        more = [named] if named.startswith("--") else []
+        assert named in refused("finetune", tiny(tmp_path / "out", text, "--model", folder, *more))
+
+
+@pytest.mark.parametrize("content", [b"", b"a b c", b"\xff\xfe\x00"])
+def test_no_text_to_speak_of(tmp_path, refused, content):
+    (tmp_path / "short.txt").write_bytes(content)
+    assert "RecipeError" in refused("finetune", tiny(tmp_path / "out", tmp_path / "short.txt"))
+
+
+def test_output_folder_that_can_not_be_made(text, refused):
+    assert "RecipeError: can't write" in refused("finetune", tiny(text / "out", text))
+
+
+def test_what_accelerate_refuses(text, tmp_path, refused):
+    # Here: a second precision in one process. Elsewhere: one that the device lacks.
+    Accelerator(mixed_precision="no")
+    assert "RecipeError: accelerate refuses" in refused("finetune", tiny(tmp_path, text, "--mixed_precision bf16"))
