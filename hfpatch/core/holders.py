@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..runtime.classes import listed_encoder
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
 
@@ -34,10 +35,11 @@ def model_inside(given: Any) -> Any:
     if len(found) == 1:
         (model,) = found.values()
         name = host_class(type(model)).__name__
-        if name.endswith(_OPENED_BY_CLASS):
+        if name.endswith(_OPENED_BY_CLASS) and listed_encoder(type(model.config)) is None:
             raise UnsupportedError(
                 f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
-                "couldn't open a saved patch again. Use the patched model without the library."
+                "couldn't open a saved patch again. Use the patched model without the library, or "
+                "sentence-transformers from 6.2 on with a T5 encoder."
             )
         return model
     if not found:

@@ -10,6 +10,7 @@ architecture: vLLM and SGLang look it up in their registries, whose own classes 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from .refuse_host import FileOfWeights, guarded, opened_patched, released
 from .tables import ComputedPositions
 
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
+_LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
 
@@ -47,6 +49,7 @@ class PatchedConfig:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """The config in memory: the host's model type, and the record without what is on disk only."""
+        list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
         settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
@@ -196,6 +199,28 @@ def start_values(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False) if values else ():
             if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                 parameter.fill_(values[name])
+
+
+def listed_encoder(config: type) -> tuple[type, str, str] | None:
+    """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
+
+    It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
+    """
+    listed = getattr(sys.modules.get(_LISTS_ENCODERS), "_ENCODER_ONLY_MODELS", ())
+    found = next((entry for entry in listed if issubclass(config, entry[0])), None)
+    return found if found is not None and (found[0] is config or found[1] == "transformers") else None
+
+
+def list_encoder(config: type) -> None:
+    """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
+
+    Without the entry the host's class refuses the config (`FileOfWeights`).
+    """
+    entry = listed_encoder(config)
+    if entry is not None and entry[0] is not config:
+        of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
+        own = (config.__module__, entry[2]) if of_export else (entry[1], ARCHITECTURE + entry[2])
+        vars(sys.modules[_LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))
 
 
 def register(config: type, models: dict[str, type]) -> None:

@@ -9,14 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import LENGTH, TEXTS, cross_encoder, embedded, sentence_encoder, sparse_encoder, transformer
-from tiny_models import patch, tiny
+from sentence_encoders import (
+    LENGTH,
+    TEXTS,
+    cross_encoder,
+    embedded,
+    sentence_encoder,
+    sparse_encoder,
+    t5_encoder,
+    transformer,
+)
+from tiny_models import patch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hfpatch import outcomes, patch_model, plan_patch, read_batches, repair, repair_report, unpatch_model, verify
 from hfpatch.core.holders import model_inside
 from hfpatch.errors import NotPreservedWarning, WrappedModelError
 from hfpatch.measure.outputs import max_error, outputs_of_texts
+from hfpatch.runtime import classes
 from hfpatch.runtime.errors import UnsupportedError
 
 ROPE = "rope:max_positions=96"
@@ -149,13 +160,29 @@ def test_several_models_in_one_object_are_refused_and_one_twice_is_not() -> None
         patch_model(static, norm="rms")
 
 
-def test_an_encoder_that_its_library_opens_unpatched_is_refused() -> None:
-    """sentence-transformers calls T5EncoderModel.from_pretrained with the patched config."""
-    encoder = sentence_encoder()
-    encoder[0].model = tiny("t5", "AutoModelForTextEncoding")
-    assert type(encoder[0].model).__name__ == "T5EncoderModel"
+def test_the_encoder_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sentence-transformers calls T5EncoderModel.from_pretrained with the patched config, unless its list says more."""
+    encoder = t5_encoder()
+    library = type(encoder)
+    encoder.save_pretrained(str(tmp_path / "plain"))
+    before = embedded(encoder)
+    patch(encoder, norm="dyt")
+    encoder.save_pretrained(str(tmp_path / "patched"))
+    opened = {name: library(str(tmp_path / name), device="cpu") for name in ("plain", "patched", "plain")}
+    assert torch.equal(embedded(opened["plain"]), before)
+    assert torch.equal(embedded(opened["patched"]), embedded(encoder))
+    assert outcomes(opened["patched"]) == outcomes(encoder)
+    assert (embedded(encoder) - before).abs().max() > 1e-3
+
+    from sentence_transformers.base.modules import transformer as listing
+
+    monkeypatch.setattr(listing, "_ENCODER_ONLY_MODELS", [])  # control: a version that lists them elsewhere
     with pytest.raises(UnsupportedError, match=r"holds a T5EncoderModel, .* open a saved patch again"):
-        patch_model(encoder, norm="dyt")
+        patch_model(opened["plain"], norm="dyt")
+    monkeypatch.setattr(listing, "_ENCODER_ONLY_MODELS", [(PreTrainedConfig, "transformers", "T5EncoderModel")])
+    monkeypatch.setattr(classes, "list_encoder", lambda config: None)
+    with pytest.raises(Exception, match=r"patched by hfpatch.*open it with an Auto class"):
+        library(str(tmp_path / "patched"), device="cpu")
 
 
 def test_what_only_contains_a_model_is_no_holder() -> None:

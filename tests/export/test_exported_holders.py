@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import cross_encoder, embedded, sentence_encoder, sparse_encoder, transformer
+from sentence_encoders import TEXTS, cross_encoder, embedded, sentence_encoder, sparse_encoder, t5_encoder, transformer
 from tiny_models import patch
 from transformers import AutoConfig
 
@@ -149,6 +149,7 @@ def test_code_in_a_subfolder_is_refused(tmp_path: Path) -> None:
     ("make", "to"),
     [
         *((make, to) for make in (sentence_encoder, cross_encoder, sparse_encoder) for to in FORMS),
+        *((t5_encoder, to) for to in ("plugin", "remote")),
         *((routed, to) for to in ("plugin", "native")),
     ],
 )

@@ -31,25 +31,27 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def _transformer(task: str) -> Any:
+def _transformer(task: str, family: str) -> Any:
     pytest.importorskip("sentence_transformers", reason="sentence-transformers isn't installed")
     from sentence_transformers.base.modules import Transformer
 
     auto = {"fill-mask": "AutoModelForMaskedLM", "sequence-classification": "AutoModelForSequenceClassification"}
+    head = auto.get(task, "AutoModel" if family == "bert" else "AutoModelForTextEncoding")
+    sizes = {"max_position_embeddings": LENGTH} if family == "bert" else {}
     with tempfile.TemporaryDirectory() as folder:
-        tiny("bert", auto.get(task, "AutoModel"), max_position_embeddings=LENGTH).save_pretrained(folder)
+        tiny(family, head, **sizes).save_pretrained(folder)
         word_tokenizer().save_pretrained(folder)
         return Transformer(folder, transformer_task=task)
 
 
-def transformer(task: str = "feature-extraction") -> Any:
-    """The first module of all of these: a BERT with its tokenizer."""
-    return copy.deepcopy(_transformer(task))
+def transformer(task: str = "feature-extraction", family: str = "bert") -> Any:
+    """The first module of all of these: a BERT (or the encoder of a T5) with its tokenizer."""
+    return copy.deepcopy(_transformer(task, family))
 
 
-def sentence_encoder(**options: Any) -> Any:
+def sentence_encoder(family: str = "bert", **options: Any) -> Any:
     """A `SentenceTransformer` with a mean, a linear map and normalisation behind the BERT, prompts and a similarity."""
-    first = transformer()
+    first = transformer(family=family)
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
@@ -59,6 +61,11 @@ def sentence_encoder(**options: Any) -> Any:
     prompts = {"query": "a cat ", "document": ""}
     known = {"prompts": prompts, "similarity_fn_name": "dot", "device": "cpu", **options}
     return SentenceTransformer(modules=[first, *behind], **known).eval()
+
+
+def t5_encoder() -> Any:
+    """The same behind the encoder of a T5, which sentence-transformers opens by a list of its own."""
+    return sentence_encoder("t5")
 
 
 def cross_encoder() -> Any:
