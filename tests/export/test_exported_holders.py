@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import TEXTS, cross_encoder, embedded, sentence_encoder, sparse_encoder, t5_encoder, transformer
+from sentence_encoders import cross_encoder, embedded, sentence_encoder, sparse_encoder, t5_encoder, transformer
 from tiny_models import patch
 from transformers import AutoConfig
 
