@@ -420,6 +420,8 @@ def test_exact_positions_are_refused() -> None:
         plan_patch(tiny("gpt2"), pos="rope", init="exact")
     with pytest.raises(UnsupportedError, match=r"pos='nope'.*init='auto'"):
         plan_patch(tiny("gpt2"), pos="nope", init="exact")
+    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: pos='rope' isn't exact here"):  # nor where the table stays
+        plan_patch(tiny("gpt2"), pos="rope", keep="*wpe*", init="exact")
 
 
 def test_a_patched_config_in_an_unpatched_model() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from torch import nn
 
-from ..core.globs import Names
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions
 from ..runtime.errors import UnsupportedError
@@ -17,11 +15,10 @@ from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Part, Record
 from ..sites.records.biases import BIASES
-from ..sites.rotations import find_rotations
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions
 from .config_diff import Setting, derive
 from .image_tables import IMAGE_SIZE, new_size
-from .native_rope import settings_of_rotations
+from .native_rope import changing_rotations, settings_of_rotations
 from .planners import Planned
 from .positions import affected_stacks, plan_positions
 
@@ -62,7 +59,8 @@ def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
     """
     scheme = part.scheme
     assert isinstance(scheme, Position)
-    settings, sizes = settings_of_rotations(model, part), image_sizes(model, part)
+    settings, affected = settings_of_rotations(model, part), affected_stacks(model, part)
+    sizes = _image_sizes(affected, scheme) if isinstance(scheme, Learned) else []
     if scheme.max_positions is None:
         return settings + sizes
     found: list[Setting] = []
@@ -75,7 +73,7 @@ def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
         if getattr(config, attribute, None) is None:
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
         found.append((config, attribute, scheme.max_positions))
-    stacks = [item for item in affected_stacks(model, part) if item.stack.grid is None]  # patches are no length of text
+    stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
     found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
     found += _pinned(model, part)
     known = {id(config) for config, _, _ in found}
@@ -121,12 +119,9 @@ def _pinned(model: nn.Module, part: Part) -> list[Setting]:
     return found
 
 
-def image_sizes(model: nn.Module, part: Part) -> list[Setting]:
-    """Config changes for a resized table on a grid of patches."""
-    scheme = part.scheme
-    if not isinstance(scheme, Learned):
-        return []
-    grids = [item for item in affected_stacks(model, part) if item.stack.grid is not None]
+def _image_sizes(stacks: list[FoundStack], scheme: Learned) -> list[Setting]:
+    """Config changes for resized tables on a grid of patches."""
+    grids = [item for item in stacks if item.stack.grid is not None]
     return [(item.owner.config, IMAGE_SIZE, new) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
@@ -139,11 +134,7 @@ def _of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
-    names, configs = Names.of(model), {}
-    for rotation in find_rotations(model):
-        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
-            config = reduce(getattr, rotation.path, model.config)
-            configs[id(config)] = config
+    configs = {id(config): config for _, config in changing_rotations(model, part)}
     return [(config, LENGTH) for config in configs.values()]
 
 

@@ -8,7 +8,7 @@ of the model depends on these settings.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -62,14 +62,12 @@ def plan_native(
 
 def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     """Config changes of a position scheme: the settings of the model's own rotations."""
-    names, scheme, copies = Names.of(model), part.scheme, dict[int, tuple[Any, Any]]()
-    for rotation in find_rotations(model) if isinstance(scheme, RoPE) else ():
-        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
-            config = _config_of(model, rotation)
-            _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
-            settings = settings_in(new, _new_settings(rotation, scheme), rotation.layer_type)  # type: ignore[arg-type]
-            for name, value in settings.items():
-                setattr(new, name, value)
+    scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
+    for rotation, config in changing_rotations(model, part) if isinstance(scheme, RoPE) else ():
+        _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
+        settings = settings_in(new, _new_settings(rotation, scheme), rotation.layer_type)  # type: ignore[arg-type]
+        for name, value in settings.items():
+            setattr(new, name, value)
     return [
         (config, name, getattr(new, name))
         for config, new in copies.values()
@@ -78,15 +76,18 @@ def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     ]
 
 
-def _config_of(model: Any, rotation: NativeRotation) -> Any:
-    """The part of the model's config that says a rotation's settings."""
-    return reduce(getattr, rotation.path or (), model.config)
+def changing_rotations(model: Any, part: Part) -> Iterator[tuple[NativeRotation, Any]]:
+    """The model's own rotations that a part changes and a config describes, each with that config."""
+    names = Names.of(model)
+    for rotation in find_rotations(model):
+        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
+            yield rotation, reduce(getattr, rotation.path, model.config)
 
 
-def _settings_in_config(model: nn.Module, rotation: NativeRotation, settings: Settings) -> list[Setting]:
+def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings) -> list[Setting]:
     if rotation.path is None:
         return []
-    config = _config_of(model, rotation)
+    config = reduce(getattr, rotation.path, model.config)
     return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
 
 

@@ -44,19 +44,6 @@ class _Site:
     parents: list[nn.Module] = field(default_factory=list)
 
 
-@dataclass
-class _Swap:
-    """How one norm that the request covers is replaced, or why it can't be.
-
-    Attributes:
-        loss: what isn't preserved; None for an exact swap.
-        stays: why the norm is kept: its swap isn't exact, and init="exact" allows no other.
-    """
-
-    loss: str | None
-    stays: str | None = None
-
-
 def plan_norm_request(
     model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
@@ -76,7 +63,7 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
 
     Raises:
         NothingToPatchError: the model has no norm.
-        UnsupportedError: no swap is exact, and the conversion has to be.
+        UnsupportedError: init="exact", and no swap is.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
     scheme = part.scheme
@@ -88,49 +75,35 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
         )
     reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
     changing = [site for site in sites if reasons[id(site)] is None]
-    if conversion is None:
-        swaps = {id(site): _copying_swap(site, scheme, part.init) for site in changing}
-    else:
-        swaps = _converted_swaps(changing, scheme, conversion)
-    changes = [_change(model, site, part, reasons[id(site)], swaps.get(id(site))) for site in sites]
+    if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
+        conversion.find()
+    losses = {id(site): _loss(site, scheme, part.init, conversion) for site in changing}
+    if conversion is not None:
+        for site in changing:
+            loss, obstacle = losses[id(site)]
+            if loss is not None and part.init == "exact":
+                reasons[id(site)] = f"not exact: {obstacle or loss}"
+            else:
+                (conversion.exact if loss is None else conversion.approximate).append(site.names[0])
+    texts = {key: f"{loss} ({obstacle})" if loss and obstacle else loss for key, (loss, obstacle) in losses.items()}
+    if changing and all(reasons[id(site)] for site in changing):
+        raise not_exact(changing[0].names[0], scheme, str(texts[id(changing[0])]))
+    changes = [_change(model, site, part, reasons[id(site)], texts.get(id(site))) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
-def _copying_swap(site: _Site, scheme: Norm, init: str) -> _Swap:
-    """A swap that copies gain and shift and changes nothing else."""
+def _loss(site: _Site, scheme: Norm, init: str, conversion: Conversion | None) -> tuple[str | None, str | None]:
+    """What the swap of a norm doesn't preserve (None if it is exact), and what stands in the way of an exact one."""
     assert site.facts is not None
-    return _Swap(scheme.loss(site.facts) if init != "reset" else "parameters are reinitialised")
-
-
-def _converted_swaps(sites: list[_Site], scheme: Norm, conversion: Conversion) -> dict[int, _Swap]:
-    """The swap of each site, by its id: exact where the conversion finds that possible.
-
-    Raises:
-        UnsupportedError: none is exact, and `init="exact"` requires it.
-    """
-    if any(site.facts is not None and site.facts.kind == "layer" for site in sites):
-        conversion.find()
-    swaps = {id(site): _converted_swap(site, scheme, conversion) for site in sites}
-    if sites and all(swap.stays for swap in swaps.values()):
-        raise not_exact(sites[0].names[0], scheme, str(swaps[id(sites[0])].loss))
-    return swaps
-
-
-def _converted_swap(site: _Site, scheme: Norm, conversion: Conversion) -> _Swap:
-    """The swap of one norm; its name is added to the conversion's exact or approximate norms."""
-    name = site.names[0]
-    assert site.facts is not None
-    obstacle = conversion.why_not_exact(site.names) if site.facts.kind == "layer" else None
-    loss = scheme.loss(site.facts) if site.facts.kind != "layer" or obstacle else None
-    if loss is None:
-        conversion.exact.append(name)
-        return _Swap(None)
-    if conversion.part.init == "exact":
-        return _Swap(f"{loss} ({obstacle})" if obstacle else loss, stays=f"not exact: {obstacle or loss}")
-    conversion.approximate.append(name)
-    if conversion.compensates(name):
+    if conversion is None:  # gain and shift are copied, and nothing else changes
+        return scheme.loss(site.facts) if init != "reset" else "parameters are reinitialised", None
+    if site.facts.kind != "layer":
+        return scheme.loss(site.facts), None
+    obstacle = conversion.why_not_exact(site.names)
+    loss = scheme.loss(site.facts) if obstacle else None
+    if loss is not None and init != "exact" and conversion.compensates(site.names[0]):
         loss = "only the constant part of the mean of the norm's input is removed"
-    return _Swap(f"{loss} ({obstacle})" if obstacle else loss)
+    return loss, obstacle
 
 
 def _find_sites(model: nn.Module) -> list[_Site]:
@@ -196,18 +169,17 @@ def _reason_outside_stream(site: _Site, names: Names) -> str | None:
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, swap: _Swap | None) -> Change:
-    """The plan's row of a norm, with the edit that replaces it; `reason` says why one without a swap is kept."""
+def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, loss: str | None) -> Change:
+    """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it."""
     facts, scheme, name = site.facts, part.scheme, site.names[0]
     row = Row("norm", "keep", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
-    if swap is None or swap.stays is not None:
-        row.reason = reason if swap is None else swap.stays
+    if reason is not None:
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
     assert isinstance(scheme, Norm)
     new = size_of(scheme.remaining_facts(facts), replaced=facts)
-    row.action, row.becomes, row.loss = "replace", scheme.label + new, swap.loss
+    row.action, row.becomes, row.loss = "replace", scheme.label + new, loss
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edit = Edit.of(name, scheme.call(facts, site.module))
     return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)

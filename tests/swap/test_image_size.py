@@ -205,7 +205,7 @@ def test_fresh_rows() -> None:
     plan_patch(model, pos="learned", init="reset")
     patched(model, pos="learned:image_size=80", init="reset")
     assert torch.equal(torch.get_rng_state(), before)  # the random stream is as it was
-    table = table_of(model)[0]
+    table = table_of(model)[0].detach()
     assert torch.equal(table[:1], table_of(original)[0, :1])
     assert table[1:].std().item() == pytest.approx(0.4, rel=0.05)
     assert abs(float(table[1:].mean())) < 0.05

@@ -63,6 +63,13 @@ def test_without_it_the_config_keeps_its_number() -> None:
     assert Record.of(model.config).pos[0].scheme.max_positions is None
 
 
+def test_a_table_that_the_norms_swap_centres_is_resized_centred() -> None:
+    once = patched(make("gpt2"), norm="rms", pos="learned:max_positions=64")
+    apart = patched(patched(make("gpt2"), norm="rms"), pos="learned:max_positions=64")
+    assert torch.equal(once.transformer.wpe.weight, apart.transformer.wpe.weight)
+    assert not torch.equal(once.transformer.wpe.weight[:32], make("gpt2").transformer.wpe.weight)  # control
+
+
 def test_asked_again_it_changes_nothing_and_another_length_composes() -> None:
     model = patched(make("gpt2"), pos="rope:max_positions=64")
     assert not plan_patch(model, pos="rope:max_positions=64").changes
