@@ -218,8 +218,8 @@ FAULTS = [
         "export",
         "a gain that is an offset from one is exported as it is stored",
         "export/weights.py",
-        'gain = values["weight"] + facts.offset if',
-        'gain = values["weight"] if',
+        'gain = values["gain"] + facts.offset if',
+        'gain = values["gain"] if',
         ("export/test_export_native.py",),
     ),
     Fault(
