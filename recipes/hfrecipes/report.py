@@ -184,12 +184,12 @@ def heal_report(results: Results) -> str:
         written = {AGREEMENT[kind][0]: AGREEMENT[kind][1].format(value) for kind, value in figures.items()}
         rows.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
     versus = "an unpatched copy of equal budget" if CONTROL in config["variants"] else "the model before the patch"
-    share, main = recovered(results), words(results["main"])
-    gap = f"{share} of the gap in {main} that the patch opened, against {versus}" if share else "the patch opened no gap"
+    gap = f"of the gap in {words(results['main'])} that the patch opened, against {versus}"
+    share = recovered(results)
     lora = f", LoRA of rank {config['lora_rank']}" * (config["lora_rank"] > 0)
     lines = [
         f"Patch {config['patch']}, method {config['method']}{lora}.",
-        f"Recovered: {gap}.",
+        f"Recovered: {share} {gap}." if share else "Recovered: the patch opened no gap.",
         "",
         *table(rows),
         "",
