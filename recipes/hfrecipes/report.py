@@ -184,11 +184,12 @@ def heal_report(results: Results) -> str:
         written = {AGREEMENT[kind][0]: AGREEMENT[kind][1].format(value) for kind, value in figures.items()}
         rows.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
     versus = "an unpatched copy of equal budget" if CONTROL in config["variants"] else "the model before the patch"
-    gap = f"the gap in {words(results['main'])} that the patch opened, against {versus}"
+    gap = f"of the gap in {words(results['main'])} that the patch opened, against {versus}"
+    share = recovered(results)
     lora = f", LoRA of rank {config['lora_rank']}" * (config["lora_rank"] > 0)
     lines = [
         f"Patch {config['patch']}, method {config['method']}{lora}.",
-        f"Recovered: {recovered(results)} of {gap}.",
+        f"Recovered: {share} {gap}." if share else "Recovered: the patch opened no gap.",
         "",
         *table(rows),
         "",
@@ -197,12 +198,12 @@ def heal_report(results: Results) -> str:
     return "\n".join(lines)
 
 
-def recovered(results: Results) -> str:
-    """How much of the gap in the main figure that the patch opened is closed; "-" where the patch cost nothing."""
+def recovered(results: Results) -> str | None:
+    """How much of the gap in the main figure that the patch opened is closed; None where the patch cost nothing."""
     stages, main = results["stages"], results["main"]
     before, after = stages["baseline"]["end"][main], stages["swapped"]["start"][main]
     against = stages[CONTROL]["end"][main] if CONTROL in stages else before
     cost = after - before
     if (-cost if results["higher_is_better"] else cost) <= 1e-3 * abs(before):
-        return "-"
+        return None
     return f"{1 - (stages['healed']['end'][main] - against) / cost:z.1%}"
