@@ -1,10 +1,14 @@
 """Measures peak memory and time of `hfpatch patch` on a large checkpoint that is made on the spot.
 
-    python tools/measure_large.py [--layers 32] [--width 4096] [--shard 2] [--folder /tmp] -- --norm rms ...
+    python tools/measure_large.py [--layers 32] [--width 4096] [--shard 2] [--offload 2] -- --norm rms ...
 
 Weights are random, in bfloat16, of the shape of OPT-6.7B; the shards are written one at a time, so that making them
 needs the memory of one. What follows `--` are options of `hfpatch patch`, one run for each `--`. Everything is removed
 at the end. The peak is VmHWM of the process that patches (Linux): what was resident at once, mapped files included.
+
+With `--offload GB`, what was patched is opened by device_map="auto" with so much memory and the rest on disk, in a
+process of its own, and computes logits of a few tokens. They are compared with those of the same checkpoint opened
+whole, or, with `--beside original`, of the unpatched one with the same offload: where a swap is exact, to its dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +37,21 @@ try:
     app(sys.argv[1:])
 finally:
     print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0], file=sys.stderr)
+"""
+_OPENED = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+import hfpatch
+folder, written, offload, memory = sys.argv[1:]
+options = {"device_map": "auto", "max_memory": {"cpu": int(memory)}, "offload_folder": offload} if int(memory) else {}
+model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+with torch.no_grad():
+    logits = model(input_ids=torch.arange(3, 11)[None]).logits
+on_disk = sum(place == "disk" for place in getattr(model, "hf_device_map", {}).values())
+torch.save({"logits": logits.float(), "class": type(model).__name__, "on disk": on_disk}, written)
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0], file=sys.stderr)
 """
 
 
@@ -74,13 +94,42 @@ def patch(folder: Path, out: Path, *options: str, before: str = "") -> tuple[flo
 
     `before` is a statement that the process runs first.
     """
+    return _run(_PROGRAM.format(before=before), "patch", folder, out, *options)
+
+
+def _run(program: str, *arguments: str | Path) -> tuple[float, float, str]:
+    """Run a program that prints its peak last: that in bytes, its seconds, and what it printed otherwise."""
     start = time.perf_counter()
-    command = [sys.executable, "-c", _PROGRAM.format(before=before), "patch", str(folder), str(out), *options]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return 1024 * float(done.stderr.split()[-1]), seconds, done.stdout
+
+
+def opened(folder: Path, scratch: Path, memory: int) -> tuple[float, float, dict[str, Any]]:
+    """Open a checkpoint in a process of its own, with so many bytes of memory (0: all), and run it on a few tokens.
+
+    Returns:
+        Its peak in bytes, its seconds, and what it found: logits, class, modules on disk.
+    """
+    peak, seconds, _ = _run(_OPENED, folder, scratch / "found.pt", scratch / "offload", str(memory))
+    return peak, seconds, torch.load(scratch / "found.pt")
+
+
+def compare(patched: Path, other: Path, scratch: Path, memory: int, memory_of_other: int) -> str:
+    """Open a patched checkpoint with so much memory, and another one beside it; says what both took and computed."""
+    peak, seconds, found = opened(patched, scratch, memory)
+    *took, expected = opened(other, scratch, memory_of_other)
+    logits, truth = found["logits"], expected["logits"]
+    error = (logits - truth).abs().max() / truth.std()
+    return (
+        f"opened with {memory / 1e9:g} GB, {found['on disk']} modules on disk: {peak / 1e9:.2f} GB, {seconds:.0f} s; "
+        f"beside it, {expected['class']} with {expected['on disk']} on disk: {took[0] / 1e9:.2f} GB, {took[1]:.0f} s; "
+        f"logits of {tuple(logits.shape)}, finite: {bool(logits.isfinite().all())}, differ by {error:.1e} of their "
+        f"spread at most, {(logits - truth).std() / truth.std():.1e} in the mean square"
+    )
 
 
 def main() -> None:
@@ -90,6 +139,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=50272)
     parser.add_argument("--shard", type=float, default=2.0, help="largest shard in GB")
+    parser.add_argument("--offload", type=float, help="GB of memory for weights of what was patched, opened again")
+    parser.add_argument("--beside", choices=("whole", "original"), default="whole", help="what that is compared with")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     own, *runs = re.split(r"\s--(?=\s|$)", f" {' '.join(sys.argv[1:])}")
     given = parser.parse_args(own.split())
@@ -100,8 +151,13 @@ def main() -> None:
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} shards, the largest of {max(sizes) / 1e9:.2f} GB", flush=True)
         for options in runs:
-            peak, seconds, _ = patch(folder, Path(scratch) / "out", "--overwrite", *options.split())
+            out = Path(scratch) / "out"
+            peak, seconds, _ = patch(folder, out, "--overwrite", *options.split())
             print(f"{options.strip()}: {peak / 1e9:.2f} GB, {seconds:.0f} s", flush=True)
+            if given.offload is not None:
+                memory = int(given.offload * 1e9)
+                beside = (out, 0) if given.beside == "whole" else (folder, memory)
+                print(compare(out, beside[0], Path(scratch), memory, beside[1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import measure_large
 import pytest
 import torch
 import transformers
@@ -52,3 +53,19 @@ def test_what_memory_leaves(name: str, form: str, tmp_path: Path) -> None:
     whole = [name for name, one in again.named_modules() if type(one).__name__ in again._no_split_modules]
     assert whole
     assert not [place for place in places if any(place.startswith(f"{block}.") for block in whole)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="a process's peak is read from /proc")
+def test_a_larger_one_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """What `python tools/measure_large.py --offload` measures: to the bit, since nothing but the place differs."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    measure_large.make_checkpoint(folder, layers=4, width=512, vocabulary=2000, shard=8_000_000)
+    measure_large.patch(folder, out, "--norm", "rms", "--calibration", "none")
+    found, whole = (measure_large.opened(out, tmp_path, memory)[2] for memory in (12_000_000, 0))
+    assert found["on disk"] > 0 == whole["on disk"]
+    assert found["logits"].isfinite().all()
+    assert torch.equal(found["logits"], whole["logits"])
+    plain = measure_large.opened(folder, tmp_path, 0)[2]["logits"]
+    assert 0 < (plain - whole["logits"]).abs().max() < 0.1 * plain.std()  # exact but for bfloat16

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fuzz_models import FAMILIES, Finding, fresh, opened, opener_of, relative, run, same_bits
+from fuzz_models import FAMILIES, PLACE, Finding, Saved, fresh, opened, relative, run, same_bits
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,32 +42,12 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 ROUNDING = 1e-3  # by the output's size, in float32; what attention in another implementation makes of some models
 SECONDS = 8.0  # of CPU time to open a tiny model; more is a hang
-_temporary = tempfile.TemporaryDirectory(prefix="fuzz-")  # removed when the process ends
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A saved patched model, and the unpatched one."""
-
-    folder: Path
-    stock: Path
-    opener: Any
-    stock_opener: Any
-    inputs: dict[str, Any]
-    tensors: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-
-    def config(self, folder: Path | None = None) -> Any:
-        return json.loads(((folder or self.folder) / "config.json").read_text())
 
 
 @cache
 def saved(family: str, first: int) -> Saved | None:
     """A family's checkpoint; None where it can't be opened, which is a finding of fuzz_requests.py."""
-    place = Path(tempfile.mkdtemp(dir=_temporary.name))
     model, inputs = fresh(family)
-    model.save_pretrained(place / "stock")
-    stock_opener = opener_of(model)
     for request in REQUESTS[first:] + REQUESTS[:first]:
         try:
             with warnings.catch_warnings():
@@ -76,13 +56,20 @@ def saved(family: str, first: int) -> Saved | None:
         except PatchError:
             continue
         break
-    model.save_pretrained(place / "patched")
     try:
-        other = opened(place / "patched", opener_of(model))
+        return Saved.of(model, inputs)
     except PatchError:
         return None
-    tensors, outputs = dict(other.state_dict()), run(other, inputs)
-    return Saved(place / "patched", place / "stock", opener_of(model), stock_opener, inputs, tensors, outputs)
+
+
+@cache
+def stock(family: str) -> Saved:
+    """The same of the unpatched model."""
+    return Saved.of(*fresh(family))
+
+
+def stored_config(one: Saved) -> Any:
+    return json.loads((one.folder / "config.json").read_text())
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -153,7 +140,7 @@ def cases(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> Case:
     one = saved(family, request)
     assume(one is not None)
     assert one is not None
-    found = list(leaves(one.config()))
+    found = list(leaves(stored_config(one)))
     inside = draw(st.booleans())
     found = [one for one in found if (one[0][0] == KEY) == inside]
     path, value = draw(st.sampled_from(found))
@@ -260,10 +247,10 @@ def check(case: Case) -> list[str]:
     """
     one = saved(case.family, case.request)
     assert one is not None
-    config = mutated(one.config(), case.path, case.value)
+    config = mutated(stored_config(one), case.path, case.value)
     if config is None:
         return ["no such setting"]
-    place = Path(tempfile.mkdtemp(dir=_temporary.name))
+    place = Path(tempfile.mkdtemp(dir=PLACE))
     try:
         try:
             status, result = attempt(copied(one.folder, place / "patched", config), one.opener, one.inputs)
@@ -275,7 +262,7 @@ def check(case: Case) -> list[str]:
             return ["opened with a warning, doesn't run"]
         if isinstance(result, PatchError) and status == "refused":
             return [f"refused: {type(result).__name__}"]
-        return [_as_stock(one, case, place, status, result)]
+        return [_as_stock(case, place, status, result)]
     finally:
         shutil.rmtree(place)
 
@@ -296,17 +283,18 @@ def _judged(one: Saved, status: str, tensors: dict[str, Tensor], outputs: dict[s
     return f"{status}, other outputs"
 
 
-def _as_stock(one: Saved, case: Case, place: Path, status: str, error: BaseException) -> str:
+def _as_stock(case: Case, place: Path, status: str, error: BaseException) -> str:
     """An error that isn't ours: of a setting outside the patch record, where transformers itself refuses it."""
     path = case.path
     if path[:2] == (KEY, GUARDED) and len(path) == 3:  # stands for a setting
         path = tuple(str(path[2]).split("."))
     if path[0] == KEY:
         raise Finding("untyped", f"{status}, {described(error)}")
-    config = mutated(one.config(one.stock), path, case.value)
+    other = stock(case.family)
+    config = mutated(stored_config(other), path, case.value)
     stock_status, stock_error = "opened", None
     if config is not None:
-        stock_status, stock_error = attempt(copied(one.stock, place / "stock", config), one.stock_opener, one.inputs)
+        stock_status, stock_error = attempt(copied(other.folder, place / "stock", config), other.opener, other.inputs)
     if stock_status == status and isinstance(error, TooLong) == isinstance(stock_error, TooLong):
         return f"{status}, as the unpatched model is: {type(error).__name__}"
     if isinstance(error, TooLong):

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_configs import Forbidden, TooLong, guarded, leaves, mutated, mutations
-from fuzz_models import DTYPES, Finding, opened, opener_of, relative, run, same_bits
+from fuzz_models import DTYPES, PLACE, Finding, Saved, opened, relative, run, same_bits
 from hypothesis import strategies as st
 from tiny_models import inputs, patch, tiny
-from torch import Tensor
 
 from hfpatch.runtime.errors import PatchError, described
 
@@ -35,29 +34,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 REFUSALS = (PatchError, OSError)  # ours, and transformers' own of a folder without weights
 SHARD = "200KB"
 FULL = {"check_fingerprint": "full"}
-_temporary = tempfile.TemporaryDirectory(prefix="fuzz-")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A saved model: its folder (in one file, or in shards), what opens it, and what it was."""
-
-    folder: Path
-    opener: Any
-    inputs: dict[str, Any]
-    tensors: dict[str, Tensor]
-    outputs: dict[str, Tensor]
 
 
 @cache
 def saved(family: str, dtype: str, shards: bool) -> Saved:
     settings, request = MODELS[family]
     model = patch(tiny(family, **settings), **request).to(DTYPES[dtype])
-    folder = Path(tempfile.mkdtemp(dir=_temporary.name))
-    model.save_pretrained(folder, max_shard_size=SHARD if shards else "1GB")
-    other = opened(folder, opener_of(model))
-    given = inputs(other)
-    return Saved(folder, opener_of(model), given, dict(other.state_dict()), run(other, given))
+    return Saved.of(model, inputs(model), max_shard_size=SHARD if shards else "1GB")
 
 
 # --- damages: by their names, functions of three numbers in [0, 1) ----------------------------------------------------
@@ -219,7 +202,7 @@ def check(case: Case) -> list[str]:
         Finding: another function where the quick check, or the full one, should have seen it; an untyped error.
     """
     one = saved(case.family, case.dtype, case.shards)
-    with tempfile.TemporaryDirectory(dir=_temporary.name) as place:
+    with tempfile.TemporaryDirectory(dir=PLACE) as place:
         to = Path(shutil.copytree(one.folder, Path(place) / "copy"))
         files = sorted(to.glob("*.safetensors"))
         damage(files[int(case.file * len(files))], case.damage, case.numbers)

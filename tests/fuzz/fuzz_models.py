@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
 import zoo
@@ -19,6 +21,7 @@ from hfpatch.measure.float64 import outputs_in_float64
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.lens import host_class
 
+PLACE = Path((_temporary := tempfile.TemporaryDirectory(prefix="fuzz-")).name)  # removed when the process ends
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Quick ones, whose outputs are finite and the same in every run.
 FAMILIES = tuple((Path(__file__).parent / "families.txt").read_text().split())
@@ -114,14 +117,7 @@ def relative(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
 
 def same_bits(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
     """Whether two sets of tensors have the same names, dtypes and bits."""
-    return old.keys() == new.keys() and all(
-        x.dtype == new[name].dtype and x.shape == new[name].shape and torch.equal(_bytes(x), _bytes(new[name]))
-        for name, x in old.items()
-    )
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().flatten().view(torch.uint8)
+    return old.keys() == new.keys() and all(tiny_models.same_bits(x, new[name]) for name, x in old.items())
 
 
 def opener_of(model: Any) -> Any:
@@ -137,3 +133,22 @@ def opened(folder: Path, opener: Any, **options: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model: its folder, what opens it, inputs, and what it was when it was opened."""
+
+    folder: Path
+    opener: Any
+    inputs: dict[str, Any]
+    tensors: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any, inputs: dict[str, Any], **options: Any) -> Saved:
+        """Save a model with these options, and open it."""
+        folder, opener = Path(tempfile.mkdtemp(dir=PLACE)), opener_of(model)
+        model.save_pretrained(folder, **options)
+        other = opened(folder, opener)
+        return cls(folder, opener, inputs, dict(other.state_dict()), run(other, inputs))

@@ -223,6 +223,7 @@ class Run:
         self.case = case
         self.model, self.inputs = fresh(case.family, case.head, case.dtype)
         self.optimizer = used_optimizer(self.model) if "optimizer" in case.checks else None
+        self.optimizers = [self.optimizer] if self.optimizer is not None else []
         self.truth = run(self.model, self.inputs, throughout=True) if case.dtype == "float64" else None
         self.preserved, self.patched, self.resized = True, False, False
 
@@ -251,7 +252,7 @@ class Run:
 
     def request(self, request: Request) -> str:
         """Carry out one request; what became of it."""
-        before = fingerprint(self.model, *filter(None, [self.optimizer]))
+        before = fingerprint(self.model, *self.optimizers)
         planned = None
         try:
             with only_our_errors("arguments"):
@@ -266,7 +267,7 @@ class Run:
                     str(planned)
             except PatchError as error:
                 planned = error
-            require_unchanged("plan_patch", before, self.model, *filter(None, [self.optimizer]))
+            require_unchanged("plan_patch", before, self.model, *self.optimizers)
         more: dict[str, Any] = {"optimizer": self.optimizer, "reversible": "unpatch" in self.case.checks}
         if "calibration" in self.case.checks:
             more["calibration"] = [self.inputs] * 2
@@ -275,8 +276,7 @@ class Run:
                 warnings.simplefilter("always")
                 patch_model(self.model, **arguments, **more)
         except PatchError as error:
-            require_unchanged(f"the refused request ({described(error)})", before, self.model,
-                              *filter(None, [self.optimizer]))  # fmt: skip
+            require_unchanged(f"the refused request ({described(error)})", before, self.model, *self.optimizers)
             if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
                 allowed = isinstance(error, VerificationError) or "calibration" in more
                 if not allowed:
@@ -285,7 +285,7 @@ class Run:
         if isinstance(planned, PatchError):
             raise Finding("plan", f"plan_patch refused what patch_model takes: {described(planned)}")
         warned = any(issubclass(one.category, NotPreservedWarning) for one in caught)
-        if not changes(before, fingerprint(self.model, *filter(None, [self.optimizer]))):
+        if not changes(before, fingerprint(self.model, *self.optimizers)):
             return "no change"
         self.patched = True
         repaired = "calibration" in more  # no warning if that took half of the distance

@@ -185,19 +185,20 @@ def outputs(model: nn.Module, **given: Any) -> list[Tensor]:
     """All float tensors that a forward returns (caches aside), in float32."""
     with torch.no_grad():
         result = model(**(given or inputs(model)))
-    return [value.float() for value in _tensors({k: v for k, v in result.items() if "past_key" not in k})]
+    found = tensors({name: value for name, value in result.items() if "past_key" not in name})
+    return [value.float() for _, value in found if value.is_floating_point()]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
+def tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a model's output, caches aside, by its path."""
+    if isinstance(output, Tensor):
+        yield name or "output", output
+    elif isinstance(output, dict):
+        for key, value in output.items():
+            yield from tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(output, list | tuple):
+        for place, value in enumerate(output):
+            yield from tensors(value, f"{name or 'output'}[{place}]")
 
 
 def difference(a: nn.Module | list[Tensor], b: nn.Module | list[Tensor], **given: Any) -> float:
@@ -295,13 +296,15 @@ class _Tensor:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Tensor) or self.value is not other.value or self.facts[:-1] != other.facts[:-1]:
             return False
-        return _same_bits(self.bits, other.bits) and _same_bits(self.facts[-1], other.facts[-1])
+        return same_bits(self.bits, other.bits) and same_bits(self.facts[-1], other.facts[-1])
 
 
-def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
     if a is None or b is None:
         return a is b
-    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+    one, other = (x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(one, other)
 
 
 def fingerprint(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

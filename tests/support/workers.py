@@ -1,4 +1,4 @@
-"""Processes that examine model types for a sweep: one that crashes or hangs costs its type and no more."""
+"""A sweep's processes, which examine model types (one that crashes or hangs costs its type and no more), and tables."""
 
 from __future__ import annotations
 
@@ -9,14 +9,107 @@ import resource
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from zoo import last_line
 
 GIGABYTES = 8  # per process
+KILLED = "killed: time or memory limit"
+
+
+@dataclass
+class Sweep:
+    """A script that examines model types, and writes what it found beside itself, as JSON and as Markdown.
+
+    Attributes:
+        script, description: its `__file__` and `__doc__`.
+        examine: what it finds in a type.
+        failed: the same of one that can't be examined, from the type's name and the reason.
+        batch: types per process.
+        seconds: per type.
+        log: a file of what was found; what is in it isn't examined again.
+    """
+
+    script: str
+    description: str | None
+    examine: Callable[[str], Any]
+    failed: Callable[[str, str], Any]
+    batch: int
+    seconds: int
+    log: Path | None = None
+
+    def examined(self, model_types: list[str], seconds: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each type with what a process of its own found in it, as JSON has it; in other `seconds`, without the log."""
+        log = self.log if seconds is None else None
+        logged = log.read_text().splitlines() if log is not None and log.exists() else []
+        known = {model_type: found for model_type, found in map(json.loads, logged) if model_type in model_types}
+        yield from known.items()
+        left = [model_type for model_type in model_types if model_type not in known]
+        for model_type, line in lines(self.script, left, self.batch, seconds or self.seconds):
+            found = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
+            if log is not None:
+                with log.open("a") as stream:
+                    stream.write(json.dumps([model_type, found]) + "\n")
+            yield model_type, found
+
+    def run(
+        self,
+        every: Callable[[], list[str]],
+        results: Callable[[list[str]], Iterable[Any]],
+        reports: Callable[[list[Any]], tuple[str, str]],
+        totals: Callable[[list[Any]], Any],
+    ) -> None:
+        """The script's command line: without types all are examined and the report is written.
+
+        Args:
+            every: all types.
+            results: examines types, in processes.
+            reports: results as JSON and as Markdown.
+            totals: what is printed at the end.
+        """
+        parser = argparse.ArgumentParser(
+            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
+        parser.add_argument("--log", type=Path, help="go on with what this file of an interrupted run has")
+        parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+        given = parser.parse_args()
+        self.log = given.log
+        quiet_on_one_thread()
+        if given.worker:
+            work(given.model_types, self.of_one)
+            return
+        found = list(results(given.model_types or every()))
+        if given.model_types:
+            print("\n".join(json.dumps(as_json(result), indent=1) for result in found))
+        else:
+            for suffix, text in zip((".json", ".md"), reports(found), strict=True):
+                Path(self.script).resolve().with_suffix(suffix).write_text(text)
+        print(totals(found))
+
+    def of_one(self, model_type: str) -> dict[str, Any]:
+        """What a worker says of a type."""
+        try:
+            return as_json(self.examine(model_type))
+        except Exception as error:
+            return as_json(self.failed(model_type, f"failed: {last_line(error)}"))
+
+
+def as_json(result: Any) -> dict[str, Any]:
+    """A result as JSON has it."""
+    return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+
+
+def quiet_on_one_thread() -> None:
+    """No warnings of transformers and no progress bars; one thread."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def lines(script: str, model_types: list[str], batch: int, seconds: int) -> Iterator[tuple[str, str]]:
@@ -63,31 +156,18 @@ def work(model_types: list[str], examine: Callable[[str], dict[str, Any]], gigab
         print(json.dumps(examine(model_type)), file=out, flush=True)
 
 
-def options(description: str | None, *flags: str) -> argparse.Namespace:
-    """A sweep's command line: model types (none: all of them, and write the report), --worker, and flags of its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    for flag in flags:
-        parser.add_argument(flag, action="store_true")
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return parser.parse_args()
-
-
 def row(*cells: object) -> str:
     """A row of a table in Markdown."""
     return f"| {' | '.join(str(cell).replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
 
 
-def tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a model's output, caches aside, by its path."""
-    if isinstance(output, Tensor):
-        yield name or "output", output
-    elif isinstance(output, dict):
-        for key, value in output.items():
-            yield from tensors(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(output, list | tuple):
-        for place, value in enumerate(output):
-            yield from tensors(value, f"{name or 'output'}[{place}]")
+def table(heads: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown.
+
+    Args:
+        heads: of the columns, divided by "|"; one that starts with ">" is of numbers.
+        rows: its cells.
+    """
+    names = [name.strip() for name in heads.split("|")]
+    rule = "|".join("---:" if name.startswith(">") else "---" for name in names)
+    return [row(*(name.lstrip(">") for name in names)), f"|{rule}|", *(row(*cells) for cells in rows)]

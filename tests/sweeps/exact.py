@@ -27,6 +27,7 @@ import torch
 import transformers
 import workers
 import zoo
+from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.exact.centring import Axis, Centring
@@ -36,7 +37,6 @@ from hfpatch.runtime.errors import PatchError
 from hfpatch.sites.norms import describe
 
 HERE = Path(__file__).resolve().parent
-SECONDS, BATCH = 60, 50  # per type, types per process
 PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|mems)\[")  # collections, tensor by tensor
@@ -209,9 +209,7 @@ def run(model: nn.Module, inputs: dict[str, Any], throughout: bool = False) -> d
     """All that a forward returns but hidden states, attention maps and caches."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), Float64() if throughout else nullcontext():
         torch.manual_seed(0)
-        return {
-            name: value for name, value in workers.tensors(model(**copy.deepcopy(inputs))) if not INTERNAL.search(name)
-        }
+        return {name: value for name, value in tensors(model(**copy.deepcopy(inputs))) if not INTERNAL.search(name)}
 
 
 def runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
@@ -248,30 +246,18 @@ def with_layer_norms() -> list[str]:
     return [one["model_type"] for one in types if one["layer_norms"] and one["model_type"] in zoo.model_types()]
 
 
-def sweep(model_types: list[str], progress: bool = True, seconds: int = SECONDS) -> list[Result]:
+SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=50, seconds=60)
+
+
+def sweep(model_types: list[str], seconds: int | None = None) -> list[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory; slow ones once more, alone."""
     results: list[Result] = []
-    for model_type, line in workers.lines(__file__, model_types, BATCH, seconds):
-        result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
-        results.append(result)
-        if progress:
-            print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
-    if seconds < PATIENCE:
-        again = {one.model_type: one for name in _killed(results) for one in sweep([name], progress, PATIENCE)}
-        results = [again.get(result.model_type, result) for result in results]
-    return results
-
-
-def _killed(results: list[Result]) -> list[str]:
-    return [result.model_type for result in results if result.status.startswith("killed")]
-
-
-def examined(model_type: str) -> dict[str, Any]:
-    """What a worker says of a type."""
-    try:
-        return asdict(examine(model_type))
-    except Exception as error:
-        return asdict(Result(model_type, f"failed: {zoo.last_line(error)}"))
+    for _, found in SWEEP.examined(model_types, seconds):
+        results.append(result := Result(**found))
+        print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
+    killed = [result.model_type for result in results if kind(result) == "killed" and seconds is None]
+    again = {one.model_type: one for name in killed for one in sweep([name], PATIENCE)}
+    return [again.get(result.model_type, result) for result in results]
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -305,31 +291,26 @@ def to_markdown(results: list[Result]) -> str:
         "what the families compute in float32 inside.",
         "The control is the error of the same swap without any centring.",
         "",
-        "| model type | class | LayerNorms | exact | error | as written | control | status | why the others aren't |",
-        "|---|---|---:|---:|---:|---:|---:|---|---|",
+        *workers.table(
+            "model type | class | >LayerNorms | >exact | >error | >as written | >control | status "
+            "| why the others aren't",
+            map(_cells, results),
+        ),
     ]
-    for result in results:
-        measured = (result.error, result.as_written, result.control)
-        errors_here = [f"{one:.1e}" if one is not None else "" for one in measured]
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
-        cells = (result.model_type, result.class_name, result.layer_norms, result.exact, *errors_here, result.status)
-        lines.append(workers.row(*cells, reasons))
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    options = workers.options(__doc__)
-    if options.worker:
-        workers.work(options.model_types, examined)
-    elif options.model_types:
-        for result in sweep(options.model_types, progress=False):
-            print(json.dumps(asdict(result), indent=1))
-    else:
-        results = sweep(with_layer_norms())
-        (HERE / "exact.json").write_text(to_json(results))
-        (HERE / "exact.md").write_text(to_markdown(results))
-        print(dict(Counter(kind(result) for result in results)))
+def _cells(result: Result) -> tuple[object, ...]:
+    measured = (result.error, result.as_written, result.control)
+    errors = [f"{one:.1e}" if one is not None else "" for one in measured]
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
+    return result.model_type, result.class_name, result.layer_norms, result.exact, *errors, result.status, reasons
 
 
 if __name__ == "__main__":
-    main()
+    SWEEP.run(
+        with_layer_norms,
+        sweep,
+        lambda results: (to_json(results), to_markdown(results)),
+        lambda results: dict(Counter(kind(result) for result in results)),
+    )

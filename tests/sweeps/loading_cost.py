@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from repair_cost import Peak, gpt2_options, jittered, quiet_on_one_thread, resident
+from repair_cost import forget_peak, gpt2_options, jittered, quiet_on_one_thread, resident
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hfpatch.patch import patch_model
@@ -79,11 +79,11 @@ def peaks(way: str, folder: Path) -> dict[str, float]:
     make(folder / "tiny", GPT2Config(**TINY), "float32", {"norm": "rms", "pos": "rope"})
     run(opened(way, folder / "tiny"))
     libraries = resident()
-    with Peak() as peak:
-        model = opened(way, folder)
-        alone = resident()
-        run(model)
-    return {"from_pretrained": alone - libraries, "with a first forward": peak.most - libraries}
+    forget_peak()
+    model = opened(way, folder)
+    alone = resident()
+    run(model)
+    return {"from_pretrained": alone - libraries, "with a first forward": resident("VmHWM") - libraries}
 
 
 def main() -> None:

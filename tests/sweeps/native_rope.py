@@ -36,7 +36,6 @@ from hfpatch.schemes.rope import SCALING_OPTIONS, RoPE
 from hfpatch.sites.rotations import find_rotations
 
 REPORT = Path(__file__).resolve().with_suffix(".json")
-SECONDS, BATCH = 300, 50  # per type, types per process
 CHECKS: dict[str, tuple[Position, dict[str, Any] | None]] = {
     "same": (RoPE(), {}),
     "theta": (RoPE(theta=777.0), {"rope_theta": 777.0}),
@@ -130,10 +129,15 @@ def examine(model_type: str) -> dict[str, str]:
     return row
 
 
+SWEEP = workers.Sweep(__file__, __doc__, examine, lambda model_type, reason: {"not run": reason}, batch=50, seconds=300)
+
+
 def sweep(types: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """What was found of each type, in processes of their own."""
-    for model_type, line in workers.lines(__file__, types, BATCH, SECONDS):
-        yield model_type, json.loads(line) if line else {"not run": "killed: time or memory limit"}
+    """What was found in each type that may rotate by itself, in processes of their own."""
+    for model_type, row in SWEEP.examined(types):
+        if row:
+            yield model_type, row
+            print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
 
 
 def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:
@@ -154,36 +158,25 @@ def to_markdown(rows: dict[str, dict[str, str]]) -> str:
     lines = ["# RoPE's settings in every model type that rotates by itself", ""]
     lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
     lines += [f"transformers {counts['transformers']}: {counts['rotating']} model types.", ""]
-    lines += ["| check | yes | else |", "|---|---:|---|"]
-    for name in CHECKS:
-        rest = ", ".join(f"{count} {answer}" for answer, count in counts[name].items() if answer != "yes")
-        lines.append(f"| {name} | {counts[name].get('yes', 0)} | {rest} |")
-    lines += ["", "| model type | what isn't yes |", "|---|---|"]
+    rest = {
+        name: ", ".join(f"{n} {answer}" for answer, n in counts[name].items() if answer != "yes") for name in CHECKS
+    }
+    lines += workers.table("check | >yes | else", ((name, counts[name].get("yes", 0), rest[name]) for name in CHECKS))
     ran = {model_type: row for model_type, row in rows.items() if "same" in row}
     odd = {one: "; ".join(f"{k}: {v}" for k, v in row.items() if v != "yes") for one, row in ran.items()}
-    lines += [f"| {model_type} | {text.replace('|', '/')} |" for model_type, text in odd.items() if text]
+    shown = ((model_type, text.replace("|", "/")) for model_type, text in odd.items() if text)
+    lines += ["", *workers.table("model type | what isn't yes", shown)]
     lines += ["", f"All yes: {', '.join(model_type for model_type, text in odd.items() if not text)}."]
     silent = {model_type: row["not run"] for model_type, row in rows.items() if "not run" in row}
     lines += ["", "Not run: " + "; ".join(f"{model_type} ({reason})" for model_type, reason in silent.items())]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    options = workers.options(__doc__)
-    warnings.simplefilter("ignore")
-    if options.worker:
-        workers.work(options.model_types, examine)
-        return
-    rows = {}
-    for model_type, row in sweep(options.model_types or model_types()):
-        if row:
-            rows[model_type] = row
-            print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
-    if not options.model_types:
-        REPORT.write_text(to_json(rows))
-        REPORT.with_suffix(".md").write_text(to_markdown(rows))
-    print(totals(rows))
-
-
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    SWEEP.run(
+        model_types,
+        sweep,
+        lambda rows: (to_json(dict(rows)), to_markdown(dict(rows))),
+        lambda rows: totals(dict(rows)),
+    )

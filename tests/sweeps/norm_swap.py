@@ -28,6 +28,7 @@ import torch
 import transformers
 import workers
 import zoo
+from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
@@ -36,7 +37,6 @@ from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError
 
 HERE = Path(__file__).resolve().parent
-SECONDS, BATCH = 120, 100  # per type, types per process
 LENGTH_IS_PREDICTED = {"vits"}  # the model decides how long its waveform is
 UNREACHED = "the forward reaches none of them"
 FIT, FORMULA = 1e-4, 1e-5  # relative errors: of a LayerNorm's fit, and of a new module against the formula
@@ -335,7 +335,7 @@ def _problem(
         y = got.output if got else module(x).detach()
         if torch.isfinite(x).all() and not _close(truth[name].rows(y), truth[name].rms(x), FORMULA):
             return f"{name} doesn't compute RMSNorm of its input"
-    before, after = (dict(workers.tensors(output)) for output in outputs)
+    before, after = (dict(tensors(output)) for output in outputs)
     if before.keys() != after.keys():
         return "the outputs have other names"
     changed = False
@@ -373,23 +373,15 @@ def _zero_mean(fit: LayerNormFit, seen: Seen) -> bool:
 # --- all model types --------------------------------------------------------------------------------------------------
 
 
-def sweep(model_types: list[str], progress: bool = True) -> list[Result]:
+SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=100, seconds=120)
+
+
+def sweep(model_types: list[str]) -> Iterator[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for model_type, line in workers.lines(__file__, model_types, BATCH, SECONDS):
-        result = Result(**json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
-        results.append(result)
-        if progress and result.status not in ("ok", "no LayerNorm"):
+    for _, found in SWEEP.examined(model_types):
+        yield (result := Result(**found))
+        if result.status not in ("ok", "no LayerNorm"):
             print(f"{result.model_type}: {result.status}", flush=True)
-    return results
-
-
-def examined(model_type: str) -> dict[str, Any]:
-    """What a worker says of a type."""
-    try:
-        return asdict(examine(model_type))
-    except Exception as error:
-        return asdict(Result(model_type, f"the sweep failed: {zoo.last_line(error)}"))
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -428,35 +420,21 @@ def to_markdown(results: list[Result]) -> str:
         f"In {len(unreached)} of the {counted} the forward (text alone, in models that also take images or sound) "
         "doesn't reach the LayerNorms: there each new module is checked by itself.",
         "",
-        "| model type | class | LayerNorms | converted | kept (reason) | status |",
-        "|---|---|---:|---:|---|---|",
+        *workers.table(
+            "model type | class | >LayerNorms | >converted | kept (reason) | status",
+            (_cells(result) for result in results if result.counted),
+        ),
     ]
-    for result in results:
-        if result.counted:
-            kept = "; ".join(f"{count}: {reason}" for reason, count in result.kept.items())
-            status = result.status + (f" ({result.note})" if result.note else "")
-            cells = result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
-            lines.append(workers.row(*cells))
     lines += ["", "## Without a LayerNorm", "", ", ".join(without), "", "## Not run", ""]
-    lines += ["| model type | reason |", "|---|---|"]
-    lines += [workers.row(result.model_type, result.status) for result in not_run]
+    lines += workers.table("model type | reason", ((result.model_type, result.status) for result in not_run))
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    options = workers.options(__doc__)
-    if options.worker:
-        workers.work(options.model_types, examined)
-    elif options.model_types:
-        for result in sweep(options.model_types, progress=False):
-            print(json.dumps(asdict(result), indent=1))
-    else:
-        results = sweep(zoo.model_types())
-        (HERE / "norm_swap.json").write_text(to_json(results))
-        (HERE / "norm_swap.md").write_text(to_markdown(results))
-        good, counted, missed = totals(results)
-        print(f"{good} of {counted} converted without fault, {missed} modules missed")
+def _cells(result: Result) -> tuple[object, ...]:
+    kept = "; ".join(f"{count}: {reason}" for reason, count in result.kept.items())
+    status = result.status + (f" ({result.note})" if result.note else "")
+    return result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
 
 
 if __name__ == "__main__":
-    main()
+    SWEEP.run(zoo.model_types, sweep, lambda results: (to_json(results), to_markdown(results)), totals)

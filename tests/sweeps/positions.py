@@ -8,14 +8,15 @@ The proof is that of tests/support/proof.py: moving all positions of a stack by 
 order, decoding with a cache equals decoding without (*cached*), text of four times the old length runs (*length*), and
 a saved model loads as what it was. In models that contain a class of another type's only that class's own outputs are
 compared, since detectors around it choose among candidates. A class is *supported* if that holds wherever a forward
-reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and something of it doesn't hold. Results
-are stored as they come, and a second run goes on where the first one ended; --fresh starts again.
+reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and something of it doesn't hold. With
+`--log FILE` an interrupted run can be gone on with, as in every sweep of model types.
 """
 
 from __future__ import annotations
 
 import json
 import site
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from hfpatch.sites.records.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent
-SECONDS, BATCH = 180, 40  # per type, types per process
 ROWS = HERE / "positions.json"
 # Classes of transformers 5.23 that own a table of absolute positions, from a first look at every model type: none that
 # rotates already, that only counts positions relatively, or that makes positions for other modules to add.
@@ -82,6 +82,15 @@ class Result:
     model_type: str
     status: str = "ok"
     seen: list[Seen] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, held: dict[str, Any]) -> Result:
+        return cls(**{**held, "seen": [Seen(**one) for one in held["seen"]]})
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what it doesn't say."""
+        seen = [{k: v for k, v in asdict(one).items() if v is not None and v is not True} for one in self.seen]
+        return {"model_type": self.model_type, "status": self.status, "seen": seen}
 
 
 # --- one model type ---------------------------------------------------------------------------------------------------
@@ -175,48 +184,16 @@ def every_type() -> list[str]:
     return [*zoo.model_types(), *sorted(proof.PARTS), *sorted(proof.VARIANTS)]
 
 
-def sweep(model_types: list[str], store: Path | None = None, fresh: bool = False) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory; `store` holds what is done."""
-    done: dict[str, Result] = {} if fresh or store is None else _stored(store)
-    while left := [name for name in model_types if name not in done]:
-        batch = left[:BATCH]
-        for model_type, line in workers.lines(__file__, batch, BATCH, SECONDS):
-            result = _from_json(json.loads(line)) if line else Result(model_type, "killed: time or memory limit")
-            done[model_type] = result
-            wrong = [seen for seen in result.seen if seen.wrong]
-            if wrong or result.status.startswith("killed"):
-                print(f"{model_type}: {result.status} {wrong}", flush=True)
-        if store is not None:
-            store.write_text(to_json([done[name] for name in model_types if name in done]))
-    return [done[name] for name in model_types]
+SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=40, seconds=180)
 
 
-def _stored(store: Path) -> dict[str, Result]:
-    if not store.is_file():
-        return {}
-    held = json.loads(store.read_text())
-    if held["transformers"] != transformers.__version__:
-        return {}
-    return {one["model_type"]: _from_json(one) for one in held["types"]}
-
-
-def _from_json(held: dict[str, Any]) -> Result:
-    seen = [Seen(**{"owner": one["owner"], **one}) for one in held.get("seen", [])]
-    return Result(held["model_type"], held.get("status", "ok"), seen)
-
-
-def examined(model_type: str) -> dict[str, Any]:
-    """What a worker says of a type."""
-    try:
-        return _short(examine(model_type))
-    except Exception as error:
-        return _short(Result(model_type, f"the sweep failed: {zoo.last_line(error)}"))
-
-
-def _short(result: Result) -> dict[str, Any]:
-    """A result as JSON, without what it doesn't say."""
-    seen = [{k: v for k, v in asdict(one).items() if v is not None and v is not True} for one in result.seen]
-    return {"model_type": result.model_type, "status": result.status, "seen": seen}
+def sweep(model_types: list[str]) -> Iterator[Result]:
+    """Examine the types in processes of their own, each with a limit on time and memory."""
+    for model_type, found in SWEEP.examined(model_types):
+        yield (result := Result.from_json(found))
+        wrong = [seen for seen in result.seen if seen.wrong]
+        if wrong or result.status.startswith("killed"):
+            print(f"{model_type}: {result.status} {wrong}", flush=True)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -276,7 +253,7 @@ def totals(results: list[Result]) -> dict[str, int]:
 
 def to_json(results: list[Result]) -> str:
     head = {"transformers": transformers.__version__, "of": len(OWNERS), **totals(results)}
-    lines = ",\n  ".join(json.dumps(_short(result)) for result in results)
+    lines = ",\n  ".join(json.dumps(result.to_json()) for result in results)
     return json.dumps(head)[:-1] + f', "types": [\n  {lines}\n]}}\n'
 
 
@@ -295,36 +272,25 @@ def to_markdown(results: list[Result]) -> str:
         f"with a reason, {count['open']} not served or not reached here, **{count['wrong anywhere']} wrong**; "
         f"{count['beyond']} more classes beyond that list. They are in {len(families)} model types.",
         "",
-        "| class | model types | status | shift | active | blind | cached | length |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        *workers.table(
+            "class | model types | status | >shift | >active | >blind | >cached | >length", map(_cells, all_rows)
+        ),
     ]
-    for row in all_rows:
-        figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
-        figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
-        shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
-        lines.append(workers.row(f"`{row.owner}`", shown, row.status, *figures))
-    not_run = [result for result in results if result.status != "ok"]
-    lines += ["", "## Not run", "", "| model type | reason |", "|---|---|"]
-    lines += [workers.row(result.model_type, result.status) for result in not_run]
+    not_run = [(result.model_type, result.status) for result in results if result.status != "ok"]
+    lines += ["", "## Not run", "", *workers.table("model type | reason", not_run)]
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
+    figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
+    shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
+    return f"`{row.owner}`", shown, row.status, *figures
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0e}" if value < 0.1 else f"{value:.1f}"
 
 
-def main() -> None:
-    options = workers.options(__doc__, "--fresh")
-    if options.worker:
-        workers.work(options.model_types, examined)
-    elif options.model_types:
-        for result in sweep(options.model_types):
-            print(json.dumps(_short(result), indent=1))
-    else:
-        results = sweep(every_type(), ROWS, options.fresh)
-        (HERE / "positions.md").write_text(to_markdown(results))
-        print(totals(results))
-
-
 if __name__ == "__main__":
-    main()
+    SWEEP.run(every_type, sweep, lambda results: (to_json(results), to_markdown(results)), totals)

@@ -12,7 +12,6 @@ own size.
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -24,12 +23,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hfpatch.patch import patch_model, repair_report
 
 MIB = 2**20
-PAGE = 4096
 
 
-def resident() -> float:
-    """MiB of this process in memory (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / MIB
+def resident(field: str = "VmRSS") -> float:
+    """MiB of this process in memory (Linux); VmHWM: the most since `forget_peak`."""
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def jittered(config: GPT2Config) -> GPT2LMHeadModel:
@@ -40,25 +42,6 @@ def jittered(config: GPT2Config) -> GPT2LMHeadModel:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
-
-
-class Peak:
-    """The largest resident memory while it is open."""
-
-    def __enter__(self) -> Peak:
-        self.most, self.open = resident(), True
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while self.open:
-            self.most = max(self.most, resident())
-            time.sleep(0.01)
-
-    def __exit__(self, *_: object) -> None:
-        self.open = False
-        self.thread.join()
 
 
 def gpt2_options(description: str | None) -> argparse.ArgumentParser:
@@ -81,8 +64,7 @@ def quiet_on_one_thread() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
+    parser = gpt2_options(__doc__)
     parser.add_argument("--batches", type=int, default=32, help="of 4 sequences of 512 tokens")
     parser.add_argument("--norm", help="default: dyt, unless --pos is given")
     parser.add_argument("--pos")
@@ -93,19 +75,21 @@ def main() -> None:
     tiny = jittered(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=99, bos_token_id=0, eos_token_id=0))
     patch_model(tiny, **request, calibration=[torch.zeros(2, 16, dtype=torch.long)] * 2)
     libraries = resident()
-    model = jittered(GPT2Config(n_layer=options.layers))
+    model = jittered(GPT2Config(n_layer=options.layers, n_embd=options.width, n_head=options.heads))
+    model = model.to(getattr(torch, options.dtype))
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / MIB
     batches = [torch.randint(model.config.vocab_size, (4, 512)) for _ in range(options.batches)]
+    forget_peak()
     start, worked = time.monotonic(), time.process_time()
-    with Peak() as peak:
-        patch_model(model, **request, calibration=batches)
+    patch_model(model, **request, calibration=batches)
     seconds, worked = time.monotonic() - start, time.process_time() - worked
+    peak = resident("VmHWM")
     report = repair_report(model)
     print(report.summary() if report else "nothing to repair")
     print(
         f"{seconds:.0f} seconds, {worked:.0f} of the processor; "
-        f"model {size:.0f} MiB, libraries {libraries:.0f} MiB, peak {peak.most:.0f} MiB: "
-        f"{(peak.most - libraries) / size:.2f} times the model"
+        f"model {size:.0f} MiB, libraries {libraries:.0f} MiB, peak {peak:.0f} MiB: "
+        f"{(peak - libraries) / size:.2f} times the model"
     )
 
 
