@@ -159,17 +159,19 @@ def _digests(files: Iterable[Path]) -> tuple[dict[str, str], int]:
         for path in files:
             try:
                 with safe_open(path, "pt") as file:
-                    for name, digest, length in pool.map(partial(_digest, file), file.keys()):
-                        found[name] = digest
-                        size += length
+                    names = list(file.keys())
+                for name, digest, length in pool.map(partial(_digest, path), names):
+                    found[name] = digest
+                    size += length
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
     return found, size
 
 
-def _digest(file: Any, name: str) -> tuple[str, str, int]:
-    """The name of a tensor in an open file, its digest, and how many bytes it has."""
-    stored, values = file.get_slice(name), as_bytes(file.get_tensor(name).reshape(-1))
-    digest = hashlib.sha256(f"{stored.get_dtype()} {stored.get_shape()}\n".encode())
-    digest.update(values)
-    return name, digest.hexdigest()[:32], values.nbytes
+def _digest(path: Path, name: str) -> tuple[str, str, int]:
+    """The name of a tensor in a file, its digest, and how many bytes it has."""
+    with safe_open(path, "pt") as file:  # for each tensor anew: what was read of an open file stays in memory
+        stored, values = file.get_slice(name), as_bytes(file.get_tensor(name).reshape(-1))
+        digest = hashlib.sha256(f"{stored.get_dtype()} {stored.get_shape()}\n".encode())
+        digest.update(values)
+        return name, digest.hexdigest()[:32], values.nbytes
