@@ -23,6 +23,8 @@ from typer.testing import CliRunner
 from hfpatch import __version__
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import VerificationError
+from hfpatch.exact.request import Conversion
 from hfpatch.export import export_model
 from hfpatch.verification.report import Report
 
@@ -209,6 +211,31 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
     assert not (tmp_path / "none").exists(), "an error writes nothing"
     called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--overwrite")
     assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_a_conversion_that_fails_its_check_is_reported(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned as exact and comes out lossy is said; with --init exact it is an error, and nothing is saved."""
+
+    def fail(self: Conversion, measured: object) -> None:
+        raise VerificationError("what should be exact isn't", "outputs differ by 1")
+
+    monkeypatch.setattr(Conversion, "verify", fail)
+    request = ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--calibration", "none"]
+    refused = run.invoke(app, [*request, "--init", "exact"])
+    assert refused.exit_code == 1
+    assert "Error: what should be exact isn't" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    result = run.invoke(app, request)
+    assert result.exit_code == 0
+    assert "Warning: GPT2LMHeadModel: the patched model computes another function. norm='rms'" in result.stderr
+    assert "outputs differ by 1)" in result.stderr
+    measured = re.search(r"norm='rms', init='copy'  approximate: outputs differ by (.+)\n", result.stdout)
+    assert measured
+    assert float(measured[1]) > 0
+    assert "Saved to " in result.stdout
+    assert result.stdout.splitlines()[-2].endswith(": norm='rms', init='copy' is approximate.")
 
 
 def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import json
 import sys
@@ -10,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -487,6 +489,48 @@ def test_a_failure_in_what_a_step_calls(target: str, error: type, monkeypatch: p
     patch(model, norm="rms", pos="rope", optimizer=optimizer)  # and the next try succeeds
     assert difference(model, patch(tiny("gpt2"), norm="rms", pos="rope")) > 0  # `trained` took a step
     assert norms_of(model, lambda m: m._get_name() == "RMSNorm")
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_a_line_of_a_patch() -> None:
+    """At every one of the last lines and some of the others, the model is as it was, or patched and able to go back."""
+    own = inspect.unwrap(patch_model).__code__.co_filename
+
+    def patched(at: int | None) -> tuple[Any, list[str], int]:
+        """The model, what changed, and how many lines of patch.py were run; the interrupt comes at this one."""
+        model, lines = tiny("gpt2"), 0
+        optimizer = trained(model)
+        before = fingerprint(model, optimizer)
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal lines
+            if frame.f_code.co_filename != own:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            patch(model, pos="nope", optimizer=optimizer, reversible=True)
+            assert at is None
+        except KeyboardInterrupt:
+            assert lines == at
+        finally:
+            sys.settrace(None)
+        return model, changes(before, fingerprint(model, optimizer)), lines
+
+    *_, lines = patched(None)
+    assert lines > 100
+    whole = []
+    for at in (*range(1, lines - 25, 7), *range(lines - 25, lines + 1)):
+        model, changed, _ = patched(at)
+        if changed:
+            whole.append(at)
+            assert isinstance(unpatch_model(model).wpe, nn.Embedding)
+    assert whole == list(range(whole[0], lines + 1)), "the last lines"
+    assert len(whole) < 5
 
 
 @pytest.mark.parametrize("change", ["patch", "unpatch", "repair"])
