@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import changes, difference, fingerprint, outputs, patch, tiny
 from torch import nn
 from transformers.activations import ACT2FN
 
 from hfpatch.core.registry import MLPS
 from hfpatch.errors import OptionError, UnknownNameError
+from hfpatch.patch import unpatch_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
@@ -134,3 +136,17 @@ def test_the_formula(scheme: Any) -> None:
     middle = GatedActivation(scheme.activation(nn.Tanh()), nn.Tanh())
     torch.testing.assert_close(middle(GatedLinear(scheme.name, gate, up)(x)), act(gate(x)) * up(x))
     torch.testing.assert_close(middle(x), x.tanh())  # what is no pair goes to the activation that was there
+
+
+def test_an_activation_that_is_a_function() -> None:
+    """Some hosts hold one (XLM its relu) rather than a module."""
+    model = tiny("bert")
+    for layer in model.encoder.layer:
+        del layer.intermediate.intermediate_act_fn
+        layer.intermediate.intermediate_act_fn = torch.nn.functional.relu
+    before, expected = fingerprint(model), outputs(model)
+    patch(model, mlp="reglu", reversible=True)
+    assert isinstance(model.encoder.layer[0].intermediate.intermediate_act_fn, GatedActivation)
+    assert difference(outputs(model), expected) == 0
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
