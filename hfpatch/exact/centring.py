@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Axis:
-    """Parameters named by a pattern, and the axis of theirs that is the channels of the residual stream.
+    """Parameters that may write to the residual stream, the axis of its channels, and a layer-scale after them.
 
     Attributes:
         pattern: a parameter's name with `*` for every number between dots, such as "transformer.h.*.mlp.c_proj.weight".
         axis: index of that axis, not negative.
+        scale: pattern of the layer-scale Parameters that multiply what they write; None for none.
     """
 
     pattern: str
     axis: int
+    scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,8 @@ class Centring:
     Names have `*` for every number between dots, so that they hold for any number of layers.
 
     Attributes:
-        folds: Parameters from which their mean over the axis is subtracted.
-        absorbs: (layer-scale Parameter, a writer's axis): scale * (W x + b) becomes 1 * (scale W x + scale b) first,
-            for every writer listed with the scale; scale is filled with ones.
+        folds: Parameters from which their mean over the axis is subtracted. A layer-scale goes into all of them that
+            name it first: scale * (W x + b) becomes 1 * (scale W x + scale b).
         outputs: (module, axis): its output is centred in every forward, because its weight is also used elsewhere (an
             embedding tied to the output head).
         parametrized: (module, axis) whose outputs `mode="parametrize"` centres in every forward, instead of all of the
@@ -45,7 +46,6 @@ class Centring:
     """
 
     folds: tuple[Axis, ...] = ()
-    absorbs: tuple[tuple[str, Axis], ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
     parametrized: tuple[tuple[str, int], ...] = ()
     exact: tuple[str, ...] = ()

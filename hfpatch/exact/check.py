@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..measure.hooks import Call, first_tensor, hooked
 from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shake
 from ..measure.quiet_forward import quiet
 from ..schemes.request import EXACT
 from ..sites.norms import describe
+from .observe import channel_axes
 
 
 @dataclass
@@ -104,32 +107,25 @@ def mean_ratios(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -
 
 def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: float = 0.0, seed: int = 0) -> Run:
     """One forward; every module's output is multiplied by 1 + noise * u, u uniform in (-1, 1)."""
-    found: dict[str, list[Tensor]] = {}
-    widths: set[int] = set()
+    found = Run({}, {}, set())
+    ratios: dict[str, list[Tensor]] = {}
+    modules = {name: model.get_submodule(name) for name in norms}
+
+    def watch(name: str, call: Call) -> None:
+        facts = describe(modules[name])
+        assert facts is not None
+        x, axes = first_tensor(call).detach().double(), channel_axes(facts)
+        deviation = (x.var(axes, correction=0) + max(facts.eps or 0.0, 1e-30)).sqrt()
+        found.widths.add(math.prod(x.shape[axis] for axis in axes))
+        ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
+
     with quiet(model):
         if noise:
             shake(model, noise, seed)
-        for name in norms:
-            norm = model.get_submodule(name)
-            norm.register_forward_pre_hook(_watcher(norm, found.setdefault(name, []), widths), with_kwargs=True)
-        outputs = outputs_of(model, inputs)
-    return Run(outputs, {name: torch.cat(ratios) for name, ratios in found.items() if ratios}, widths)
-
-
-def _watcher(norm: nn.Module, found: list[Tensor], widths: set[int]) -> Any:
-    facts = describe(norm)
-
-    def watch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        x = (args[0] if args else next(iter(kwargs.values()))).detach().double()
-        if facts is not None and facts.channels_first:
-            x = x.movedim(1, -1)
-        over = tuple(range(-max(1, len(facts.shape) if facts else 1), 0))
-        eps = facts.eps if facts is not None and facts.eps is not None else 0.0
-        deviation = (x.var(over, correction=0) + max(eps, 1e-30)).sqrt()
-        widths.add(x.shape[over[0] :].numel())
-        found.append((x.mean(over) / deviation).flatten().cpu())
-
-    return watch
+        with hooked(modules, before=watch):
+            found.outputs = outputs_of(model, inputs)
+    found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
+    return found
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:

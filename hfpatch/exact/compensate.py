@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.transaction import Transaction
+from ..measure.hooks import hooked
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import quiet
 from ..sites.norms import describe
@@ -43,15 +44,8 @@ def find_pairs(
         writers: modules with a bias that is among what was centred.
     """
     order: list[str] = []
-    names = {id(model.get_submodule(name)): name for name in (*stream, *norms, *writers)}
-
-    def record_order(module: nn.Module, args: Any, output: Any) -> None:
-        order.append(names[id(module)])
-
-    with quiet(model):
-        for module in model.modules():
-            if id(module) in names:
-                module.register_forward_hook(record_order)
+    modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
+    with quiet(model), hooked(modules, after=lambda name, _: order.append(name)):
         outputs_of(model, inputs)
     found = []
     earlier = None

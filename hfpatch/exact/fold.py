@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
-from ..errors import OptionError
 from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -20,13 +20,17 @@ from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
 from .centring import Centring
 
-MODES = ("fold", "parametrize")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_Values = Callable[[Transaction], None]
 
 
-def centre(model: nn.Module, centring: Centring, transaction: Transaction, mode: str = "fold") -> None:
-    """Make everything that writes to the residual stream zero-mean over its channels.
+def carry_out(
+    model: nn.Module,
+    centring: Centring,
+    transaction: Transaction,
+    mode: str = "fold",
+    norms: Mapping[str, NormFacts] | None = None,
+) -> None:
+    """Make everything that writes to the residual stream zero-mean over its channels, then put in RMSNorms.
 
     mode="fold" subtracts the means from the weights themselves, in float64, in place and on the same Parameters; a
     layer-scale goes into the linear before it first. What can't be folded (an embedding tied to the output head) has
@@ -38,9 +42,9 @@ def centre(model: nn.Module, centring: Centring, transaction: Transaction, mode:
         centring: what to do, as `find_centring` found it.
         transaction: can take it back.
         mode: "fold" or "parametrize".
+        norms: what the model's LayerNorms compute, by name; those of them that are exact become RMSNorms.
 
     Raises:
-        OptionError: no such mode.
         UnsupportedError: a weight to fold is quantized or sharded.
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
@@ -49,27 +53,13 @@ def centre(model: nn.Module, centring: Centring, transaction: Transaction, mode:
     for change in changes:
         if change.values is not None:
             change.values(transaction)
-
-
-def carry_out(
-    model: nn.Module, centring: Centring, norms: Mapping[str, NormFacts], transaction: Transaction, mode: str = "fold"
-) -> None:
-    """All of a centring: `centre`, then RMSNorms in the places of those of these norms that are exact.
-
-    Args:
-        norms: what the model's LayerNorms compute, by name.
-        model, centring, transaction, mode: as in `centre`.
-    """
-    centre(model, centring, transaction, mode)
-    exact = [(name, facts) for name, facts in norms.items() if pattern_of(name) in centring.exact]
+    exact = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact]
     swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
     apply(condensed(swaps, model), model, transaction)
 
 
 def plan_centring(model: nn.Module, centring: Centring, mode: str) -> list[Change]:
-    """What `centre` will do, in order; nothing is changed yet. Arguments and errors as in `centre`."""
-    if mode not in MODES:
-        raise OptionError(f"mode must be one of {', '.join(MODES)}, not {mode!r}.")
+    """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
     if mode == "parametrize":
         return list(_centred_outputs(model, dict(centring.parametrized)))
     return [*_absorbed(model, centring), *_folded(model, centring), *_centred_outputs(model, dict(centring.outputs))]
@@ -115,23 +105,18 @@ def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
 
 
 def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
-    for scale in _places(model, {pattern for pattern, _ in centring.absorbs}):
-        axes = {axis.pattern: axis.axis for pattern, axis in centring.absorbs if pattern == pattern_of(scale.name)}
+    for scale in _places(model, {fold.scale for fold in centring.folds if fold.scale}):
+        axes = {fold.pattern: fold.axis for fold in centring.folds if fold.scale == pattern_of(scale.name)}
         writers = [place for place in _places(model, set(axes)) if same_layer(scale.name, place.name)]
-        yield Change(scale.row("absorbed"), values=_multiplying(scale, writers, axes))
+        yield Change(scale.row("absorbed"), values=partial(_absorb, scale, writers, axes))
 
 
-def _multiplying(scale: _Place, writers: list[_Place], axes: dict[str, int]) -> _Values:
-    def values(transaction: Transaction) -> None:
-        if scale.value.is_meta:
-            return
-        factor = scale.value.detach().double().clone()
-        for place in writers:
-            operand = along_axis(factor, place.value, axes[pattern_of(place.name)])
-            transaction.rewrite(place.module, place.attribute, "multiply", operand)
-        transaction.rewrite(scale.module, scale.attribute, "ones", factor)
-
-    return values
+def _absorb(scale: _Place, writers: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
+    factor = scale.value.detach().double().clone()
+    for place in writers:
+        operand = along_axis(factor, place.value, axes[pattern_of(place.name)])
+        transaction.rewrite(place.module, place.attribute, "multiply", operand)
+    transaction.rewrite(scale.module, scale.attribute, "ones", factor)
 
 
 def same_layer(scale: str, writer: str) -> bool:
@@ -151,16 +136,12 @@ def _folded(model: nn.Module, centring: Centring) -> Iterator[Change]:
     for place in _places(model, set(axes)):
         rows.setdefault(place.row("centred").module, []).append(place)
     for places in rows.values():
-        yield Change(places[0].row("centred"), values=_centring(places, axes))
+        yield Change(places[0].row("centred"), values=partial(_fold, places, axes))
 
 
-def _centring(places: list[_Place], axes: dict[str, int]) -> _Values:
-    def values(transaction: Transaction) -> None:
-        for place in places:
-            if not place.value.is_meta:
-                transaction.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
-
-    return values
+def _fold(places: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
+    for place in places:
+        transaction.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
 
 
 def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:

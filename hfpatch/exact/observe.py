@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
+from ..measure.hooks import Call, first_tensor, hooked
 from ..measure.outputs import deviations
 from ..runtime.norms import NormFacts
 
 SEED = 7  # of the constants that are added
+_MOVED = 1e-6  # least change of a mean that counts, relative to the root mean square
 
 
 @dataclass
@@ -50,30 +52,19 @@ class Forward:
     called: set[str] = field(default_factory=set)
     calls: int = 0
 
-    def next_index(self) -> int:
-        """Index of the next call."""
-        self.calls += 1
-        return self.calls
-
     def numbers(self) -> dict[str, Tensor]:
         """All outputs and means, by name."""
         means = {f"{name} {one.index}": one.value for name, calls in self.means.items() for one in calls}
         return {**self.outputs, **means}
 
-    def extend(self, other: Forward, name: str) -> None:
-        """Append a later forward; `name`, if any, is added to the names of its outputs."""
-        for call in (one for calls in (*other.means.values(), *other.returned.values()) for one in calls):
-            call.index += self.calls
-        self.outputs |= {f"{key} ({name})" if name else key: value for key, value in other.outputs.items()}
-        for own, others in ((self.means, other.means), (self.returned, other.returned)):
-            for key, calls in others.items():
-                own.setdefault(key, []).extend(calls)
-        self.called |= other.called
-        self.calls += other.calls
-
 
 def observe(
-    model: nn.Module, inputs: Mapping[str, Any], norms: Mapping[str, NormFacts] | None = None, watch: bool = False
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    norms: Mapping[str, NormFacts] | None = None,
+    watch: bool = False,
+    seen: Forward | None = None,
+    name: str = "",
 ) -> Forward:
     """Run the model once in float64, with the random generators' state restored afterwards.
 
@@ -82,40 +73,36 @@ def observe(
         inputs: keyword arguments of its forward.
         norms: norms whose inputs' means are recorded.
         watch: record every module's output as well.
+        seen: the record of earlier forwards, which this one is added to.
+        name: is added to the names of this forward's outputs.
     """
-    seen = Forward()
-    with ExitStack() as hooks:
-        for name, facts in (norms or {}).items():
-            module = model.get_submodule(name)
-            hook = module.register_forward_pre_hook(_mean_of_input(seen, name, facts), with_kwargs=True)
-            hooks.callback(hook.remove)
-        if watch:
-            for name, module in model.named_modules():
-                hooks.callback(module.register_forward_hook(_returned(seen, name)).remove)
-        seen.outputs = outputs_in_float64(model, inputs)
+    seen, known = seen or Forward(), norms or {}
+
+    def mean_of_input(norm: str, call: Call) -> None:
+        x = first_tensor(call)
+        if x.numel():
+            seen.calls += 1
+            rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
+            seen.means.setdefault(norm, []).append(Observed(seen.calls, x.mean(channel_axes(known[norm])), rms))
+
+    def returned(module: str, output: Any) -> None:
+        seen.calls += 1
+        seen.called.add(module)
+        if isinstance(output, Tensor) and output.is_floating_point():
+            seen.returned.setdefault(module, []).append(Observed(seen.calls, output.clone()))
+
+    with (
+        hooked({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
+        hooked(dict(model.named_modules()) if watch else {}, after=returned),
+    ):
+        outputs = outputs_in_float64(model, inputs)
+    seen.outputs |= {f"{key} ({name})" if name else key: value for key, value in outputs.items()}
     return seen
 
 
-def _mean_of_input(seen: Forward, name: str, facts: NormFacts) -> Any:
-    axes = (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
-
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if x is not None and x.numel():
-            rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
-            seen.means.setdefault(name, []).append(Observed(seen.next_index(), x.mean(axes), rms))
-
-    return hook
-
-
-def _returned(seen: Forward, name: str) -> Any:
-    def hook(module: nn.Module, args: tuple, output: Any) -> None:
-        index = seen.next_index()
-        seen.called.add(name)
-        if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(name, []).append(Observed(index, output.clone()))
-
-    return hook
+def channel_axes(facts: NormFacts) -> tuple[int, ...]:
+    """The axes of its input that a norm normalises."""
+    return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
 
 
 def relative_error(original: Forward, other: Forward) -> float:
@@ -123,7 +110,7 @@ def relative_error(original: Forward, other: Forward) -> float:
     return max(deviation.peak_error for deviation in deviations(original.outputs, other.outputs))
 
 
-def norms_with_changed_mean(original: Forward, other: Forward, least: float = 1e-6) -> dict[str, int]:
+def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:
     """Norms whose input's mean differs between two forwards -> index of the first call in which it does."""
     found = {}
     for name, calls in original.means.items():
@@ -132,7 +119,7 @@ def norms_with_changed_mean(original: Forward, other: Forward, least: float = 1e
             continue
         for old, new in zip(calls, others, strict=True):
             same = old.value.shape == new.value.shape
-            if same and float((old.value - new.value).abs().max()) > least * max(old.rms, 1e-12):
+            if same and float((old.value - new.value).abs().max()) > _MOVED * max(old.rms, 1e-12):
                 found[name] = new.index
                 break
     return found
@@ -154,25 +141,20 @@ def constants_added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 @contextmanager
 def added_to_outputs(
-    modules: list[tuple[nn.Module, int]], size: float = 1.0, seed: int = SEED
+    modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED
 ) -> Iterator[list[Tensor]]:
     """Context in which random values, constant along an axis, are added to modules' outputs; yields them call by call.
 
     `size` is relative to the output's root mean square.
     """
-    generator, drawn = torch.Generator().manual_seed(seed), []
+    generator, drawn = torch.Generator().manual_seed(seed), list[Tensor]()
 
-    def add(axis: int) -> Any:
-        def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-            shape = list(output.shape)
-            shape[axis] = 1
-            constant = torch.randn(shape, generator=generator, dtype=torch.float64)
-            drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
-            return output + drawn[-1]
+    def add(_: str, output: Tensor) -> Tensor:
+        shape = list(output.shape)
+        shape[axis] = 1
+        constant = torch.randn(shape, generator=generator, dtype=torch.float64)
+        drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
+        return output + drawn[-1]
 
-        return hook
-
-    with ExitStack() as hooks:
-        for module, axis in modules:
-            hooks.callback(module.register_forward_hook(add(axis)).remove)
+    with hooked(modules, after=add):
         yield drawn

@@ -23,19 +23,6 @@ _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square
 _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Parameters that may write to the residual stream, the axis of its channels, and a layer-scale after them.
-
-    Attributes:
-        axis: the Parameters' pattern and their axis.
-        scale: pattern of the layer-scale Parameters that multiply what they write; None for none.
-    """
-
-    axis: Axis
-    scale: str | None = None
-
-
 @dataclass
 class Effect:
     """Effect of a shift: of constants added to a Parameter or to a module's output.
@@ -96,7 +83,7 @@ class Probe:
         """Run the model on all inputs; `watch` as in `observe`."""
         seen = Forward()
         for name, inputs in self.inputs.items():
-            seen.extend(observe(self.model, inputs, self.norms, watch), name)
+            observe(self.model, inputs, self.norms, watch, seen, name)
         return seen
 
     def _width(self, norm: str) -> int:
@@ -114,7 +101,7 @@ class Probe:
         """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
-            carry_out(self.model, centring, self.norms, changes, mode)
+            carry_out(self.model, centring, changes, mode, self.norms)
             yield
         finally:
             changes.undo()
@@ -151,21 +138,21 @@ class Probe:
                 break
         return effect
 
-    def shift(self, writer: Writer, size: float, seed: int) -> AbstractContextManager[None]:
+    def shift(self, writer: Axis, size: float, seed: int) -> AbstractContextManager[None]:
         """Context in which random values, constant along the writer's axis, are added to its Parameters."""
         generator, changes = torch.Generator().manual_seed(seed), []
-        for name, parameter in self.parameters[writer.axis.pattern].items():
+        for name, parameter in self.parameters[writer.pattern].items():
             shape = list(parameter.shape)
-            shape[writer.axis.axis] = 1
+            shape[writer.axis] = 1
             spread = max(float(parameter.square().mean().sqrt()), 1e-3)
             change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
             scale = self.scale_of(writer, name)
             if scale is not None:
-                change = change / along_axis(scale, parameter, writer.axis.axis)
+                change = change / along_axis(scale, parameter, writer.axis)
             changes.append((parameter, change.expand_as(parameter)))
         return constants_added(changes)
 
-    def scale_of(self, writer: Writer, name: str) -> Tensor | None:
+    def scale_of(self, writer: Axis, name: str) -> Tensor | None:
         """The layer-scale in the same layer as one of the writer's Parameters."""
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
@@ -181,7 +168,7 @@ class Probe:
             axis = axes.pop() if len(axes) == 1 else None
             effect = None
             if axis is not None:
-                effect = self.measure(partial(added_to_outputs, [(self.modules[name], axis) for name in names]))
+                effect = self.measure(partial(added_to_outputs, {name: self.modules[name] for name in names}, axis))
             self._centrable[pattern] = effect.moved if effect is not None and effect.invisible else {}
         return self._centrable[pattern]
 
@@ -211,7 +198,7 @@ class Probe:
         """
         axis = self.axis_of(module)
         assert axis is not None
-        with added_to_outputs([(self.modules[module], axis)]):
+        with added_to_outputs({module: self.modules[module]}, axis):
             after = self.forward(watch=True)
         first = min(norms_with_changed_mean(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading

@@ -50,7 +50,6 @@ class Conversion:
     approximate: list[str] = field(default_factory=list)
     moved_shifts: list[str] = field(default_factory=list)
     _changes: list[Change] = field(default_factory=list)
-    _searched: bool = False
 
     @classmethod
     def of_request(
@@ -67,8 +66,8 @@ class Conversion:
             return None
         conversion = cls(model, part, inputs)
         if inexact is not None:
+            conversion.failed_check = True
             conversion.refuse(inexact)
-            conversion._searched = conversion.failed_check = True
         return conversion
 
     @property
@@ -97,14 +96,13 @@ class Conversion:
         return self.mode == "fold" and pattern_of(name) in self.centring.compensated
 
     def find(self) -> None:
-        """Search once for what to centre; if the model can't be converted, `centring.refused` says why.
+        """Search for what to centre; if the model can't be converted, `centring.refused` says why.
 
         Raises:
             WrappedModelError: a module to centre carries a forward of its own, put there by another library.
         """
-        if self._searched:
+        if self.failed_check:
             return
-        self._searched = True
         try:
             centred_already = self._centred_already()
             self.centring = find_centring(self._unpatched(), self.inputs, self.mode)
@@ -113,9 +111,7 @@ class Conversion:
             if self.mode == "parametrize" and self.centring.exact and not self.centring.parametrized:
                 raise UnsupportedError("mode='parametrize' isn't exact for this model; mode='fold' is")
             if centred_already:
-                self.centring = replace(
-                    self.centring, folds=(), absorbs=(), outputs=(), parametrized=(), compensated=()
-                )
+                self.centring = replace(self.centring, folds=(), outputs=(), parametrized=(), compensated=())
             self._changes = plan_centring(self.model, self.centring, self.mode)
         except UnsupportedError as error:
             self.refuse(str(error))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .centring import Axis, Centring
 from .observe import added_to_outputs, norms_with_changed_mean, observe
-from .probe import EXACT, Effect, Probe, Writer, is_close, is_constant, off_centre
+from .probe import EXACT, Effect, Probe, is_close, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
 _SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
@@ -102,16 +102,18 @@ class _Search:
             writers = self.writers()
         if (unreached := self.unreached()) is not None:
             return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
-        while writers and probe.error_of(_centring(writers)) > EXACT:  # one of them isn't a writer: drop the worst
-            alone = {writer: probe.error_of(_centring([writer])) for writer in writers}
+        while writers and probe.error_of(Centring(tuple(writers))) > EXACT:  # one isn't a writer: drop the worst
+            alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.without_costly(writers, self.outputs(writers))
-        exact = self.exact(_centring(writers, outputs))
-        compensated = self.compensated(_centring(writers, outputs))
+        centring = Centring(tuple(writers), tuple(outputs))
+        exact, compensated = self.exact(centring), self.compensated(centring)
         useful = {norm for norm in norms if pattern_of(norm) in {*exact, *compensated}}
-        writers = {writer: seen for writer, seen in writers.items() if seen.keys() & useful}
-        outputs = {one: seen for one, seen in outputs.items() if seen.keys() & useful}
-        centring = _centring(writers, outputs if exact else (), exact)
+        centring = Centring(
+            folds=tuple(writer for writer, seen in writers.items() if seen.keys() & useful),
+            outputs=tuple(one for one, seen in outputs.items() if exact and seen.keys() & useful),
+            exact=tuple(exact),
+        )
         return replace(
             centring,
             parametrized=self.parametrized(useful, exact) if exact and mode == "parametrize" else (),
@@ -123,22 +125,21 @@ class _Search:
 
     # --- writers ------------------------------------------------------------------------------------------------------
 
-    def writers(self) -> dict[Writer, dict[str, int]]:
+    def writers(self) -> dict[Axis, dict[str, int]]:
         """The writers, each with the norms that it affects; without a layer-scale, then with one."""
-        found: dict[Writer, dict[str, int]] = {}
+        found: dict[Axis, dict[str, int]] = {}
         rest = []
         for axis in self.candidates():
-            writer = Writer(axis)
-            effect = self.probe.measure(partial(self.probe.shift, writer))
+            effect = self.probe.measure(partial(self.probe.shift, axis))
             if effect.invisible:
-                found[writer] = effect.moved
+                found[axis] = effect.moved
                 continue
             rest.append(axis)
             if effect.moved:
                 self.note_returned_streams(effect)
             elif effect.error == 0.0:
                 self.unused_parameters.add(axis.pattern)
-        for writer in (Writer(axis, scale) for scale in self.scales() for axis in rest):
+        for writer in (replace(axis, scale=scale) for scale in self.scales() for axis in rest):
             if self.scale_fits(writer) and (effect := self.probe.measure(partial(self.probe.shift, writer))).invisible:
                 found[writer] = effect.moved
         return found
@@ -162,14 +163,14 @@ class _Search:
             if name != "bias" and owner not in self.probe.norms and all(vectors):
                 yield pattern
 
-    def scale_fits(self, writer: Writer) -> bool:
+    def scale_fits(self, writer: Axis) -> bool:
         """Whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
         assert writer.scale is not None
         shared = writer.scale.rpartition("*")[0]
-        if writer.axis.pattern == writer.scale or not writer.axis.pattern.startswith(shared):
+        if writer.pattern == writer.scale or not writer.pattern.startswith(shared):
             return False
-        pairs = ((self.probe.scale_of(writer, n), p) for n, p in self.probe.parameters[writer.axis.pattern].items())
-        return all(scale is not None and scale.numel() == p.shape[writer.axis.axis] for scale, p in pairs)
+        pairs = ((self.probe.scale_of(writer, name), p) for name, p in self.probe.parameters[writer.pattern].items())
+        return all(scale is not None and scale.numel() == p.shape[writer.axis] for scale, p in pairs)
 
     def note_returned_streams(self, effect: Effect) -> None:
         """Record the outputs that a shift changed by constants along the channels: they are the residual stream."""
@@ -224,7 +225,7 @@ class _Search:
 
     # --- outputs centred in every forward -----------------------------------------------------------------------------
 
-    def outputs(self, writers: Mapping[Writer, Any]) -> _Outputs:
+    def outputs(self, writers: Mapping[Axis, Any]) -> _Outputs:
         """Modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
@@ -234,7 +235,7 @@ class _Search:
         found: _Outputs = {}
         tried: set[str] = set()
         while True:
-            with probe.centred(_centring(writers, found)):
+            with probe.centred(Centring(tuple(writers), tuple(found))):
                 after = probe.forward(watch=True)
             off = off_centre(after)
             sources = [one for one in probe.sources(after) if one not in tried] if off else []
@@ -246,13 +247,14 @@ class _Search:
             tried |= {pattern, last}
             found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
-    def without_costly(self, writers: Mapping[Writer, Any], outputs: _Outputs) -> _Outputs:
+    def without_costly(self, writers: Mapping[Axis, Any], outputs: _Outputs) -> _Outputs:
         """The outputs that are worth centring: each makes more norms exact than it adds centrings to a forward."""
         kept = dict(outputs)
         for one in outputs:
             fewer = {other: seen for other, seen in kept.items() if other != one}
-            lost = self.probe.zero_mean(_centring(writers, kept)) - self.probe.zero_mean(_centring(writers, fewer))
-            if len(lost) <= sum(name in self.probe.base.returned for name in self.probe.names_by_pattern[one[0]]):
+            with_it, without = (self.probe.zero_mean(Centring(tuple(writers), tuple(some))) for some in (kept, fewer))
+            centrings = sum(name in self.probe.base.returned for name in self.probe.names_by_pattern[one[0]])
+            if len(with_it - without) <= centrings:
                 kept = fewer
         return kept
 
@@ -286,7 +288,7 @@ class _Search:
             before = probe.forward()
             for norm in before.means if off_centre(before) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
-                with added_to_outputs([(probe.modules[norm], axis)]) as constants:
+                with added_to_outputs({norm: probe.modules[norm]}, axis) as constants:
                     after = probe.forward()
                 places = norms_with_changed_mean(before, after)
                 for other in sorted(places, key=places.__getitem__):
@@ -324,16 +326,3 @@ class _Search:
         """Why no norm is exact: the commonest reason."""
         reasons = Counter(self.reasons([], compensated)[pattern_of(name)] for name in self.probe.norms)
         return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {reasons.most_common(1)[0][0]}"
-
-
-def _centring(
-    writers: Iterable[Writer], outputs: Iterable[tuple[str, int]] = (), exact: Iterable[str] = ()
-) -> Centring:
-    """The centring that folds these writers, and centres these outputs in every forward."""
-    writers = list(writers)
-    return Centring(
-        folds=tuple(writer.axis for writer in writers),
-        absorbs=tuple((writer.scale, writer.axis) for writer in writers if writer.scale is not None),
-        outputs=tuple(outputs),
-        exact=tuple(exact),
-    )

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ..errors import OptionError
+from ..measure.hooks import Call, first_tensor
 from ..measure.quiet_forward import attention_computed_by
-from .block_replay import RecordedCall, first_tensor
 from .report import FittedValues
 
 FITS = ("qk", "bias")
@@ -37,7 +38,7 @@ class Example:
         fitted, held_out: queries (B, T) that are fitted to, and those that judge.
     """
 
-    call: RecordedCall
+    call: Call
     target: Tensor
     fitted: Tensor
     held_out: Tensor
@@ -65,7 +66,7 @@ def require_fit(fit: Any) -> None:
         raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
 
 
-def map_of(module: nn.Module, call: RecordedCall) -> Tensor | None:
+def map_of(module: nn.Module, call: Call) -> Tensor | None:
     """The attention map (B, H, T, S) that a module returns after its output; None where it returns none."""
     return map_in(module(*call.args, **call.kwargs))
 
@@ -80,15 +81,9 @@ def map_in(returned: Any) -> Tensor | None:
     return None
 
 
-def in_float32(value: Any) -> Any:
-    """A call, or a value of its arguments, with floats in float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, RecordedCall):
-        return RecordedCall(in_float32(value.args), in_float32(value.kwargs))
-    if type(value) in (tuple, list):
-        return type(value)(map(in_float32, value))
-    return {name: in_float32(item) for name, item in value.items()} if type(value) is dict else value
+def in_float32(call: Call) -> Call:
+    """A call with all floats among its arguments in float32."""
+    return recursively_apply(lambda x: x.float() if x.is_floating_point() else x, call)
 
 
 def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> FittedValues | None:

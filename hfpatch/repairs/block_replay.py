@@ -8,10 +8,11 @@ requested activations are recorded. So masks, position tables and heads are the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
+from ..measure.hooks import After, Before, Call, first_tensor, hooked
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import device_of
 from .calibration import Batches, count_sequences, stored
-
-OnCall = Callable[[str, str, Any], None]  # ("in" or "out", name of a module, its call or its result)
-
-
-class RecordedCall(NamedTuple):
-    """The arguments of one call of a module."""
-
-    args: tuple
-    kwargs: dict[str, Any]
 
 
 class _AllObserved(BaseException):
@@ -97,11 +90,10 @@ class BlockReplay:
     def forward_kept(self, index: int, row: int) -> Any:
         """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""
 
-        def keep(kind: str, name: str, value: Any) -> None:
-            if kind == "out":
-                self.freeze(name, f"{index} row {row}", value)
+        def keep(name: str, value: Any) -> None:
+            self.freeze(name, f"{index} row {row}", value)
 
-        with self.hooked(self.ends, keep):
+        with self.hooked(self.ends, after=keep):
             output = self.forward(index, torch.tensor([row]))
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
@@ -134,7 +126,8 @@ class BlockReplay:
                     raise _AllObserved
 
         names = {name for _, name in missing}
-        with self.hooked(names, record), self._replaying(index), contextlib.suppress(_AllObserved):
+        hooks = self.hooked(names, partial(record, "in"), partial(record, "out"))
+        with hooks, self._replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
         return recorded
 
@@ -143,25 +136,11 @@ class BlockReplay:
         recorded = self.observe(index, inputs, outputs)
         return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
-    @contextlib.contextmanager
-    def hooked(self, names: Iterable[str], on_call: OnCall) -> Iterator[None]:
-        """Context in which `on_call("in", name, call)` and `on_call("out", name, result)` run with these modules."""
-
-        def before(name: str) -> Callable[..., None]:
-            return lambda _, args, kwargs: on_call("in", name, RecordedCall(args, kwargs))
-
-        def after(name: str) -> Callable[..., None]:
-            return lambda _, args, result: on_call("out", name, result)
-
-        handles = []
-        for name in names:
-            handles.append(self.modules[name].register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(self.modules[name].register_forward_hook(after(name)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooked(
+        self, names: Iterable[str], before: Before | None = None, after: After | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context in which the calls and results of these modules are shown to functions, as in `measure.hooks`."""
+        return hooked({name: self.modules[name] for name in names}, before, after)
 
     # Frozen blocks
 
@@ -199,9 +178,7 @@ class BlockReplay:
                 path = self._path(name, index)
                 if ends or path.exists():
                     attributes = self.modules[name].__dict__
-                    replaced.append(
-                        (attributes, attributes.get("forward"))
-                    )  # an instance may have a forward of its own
+                    replaced.append((attributes, attributes.get("forward")))  # an instance may have one of its own
                     is_discarded = (ends and name not in self.ends) or not path.stat().st_size
                     output = None if is_discarded else torch.load(path, weights_only=True, map_location=self.device)
                     attributes["forward"] = _returning(output, form)
@@ -237,20 +214,10 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         if output is not None:
             return output
-        stream = first_tensor(RecordedCall(args, kwargs))
+        stream = first_tensor(Call(args, kwargs))
         return stream if form is None else (stream, *form)
 
     return forward
-
-
-def first_tensor(value: Any) -> Tensor:
-    """A tensor, or the first one in a call, tuple, list or dictionary."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, RecordedCall):
-        value = [*value.args, *value.kwargs.values()]
-    items = value.values() if isinstance(value, Mapping) else value
-    return next(item for item in items if isinstance(item, Tensor))
 
 
 def is_linear_map(module: nn.Module) -> bool:
@@ -282,7 +249,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
-    with replay.hooked({*blocks, *found}, record):
+    with replay.hooked({*blocks, *found}, partial(record, "in"), partial(record, "out")):
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}

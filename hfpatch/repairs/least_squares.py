@@ -57,8 +57,10 @@ class Ridge:
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
-        self.bias = bias
-        self.fitted = _Sums(inputs, outputs, device)
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
+        self.bias, self.count = bias, 0
+        self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
+        self.x, self.r = zeros(inputs), zeros(outputs)
         self.disk, self.held_out = Journal(), list[tuple[Entry, Entry]]()
         self.origin: tuple[Tensor, Tensor] | None = None
 
@@ -73,26 +75,37 @@ class Ridge:
         if held_out.any():
             self.held_out.append((self.disk.write(x[held_out]), self.disk.write(r[held_out])))
             x, r = x[~held_out], r[~held_out]
-        self.fitted.add(x, r)
+        # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
+        self.count += len(x)
+        for products, left in ((self.xx, x), (self.rx, r)):
+            for sums, columns in zip(products.split(_ROWS_AT_ONCE), left.T.split(_ROWS_AT_ONCE), strict=True):
+                sums += columns @ x  # a sum of two precisions makes a copy
+        self.x += x.double().sum(0)
+        self.r += r.double().sum(0)
 
     def solve(self) -> Fit | None:
         """The best fit, once: the sums are used up. None where X isn't finite or has no spread."""
-        if self.origin is None or not self.fitted.count:
+        if self.origin is None or not self.count:
             return None
         with closing(self.disk):
             return self._solve(*(mean.double() for mean in self.origin))
 
+    def _centre(self) -> None:
+        """X'X and R'X about the means, in place: of a model's wide layers there is no room for two."""
+        for products, left in ((self.xx, self.x), (self.rx, self.r)):
+            for sums, some in zip(products.split(_ROWS_AT_ONCE), left.split(_ROWS_AT_ONCE), strict=True):
+                sums.addr_(some, self.x, alpha=-1 / self.count)  # of all rows at once it makes a copy
+
     def _solve(self, mean_x: Tensor, mean_r: Tensor) -> Fit | None:
-        fitted = self.fitted
         if self.bias:
-            fitted.centre()
-        xx = fitted.xx
+            self._centre()
+        xx = self.xx
         diagonal = xx.diagonal().clone()
         scale = diagonal.mean()
-        if not scale > _SPREAD * fitted.count * mean_x.square().mean():
+        if not scale > _SPREAD * self.count * mean_x.square().mean():
             return None
         # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and R'X
-        factor, weight, failed = xx.mT, fitted.rx.mT, torch.empty((), dtype=torch.int32, device=xx.device)
+        factor, weight, failed = xx.mT, self.rx.mT, torch.empty((), dtype=torch.int32, device=xx.device)
         stored = self.disk.write(factor), self.disk.write(weight)
         before = self._error(None, -mean_r)
         found: tuple[Entry, Tensor, float, float] | None = None
@@ -106,7 +119,7 @@ class Ridge:
                 continue
             torch.linalg.solve_triangular(factor, weight, upper=False, out=weight)
             torch.linalg.solve_triangular(factor.mT, weight, upper=True, out=weight)
-            bias = (fitted.r - weight.T @ fitted.x) / fitted.count if self.bias else torch.zeros_like(fitted.r)
+            bias = (self.r - weight.T @ self.x) / self.count if self.bias else torch.zeros_like(self.r)
             error = self._error(weight, bias)
             most = min((1 + _ALLOWED_LOSS) * best, best + _ALLOWED_LOSS * (before - best))
             if found is not None and not error <= max(best, most):
@@ -146,30 +159,6 @@ def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool)
         del x, residual, target
     assert ridge is not None
     return ridge.solve(), variance.value()
-
-
-class _Sums:
-    def __init__(self, inputs: int, outputs: int, device: torch.device):
-        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
-        self.count = 0
-        self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
-        self.x, self.r = zeros(inputs), zeros(outputs)
-
-    def add(self, x: Tensor, r: Tensor) -> None:
-        # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
-        self.count += len(x)
-        for products, left in ((self.xx, x), (self.rx, r)):
-            for sums, columns in zip(products.split(_ROWS_AT_ONCE), left.T.split(_ROWS_AT_ONCE), strict=True):
-                sums += columns @ x  # a sum of two precisions makes a copy
-        self.x += x.double().sum(0)
-        self.r += r.double().sum(0)
-
-    def centre(self) -> None:
-        """X'X and R'X about the means, in place: of a model's wide layers there is no room for two."""
-        share = -1 / max(self.count, 1)
-        for products, left in ((self.xx, self.x), (self.rx, self.r)):
-            for sums, some in zip(products.split(_ROWS_AT_ONCE), left.split(_ROWS_AT_ONCE), strict=True):
-                sums.addr_(some, self.x, alpha=share)  # of all rows at once it makes a copy
 
 
 class ChannelAffine:

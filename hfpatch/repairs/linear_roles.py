@@ -96,12 +96,12 @@ class Roles:
             return {}
         found: list[str] = []
 
-        def record_attention(kind: str, name: str, value: Any) -> None:
-            if kind == "out" and map_in(value) is not None and not any(one.startswith(f"{name}.") for one in found):
+        def record_attention(name: str, returned: Any) -> None:
+            if map_in(returned) is not None and not any(one.startswith(f"{name}.") for one in found):
                 found.append(name)
 
         inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
-        with attention_computed_by("eager", self.replay.model), self.replay.hooked(inside, record_attention):
+        with attention_computed_by("eager", self.replay.model), self.replay.hooked(inside, after=record_attention):
             self.replay.run(0, outputs=[segment.block])
         last = {}
         for name in segment.modules:

@@ -34,13 +34,14 @@ from ..core.progress import ProgressBar
 from ..core.transaction import Transaction, changing
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
+from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import attention_computed_by, give_back_memory, quiet
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
-from .block_replay import BlockReplay, Segment, first_tensor, segments_of
+from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, output_distance
 from .least_squares import Fit, fit_ridge
@@ -276,12 +277,9 @@ class _Repairer:
                 for held_out, u, y in self.batches.row_pieces(i, decoder, *pair):
                     yield u, y, held_out
 
-        with torch.no_grad():
-            pair = module(self.new.saved(name, 0)), self.old.saved(output, 0)
-            _, a, b = next(self.batches.row_pieces(0, decoder, *pair))
-        is_exact = float((a - b).double().square().mean()) <= _NOISE * float(b.double().square().mean())
-        if not is_exact:
-            self._apply_fit(name, "norm", fit_norm(module, rows))
+        fit = fit_norm(module, rows)
+        if fit.before > _NOISE:
+            self._apply_fit(name, "norm", fit)
         self.new.delete_saved()
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:

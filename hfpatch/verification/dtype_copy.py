@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..core.transaction import UNDO_RECORD
 from ..measure.copies import copy_with
 from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast
@@ -52,7 +53,7 @@ class Subject:
             return tensor.detach().to(wanted, copy=True)
 
         try:
-            copied = copy_with(self.model, converted, {id(vars(self.model).get("_hfpatch_undo_record")): None}).eval()
+            copied = copy_with(self.model, converted, {id(vars(self.model).get(UNDO_RECORD)): None}).eval()
             if dtype == torch.float64:  # grouped matrix products of experts have none
                 copied.set_experts_implementation("eager")
             for module in copied.modules():
@@ -87,8 +88,8 @@ class Subject:
 
 
 @contextmanager
-def isolated(*models: nn.Module) -> Iterator[None]:
+def isolated(model: nn.Module) -> Iterator[None]:
     """No gradients, and the same random numbers every time; the random streams are put back."""
-    devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.no_grad(), seeded(0, devices):
         yield

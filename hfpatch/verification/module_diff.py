@@ -24,6 +24,7 @@ from ..sites.norms import describe, looks_like_norm, size_of
 from .report import ModuleRow
 
 _MEAN_ROW = "MeanRow"  # the component that stands for a Parameter that was a table of positions
+_OF_SLOTS = {CENTRE_SLOT: "centred in every forward", SCALE_SLOT: "multiplied by a learned scalar in every forward"}
 Edits = dict[str, list[tuple[str, Any]]]  # a module's name -> what of it edits assign, and the values
 
 
@@ -91,12 +92,8 @@ def _runtime(new: nn.Module, old: nn.Module, added: list[tuple[str, Any]]) -> st
 
 def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
     """What an edit of a slot adds to every forward of its module; None if other rows show it."""
-    if leaf == CENTRE_SLOT:
-        return "centred in every forward"
-    if leaf == SCALE_SLOT:
-        return "multiplied by a learned scalar in every forward"
     if leaf != LENS_SLOT or value is None:
-        return None
+        return _OF_SLOTS.get(leaf)
     lens = component_called(value.name)
     if lens is AttentionLens and BIAS in module._modules:
         return f"scores biased: {module.get_submodule(BIAS).extra_repr()}"

@@ -137,17 +137,6 @@ class Report(SavedResult):
             raise OptionError(f"table must be one of {', '.join(_ROWS)}, not {table!r}.")
         return dataframe(_ROWS[table], getattr(self, table))
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON.
-
-        Raises:
-            OptionError: the name doesn't end in .json.
-            PatchError: it can't be written.
-        """
-        if Path(path).suffix != ".json":
-            raise OptionError(f"a report is saved as JSON; call the file {Path(path).stem}.json, not {path}.")
-        super().save(path)
-
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
 

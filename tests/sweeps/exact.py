@@ -154,10 +154,10 @@ class RootMeanSquare(nn.Module):
 def carried_out(model: nn.Module, centring: Centring) -> nn.Module:
     """The model with all of the centring done to it, in place."""
     parameters = list(model.named_parameters())
-    for pattern in dict.fromkeys(scale for scale, _ in centring.absorbs):
+    for pattern in dict.fromkeys(axis.scale for axis in centring.folds if axis.scale):
         for name, scale in parameters:
             if starred(name) == pattern:
-                absorb(name, scale, [axis for one, axis in centring.absorbs if one == pattern], parameters)
+                absorb(name, scale, [axis for axis in centring.folds if axis.scale == pattern], parameters)
     for axis in centring.folds:
         for name, parameter in parameters:
             if starred(name) == axis.pattern:
