@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import site
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +57,6 @@ KINDS = {
 }
 QUIETLY: Any = {"database": None, "deadline": None, "suppress_health_check": HealthCheck}
 PARTS = 20  # of the families; a chunk draws from one of them
-SECONDS = 3600  # per chunk
 
 
 @dataclass
@@ -127,37 +125,26 @@ def all_chunks() -> list[str]:
     return [f"{name}:{number}" for _, name, number in sorted(places)]
 
 
-def sweep(chunks: list[str], log: Path | None = None, processes: int = 2) -> dict[str, Result]:
-    """Run chunks in processes of their own; by kind, what they came to.
+def _failed(chunk: str, reason: str) -> Result:
+    return Result(findings=[{"kind": reason.partition(":")[0], "says": reason, "case": chunk}])
 
-    Args:
-        chunks: such as "requests:3".
-        log: a file of lines, one for every chunk; those that are in it aren't run again.
-        processes: at once.
-    """
-    done: dict[str, Any] = {}
-    for line in log.read_text().splitlines() if log is not None and log.exists() else ():
-        done.update(json.loads(line))
 
-    def run(chunk: str) -> None:
-        if chunk not in done:
-            start = time.monotonic()
-            ((_, line),) = workers.lines(__file__, [chunk], 1, SECONDS)
-            killed = Result(findings=[{"kind": "killed", "says": "time or memory limit", "case": chunk}]).to_json()
-            done[chunk] = json.loads(line) if line else killed
-            print(f"{chunk}: {time.monotonic() - start:.0f} s, findings: {len(done[chunk]['findings'])}", flush=True)
-            if log is not None:
-                with log.open("a") as stream:
-                    stream.write(json.dumps({chunk: done[chunk]}) + "\n")
+SWEEP = workers.Sweep(__file__, __doc__, examined, _failed, batch=1, seconds=3600)
 
+
+def sweep(chunks: list[str], processes: int = 2) -> dict[str, Result]:
+    """Run chunks, such as "requests:3", in so many processes of their own at once; by kind, what they came to."""
+
+    def run(chunk: str) -> tuple[str, Result]:
+        ((_, found),) = SWEEP.examined([chunk])
+        print(f"{chunk}: findings: {len(found['findings'])}", flush=True)
+        return chunk.partition(":")[0], Result.from_json(found)
+
+    totals: dict[str, Result] = {}
     with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(run, chunks))
-    drawn = {chunk.partition(":")[0] for chunk in chunks}
-    totals = {name: Result() for name in KINDS if name in drawn}
-    for chunk in chunks:
-        name = chunk.partition(":")[0]
-        totals[name] = totals[name].plus(Result.from_json(done[chunk]))
-    return totals
+        for name, result in pool.map(run, chunks):
+            totals[name] = totals.get(name, Result()).plus(result)
+    return {name: totals[name] for name in KINDS if name in totals}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -199,17 +186,16 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet_on_one_thread()
     if options.worker:
-        workers.work(options.chunks, lambda chunk: examined(chunk).to_json())
+        SWEEP.work(options.chunks)
         return
     if options.shrink:
         for chunk in options.chunks:
             examined(chunk, raising=True)
         return
-    totals = sweep(options.chunks or all_chunks(), options.log, options.processes)
+    SWEEP.log = options.log
+    totals = sweep(options.chunks or all_chunks(), options.processes)
     if options.chunks:
         print(to_markdown(totals, versions()))
     else:

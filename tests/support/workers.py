@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,14 @@ class Sweep:
         known = {model_type: found for model_type, found in map(json.loads, logged) if model_type in model_types}
         yield from known.items()
         left = [model_type for model_type in model_types if model_type not in known]
-        for model_type, line in lines(self.script, left, self.batch, seconds or self.seconds):
-            found = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
-            if log is not None:
-                with log.open("a") as stream:
-                    stream.write(json.dumps([model_type, found]) + "\n")
-            yield model_type, found
+        while left:  # a new process goes on after one that died
+            for line in _lines(self.script, left[: self.batch], seconds or self.seconds):
+                model_type = left.pop(0)
+                found = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
+                if log is not None:
+                    with log.open("a") as stream:
+                        stream.write(json.dumps([model_type, found]) + "\n")
+                yield model_type, found
 
     def run(
         self,
@@ -82,7 +84,7 @@ class Sweep:
         self.log = given.log
         quiet_on_one_thread()
         if given.worker:
-            work(given.model_types, self.of_one)
+            self.work(given.model_types)
             return
         found = list(results(given.model_types or every()))
         if given.model_types:
@@ -92,17 +94,23 @@ class Sweep:
                 Path(self.script).resolve().with_suffix(suffix).write_text(text)
         print(totals(found))
 
-    def of_one(self, model_type: str) -> dict[str, Any]:
-        """What a worker says of a type."""
-        try:
-            return as_json(self.examine(model_type))
-        except Exception as error:
-            return as_json(self.failed(model_type, f"failed: {last_line(error)}"))
+    def work(self, model_types: list[str]) -> None:
+        """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""
+        resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
+        out, sys.stdout = sys.stdout, sys.stderr
+        for model_type in model_types:
+            try:
+                found = self.examine(model_type)
+            except Exception as error:
+                found = self.failed(model_type, f"failed: {last_line(error)}")
+            print(json.dumps(as_json(found)), file=out, flush=True)
 
 
 def as_json(result: Any) -> dict[str, Any]:
     """A result as JSON has it."""
-    return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+    if hasattr(result, "to_json"):
+        return result.to_json()
+    return result if isinstance(result, dict | tuple) else asdict(result)
 
 
 def quiet_on_one_thread() -> None:
@@ -110,23 +118,6 @@ def quiet_on_one_thread() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def lines(script: str, model_types: list[str], batch: int, seconds: int) -> Iterator[tuple[str, str]]:
-    """Each type with the line of JSON that a worker of the script gives for it; "" where it killed or stalled one.
-
-    Args:
-        script: run as `script --worker TYPE...`.
-        model_types: in this order.
-        batch: types per process; a new one goes on after one that died.
-        seconds: per type.
-    """
-    done = 0
-    while done < len(model_types):
-        some = model_types[done : done + batch]
-        for model_type, line in zip(some, _lines(script, some, seconds), strict=False):
-            done += 1
-            yield model_type, line
 
 
 def _lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
@@ -146,14 +137,6 @@ def _lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
             if not line:
                 break
         process.kill()
-
-
-def work(model_types: list[str], examine: Callable[[str], dict[str, Any]], gigabytes: int = GIGABYTES) -> None:
-    """Examine the types and print a line of JSON for each, on the real standard output alone."""
-    resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
-    out, sys.stdout = sys.stdout, sys.stderr
-    for model_type in model_types:
-        print(json.dumps(examine(model_type)), file=out, flush=True)
 
 
 def row(*cells: object) -> str:
