@@ -35,6 +35,7 @@ from ..checkpoint.repair_file import REPAIR_FILE
 from ..core.holders import model_inside
 from ..core.results import Table
 from ..errors import HubError, OptionError
+from ..export import FORMS
 from ..verification.report import Report
 from .card import CARD, CardFacts, base_of, card
 from .changes import changes_by_config
@@ -176,6 +177,16 @@ def push_patched(
         HubError: the Hub refused the push, somebody else committed meanwhile, or no good answer came after all retries;
             in the words of the client, whose own error is the cause.
     """
+    results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
+    texts = {"base_model": base_model, "license": license, "revision": revision, "commit_message": commit_message}
+    _require_types(
+        ("repo_id", repo_id, str, "text such as 'me/gpt2-rms'"),
+        *((name, value, str | PathLike | None, "text") for name, value in texts.items()),
+        ("report", report, Report | None, "a Report, as verify returns it"),
+        *(("eval_results", result, EvalResult, "EvalResults of huggingface_hub") for result in results),
+    )
+    if form is not None and form not in FORMS:
+        raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
     if any(part.startswith(".") or "\\" in part for part in subfolder.split("/")):
         raise OptionError(
             f"subfolder={subfolder!r:.80} isn't a path inside a repository; write for example 'variants/rms'."
@@ -196,7 +207,6 @@ def push_patched(
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
         changes = changes_by_config(found.opened) if found.record is not None else []
-        results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
         known = found.config, found.record, branch.repo_id, folder, *base, license, report, results
         facts = CardFacts(*known, changes, PAGE in found.files)
         own = found.files.get(CARD)
@@ -219,6 +229,13 @@ def push_patched(
 
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
+
+
+def _require_types(*arguments: tuple[str, Any, Any, str]) -> None:
+    """Refuse arguments of a wrong type; each is (name, value, types, description of the types)."""
+    for name, value, types, words in arguments:
+        if not isinstance(value, types):
+            raise OptionError(f"{name} must be {words}, not {type(value).__name__}.")
 
 
 def _require_sendable(token: str | bool | None) -> None:

@@ -207,7 +207,12 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
     ("option", "says"),
     [
         ({"base_model": "no/such/folder"}, "base_model='no/such/folder' is neither a folder nor a model's id"),
-        ({"form": "onnx"}, "to must be one of plugin, remote, native"),
+        ({"repo_id": None}, "repo_id must be text such as 'me/gpt2-rms', not NoneType"),
+        ({"base_model": 5}, "base_model must be text, not int"),
+        ({"license": ["mit"]}, "license must be text, not list"),
+        ({"report": {"version": 1}}, "report must be a Report, as verify returns it, not dict"),
+        ({"eval_results": [0.5]}, "eval_results must be EvalResults of huggingface_hub, not float"),
+        ({"form": "onnx"}, "form must be one of plugin, remote, native"),
         ({"tokenizer": 3}, "tokenizer is a tokenizer or processor, or the name of one, not int"),
         ({"tokenizer": "no/such/folder"}, "no tokenizer or processor could be loaded"),
         *(({"subfolder": place}, "isn't a path inside") for place in ("../up", "a/../../b", ".git", "a\\b", ".")),
@@ -215,7 +220,7 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
 )
 def test_options_are_checked_before_the_hub_is_asked(folder: Path, option: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=re.escape(says)):
-        push_patched(folder, "me/model", **option)
+        push_patched(folder, **{"repo_id": "me/model", **option})
 
 
 def test_offline_is_said(folder: Path) -> None:
