@@ -46,6 +46,7 @@ def hub(
     }
     for name, value in settings.items():
         monkeypatch.setattr(constants, name, value, raising=False)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)  # of the functions without a client's name
     monkeypatch.setenv("HF_TOKEN", OWNER)
     huggingface_hub.utils.disable_progress_bars()
     monkeypatch.setattr(time, "sleep", server.waits.append)  # nobody waits
