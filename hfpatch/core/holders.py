@@ -1,22 +1,24 @@
 """Holders: objects of sentence-transformers, which hold a transformers model among modules of their own.
 
-Nothing of that package is imported: a holder is what has the property `transformers_model`, as `SentenceTransformer`,
-`CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.
+That package is imported to look up one list (`_opened_patched`), and never else: a holder is what has the property
+`transformers_model`, as `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..runtime.classes import listed_encoder
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.refuse_host import LISTS_ENCODERS, listed_encoder
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
@@ -35,7 +37,7 @@ def model_inside(given: Any) -> Any:
     if len(found) == 1:
         (model,) = found.values()
         name = host_class(type(model)).__name__
-        if name.endswith(_OPENED_BY_CLASS) and listed_encoder(type(model.config)) is None:
+        if name.endswith(_OPENED_BY_CLASS) and not _opened_patched(type(model.config)):
             raise UnsupportedError(
                 f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
                 "couldn't open a saved patch again. Use the patched model without the library, or "
@@ -48,6 +50,13 @@ def model_inside(given: Any) -> Any:
         f"this {kind} holds {len(found)} transformers models ({', '.join(found)}), and a patch is of one. Patch each "
         "by itself: patch_model takes the models inside too, and the whole object saves and opens as before."
     )
+
+
+def _opened_patched(config: type) -> bool:
+    """Whether the library that is installed opens such an encoder by its list, which patched classes can be put on."""
+    with suppress(ImportError):
+        importlib.import_module(LISTS_ENCODERS)  # of a folder's modules nobody did it yet
+    return listed_encoder(config) is not None
 
 
 def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:

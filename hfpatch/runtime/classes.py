@@ -10,7 +10,6 @@ architecture: vLLM and SGLang look it up in their registries, whose own classes 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +26,10 @@ from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
-from .refuse_host import FileOfWeights, guarded, opened_patched, released
+from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, released
 from .tables import ComputedPositions
 
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
-_LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
 
@@ -199,28 +197,6 @@ def start_values(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False) if values else ():
             if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                 parameter.fill_(values[name])
-
-
-def listed_encoder(config: type) -> tuple[type, str, str] | None:
-    """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
-
-    It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
-    """
-    listed = getattr(sys.modules.get(_LISTS_ENCODERS), "_ENCODER_ONLY_MODELS", ())
-    found = next((entry for entry in listed if issubclass(config, entry[0])), None)
-    return found if found is not None and (found[0] is config or found[1] == "transformers") else None
-
-
-def list_encoder(config: type) -> None:
-    """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
-
-    Without the entry the host's class refuses the config (`FileOfWeights`).
-    """
-    entry = listed_encoder(config)
-    if entry is not None and entry[0] is not config:
-        of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
-        own = (config.__module__, entry[2]) if of_export else (entry[1], ARCHITECTURE + entry[2])
-        vars(sys.modules[_LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))
 
 
 def register(config: type, models: dict[str, type]) -> None:

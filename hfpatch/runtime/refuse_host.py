@@ -6,12 +6,14 @@ number is kept in the patch record, and `released` puts it back. The general `Pr
 back on where hfpatch isn't imported, takes any value there. Nothing in this file needs the rest of the package.
 
 `GPT2LMHeadModel.from_pretrained(folder, config=patched_config)` reads no config from the folder. It asks the one that
-it is given for the file of the weights, and that answers with a sentence too (`FileOfWeights`).
+it is given for the file of the weights, and that answers with a sentence too (`FileOfWeights`). sentence-transformers
+opens encoders of encoder-decoders in that way, by a list of their classes; `list_encoder` puts the patched class on it.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +23,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .errors import CheckpointError
-from .record import KEY
+from .record import ARCHITECTURE, KEY
 
 ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
 SENTENCE = (
@@ -32,6 +34,7 @@ OPENED_BY_HOST = (
     "This checkpoint's config is patched by hfpatch, and the class that was called would open it unpatched: open it "
     "with an Auto class."
 )
+LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
 _PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")
 _MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
@@ -160,3 +163,25 @@ def _refuses(config: PreTrainedConfig, name: str) -> bool:
         except (TypeError, ValueError):
             return True
     return False
+
+
+def listed_encoder(config: type) -> tuple[type, str, str] | None:
+    """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
+
+    It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
+    """
+    listed = getattr(sys.modules.get(LISTS_ENCODERS), "_ENCODER_ONLY_MODELS", ())
+    found = next((entry for entry in listed if issubclass(config, entry[0])), None)
+    return found if found is not None and (found[0] is config or found[1] == "transformers") else None
+
+
+def list_encoder(config: type) -> None:
+    """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
+
+    Without the entry the host's class refuses the config (`FileOfWeights`).
+    """
+    entry = listed_encoder(config)
+    if entry is not None and entry[0] is not config:
+        of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
+        own = (config.__module__, entry[2]) if of_export else (entry[1], ARCHITECTURE + entry[2])
+        vars(sys.modules[LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))
