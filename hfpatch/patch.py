@@ -124,7 +124,7 @@ def patch_model(
         require_blocks(model)
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    told = _told_lengths(tokenizer, pos, calibration)
+    new_lengths = _new_lengths(tokenizer, pos, calibration)
     batches = _checked_calibration(model, calibration, tokenizer, plan, init)
     before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
     edits, optimizer_edits, report = Transaction(None if reversible else Journal()), Transaction(), None
@@ -139,7 +139,7 @@ def patch_model(
                 plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
                 batches = batches or _checked_calibration(model, calibration, tokenizer, plan, init)
                 report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
-        for target, name, length in told:
+        for target, name, length in new_lengths:
             edits.set_attribute(target, name, length)
         if plan.changes:
             if optimizer is not None:
@@ -220,7 +220,7 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
     return model
 
 
-def _told_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:
+def _new_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:
     """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
 
     Raises:

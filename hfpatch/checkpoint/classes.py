@@ -191,7 +191,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     if opened.settings == settings_of(model.config):
                         _require_same_function(model, opened.fingerprint, info, name)
                     if opened.edited:
-                        _tell_of_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
+                        _report_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -333,7 +333,7 @@ def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:
     warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
-def _tell_of_edited_config(name: Any, refuse: bool) -> None:
+def _report_edited_config(name: Any, refuse: bool) -> None:
     """Warn that config.json isn't the one that was saved: the check's few inputs don't show all that may follow.
 
     Raises:

@@ -103,9 +103,9 @@ class ClassFingerprint:
         dtypes = (own, *(name for name in _DRAWS if name != own and (name != "float32" or own == "float64")))
         weights = {name: digest(model, _DTYPES[name], sampled) for name in dtypes}
         try:
-            given = {name: value for name, value in example_inputs(model).items() if not _masks_nothing(name, value)}
-            written = {name: _text_of(value) for name, value in given.items()}
-            of_one = {name: _text_of(value[:1]) for name, value in given.items()}
+            examples = {name: value for name, value in example_inputs(model).items() if not _masks_nothing(name, value)}
+            written = {name: _text_of(value) for name, value in examples.items()}
+            of_one = {name: _text_of(value[:1]) for name, value in examples.items()}
         except Exception as error:  # a forward without a signature, a config without sizes, arguments of other types
             return cls(weights), f"no inputs can be made for it: {first_line(error).rstrip('.'):.200}"
         reason = ""

@@ -89,18 +89,19 @@ class _Kind:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         output = self.forward(*args, **kwargs)
         returned = output[0] if isinstance(output, tuple | list) and output else output
-        keeps_shape = isinstance(returned, Tensor) and returned.shape == getattr(_taken(args, kwargs), "shape", None)
+        shape = getattr(_first_argument(args, kwargs), "shape", None)
+        keeps_shape = isinstance(returned, Tensor) and returned.shape == shape
         self.output = output if keeps_shape else None
         return output
 
     def pass_on(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.output is None:
             return forward(*args, **kwargs)
-        taken = _taken(args, kwargs)
-        return taken if isinstance(self.output, Tensor) else (taken, *self.output[1:])
+        argument = _first_argument(args, kwargs)
+        return argument if isinstance(self.output, Tensor) else (argument, *self.output[1:])
 
 
-def _taken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a block changes: its first argument."""
     return next(iter((*args, *kwargs.values())), None)
 

@@ -87,8 +87,8 @@ _TO = (
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
         typer.echo(f"hfpatch {hfpatch.__version__} ({libraries})")
         raise typer.Exit

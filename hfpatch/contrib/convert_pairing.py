@@ -68,8 +68,8 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     attentions, names = _attentions_to_reorder(model, to)
     part = Part(RoPE(pairing=to), only=names)
     changes = [change for change in plan_positions(model, part) if change.changes]
-    given = made_inputs(model) if example_inputs is None else example_inputs
-    reference = Reference(model, fitting(model, given), [])
+    example = made_inputs(model) if example_inputs is None else example_inputs
+    reference = Reference(model, fitting(model, example), [])
     edits = Transaction()
     with edits.all_or_nothing():
         for (path, one), rotary_dim in attentions:

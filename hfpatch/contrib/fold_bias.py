@@ -168,9 +168,9 @@ class _Tracer(TorchFunctionMode):
         called = getattr(func, "__name__", str(func))
         if called in _READS_METADATA and not isinstance(output, Tensor):
             return output
-        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        linear = self._linear(called, taken)
-        inputs = taken if linear is None else [value for value in taken if id(value) not in linear[2]]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        linear = self._linear(called, tensors)
+        inputs = tensors if linear is None else [value for value in tensors if id(value) not in linear[2]]
         for value in inputs:
             name = self.marked[id(value)][0] if id(value) in self.marked else None
             if linear is not None:
@@ -181,17 +181,17 @@ class _Tracer(TorchFunctionMode):
                 self._follow(name, called, output)
         return output
 
-    def _linear(self, called: str, taken: list[Tensor]) -> tuple[nn.Module, int, set[int]] | None:
+    def _linear(self, called: str, tensors: list[Tensor]) -> tuple[nn.Module, int, set[int]] | None:
         """The layer whose weight is among the arguments, the weight's input axis, and ids of its own Parameters."""
         axis = {"linear": 1, "addmm": 0}.get(called)
-        owner = next((self.owners[id(value)] for value in taken if id(value) in self.owners), None)
+        owner = next((self.owners[id(value)] for value in tensors if id(value) in self.owners), None)
         if axis is None or owner is None:
             return None
         return owner, axis, {id(value) for value in owner._parameters.values()}
 
     def _follow(self, name: str, called: str, output: Any) -> None:
-        given = next(tensor for owner, tensor in self.marked.values() if owner == name)
-        same = isinstance(output, Tensor) and output.shape[-1:] == given.shape[-1:]
+        norm_output = next(tensor for owner, tensor in self.marked.values() if owner == name)
+        same = isinstance(output, Tensor) and output.shape[-1:] == norm_output.shape[-1:]
         if called in _KEEPS_CHANNELS and same:
             self.marked[id(output)] = (name, output)
         elif called not in _READS_METADATA:

@@ -24,16 +24,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
 
 
-def model_inside(given: Any) -> Any:
+def model_inside(candidate: Any) -> Any:
     """The transformers model of a holder; anything else as it is.
 
     Raises:
         UnsupportedError: a holder has none, or several, or one that its library couldn't open again.
     """
-    if isinstance(given, PreTrainedModel) or not hasattr(type(given), "transformers_model"):
-        return given
-    found = dict(_outermost(given))
-    kind = type(given).__name__
+    if isinstance(candidate, PreTrainedModel) or not hasattr(type(candidate), "transformers_model"):
+        return candidate
+    found = dict(_outermost(candidate))
+    kind = type(candidate).__name__
     if len(found) == 1:
         (model,) = found.values()
         name = host_class(type(model)).__name__

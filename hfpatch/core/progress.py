@@ -33,8 +33,8 @@ class show_progress:  # noqa: N801 - used as torch.set_grad_enabled is
 
 
 def _is_shown() -> bool:
-    wanted = _SHOWN.get()
-    return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0" if wanted is None else wanted
+    setting = _SHOWN.get()
+    return sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0" if setting is None else setting
 
 
 class ProgressBar(tqdm):

@@ -120,8 +120,8 @@ def _require_types(scheme: Scheme) -> None:
     for field in fields(scheme):
         value, hint = getattr(scheme, field.name), declared[field.name]
         if not _is_of_type(value, hint):
-            wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-            raise OptionError(f"{type(scheme).__name__}: {field.name} must be {wanted}, not {value!r:.80}.")
+            expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+            raise OptionError(f"{type(scheme).__name__}: {field.name} must be {expected}, not {value!r:.80}.")
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:

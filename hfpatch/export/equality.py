@@ -122,15 +122,15 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int, seed: int)
     pad, types = model.config.pad_token_id, getattr(config, "type_vocab_size", 0) or 0
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
-        rows, given = 1 if alone else 3, {}
+        rows, extra = 1 if alone else 3, {}
         with own_randomness(seed + length), torch.device("cpu"):
             ids = Inputs(model.config).ids(rows, length, below=2**31)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:
-                given["token_type_ids"] = torch.randint(types, (rows, length))
-        yield f"{length} tokens", {"input_ids": ids, **given}, None
+                extra["token_type_ids"] = torch.randint(types, (rows, length))
+        yield f"{length} tokens", {"input_ids": ids, **extra}, None
         for side in () if length < 4 or alone else ("left", "right"):
             mask = torch.ones_like(ids)
             for row, padded in enumerate((length // 2, 2)):
                 mask[row, slice(None, padded) if side == "left" else slice(length - padded, None)] = 0
-            given |= {"input_ids": ids.where(mask.bool(), torch.full_like(ids, pad or 0)), "attention_mask": mask}
-            yield f"{length} tokens, padded {side}", dict(given), mask
+            extra |= {"input_ids": ids.where(mask.bool(), torch.full_like(ids, pad or 0)), "attention_mask": mask}
+            yield f"{length} tokens, padded {side}", dict(extra), mask

@@ -175,8 +175,8 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
         )
     if architecture in (None, host):
         yield _compared_candidate(host, source, partial(as_stock_host, source), serve)
-    wanted = [target for target in targets if architecture in (None, target.model_type)]
-    if layout is None or not wanted:
+    chosen = [target for target in targets if architecture in (None, target.model_type)]
+    if layout is None or not chosen:
         return
     try:
         if reason is not None:
@@ -184,7 +184,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
         auto = _auto_class(model, layout)
         anatomy = read(source, layout, auto)
     except UnsupportedError as error:
-        yield from (Candidate(target.model_type, reason=str(error)) for target in wanted)
+        yield from (Candidate(target.model_type, reason=str(error)) for target in chosen)
         return
 
     def stock_model(target: Target) -> tuple[Any, int | None]:
@@ -194,7 +194,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
     scaling = anatomy.positions.scaling if isinstance(anatomy.positions, RoPE) else None
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
     activation = anatomy.facts["activation"]
-    for target in sorted(wanted, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
+    for target in sorted(chosen, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
         yield _compared_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
 
 

@@ -126,10 +126,10 @@ def _activation(block: nn.Module, layout: FamilyLayout) -> str:
     if isinstance(module, GatedActivation):
         module = module.act
     with torch.no_grad():
-        wanted = module(_GRID)
+        expected = module(_GRID)
         for name in ("gelu", "gelu_new", "relu", "silu", "quick_gelu", "relu2", *ACT2FN):
             with suppress(Exception):  # some want arguments, or packages, of their own
-                if name != "xielu" and torch.allclose(ACT2FN[name](_GRID), wanted, rtol=0, atol=1e-12):
+                if name != "xielu" and torch.allclose(ACT2FN[name](_GRID), expected, rtol=0, atol=1e-12):
                     return name
     raise UnsupportedError(f"{path}: transformers has no activation that equals {module}")
 

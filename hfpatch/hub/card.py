@@ -212,8 +212,8 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
             opened = f'model = {auto}.from_pretrained("{data.base_model}")'
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
         yield "```python\n" + "\n".join(calls) + "\n```"
-        told = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
-        yield f"What was measured right after each of them, before any training:\n\n```text\n{told}\n```\n\n{HOW}"
+        measured = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
+        yield f"What was measured right after each of them, before any training:\n\n```text\n{measured}\n```\n\n{HOW}"
         if facts.changes:
             lines = str(Table(facts.changes))
             yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"

@@ -392,5 +392,5 @@ def _is_transient(error: BaseException | None) -> bool:
 
 
 def _retry_after(error: BaseException) -> int:
-    asked = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
-    return min(int(asked), _LONGEST_RETRY_AFTER) if asked.isdigit() else 0
+    seconds = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return min(int(seconds), _LONGEST_RETRY_AFTER) if seconds.isdigit() else 0

@@ -102,7 +102,7 @@ class _Reader:
     sequences: int
     length: int
     option: str
-    made: int = 0  # batches
+    count: int = 0  # batches
     read_alone: int = 0  # texts and rows
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class _Reader:
                 if len(self.waiting) == self.together:
                     yield from self._waiting()
         yield from self._waiting()
-        if not self.made:
+        if not self.count:
             raise OptionError(
                 f"{self.option} is empty: it holds no batch and no text. (An iterator can be read only once; pass a "
                 "list.)"
@@ -214,10 +214,10 @@ class _Reader:
 
     def _finished(self, columns: Mapping[str, Any], of_rows: bool = False) -> dict[str, Any]:
         """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
-        place = f"{self.option} batch {self.made}" if self.option != "batches" else f"batch {self.made}"
-        self.made += 1
+        place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
+        self.count += 1
         for name in columns:
-            self._require_taken(name, place)
+            self._require_accepted(name, place)
         if columns and not columns.keys() & self.takes:
             raise OptionError(
                 f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
@@ -252,7 +252,7 @@ class _Reader:
             return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
         return -100 if name == "labels" else 0
 
-    def _require_taken(self, name: str, place: str) -> None:
+    def _require_accepted(self, name: str, place: str) -> None:
         """Refuse what the forward doesn't take, and misspelt names where it takes any.
 
         Raises:
@@ -260,9 +260,9 @@ class _Reader:
         """
         if name in self.takes:
             return
-        meant = nearest(name, self.takes, cutoff=0.85)
-        if meant or not self.takes_others:
-            hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
+        suggestion = nearest(name, self.takes, cutoff=0.85)
+        if suggestion or not self.takes_others:
+            hint = f"Did you mean {suggestion!r}?" if suggestion else "Leave it out."
             raise OptionError(f"{place} has {name!r}, which {type(self.model).__name__}.forward doesn't take. {hint}")
 
 

@@ -323,9 +323,9 @@ class _Repairer:
                 values = seen[name], target - seen[point], target
                 del seen, target
                 give_back_memory()
-                for held_out, x, missing, wanted in self.batches.row_pieces(i, decoder, *values):
-                    yield x, missing, wanted, held_out
-                    del x, missing, wanted
+                for held_out, x, missing, target in self.batches.row_pieces(i, decoder, *values):
+                    yield x, missing, target, held_out
+                    del x, missing, target
                 del values
                 give_back_memory()
 

@@ -111,9 +111,9 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
             del vars(module)[_REMINDER]
 
 
-def _generate(model: PreTrainedModel, **given: Tensor) -> Tensor:
-    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
-    drawn: Any = model.generate(**given)
+def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
+    arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
+    drawn: Any = model.generate(**arguments)
     return drawn
 
 

@@ -39,7 +39,7 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         if self.tokens.in_batches:
             return self.rotary.rotate(x, self.phases)
-        return self.tokens.as_given(self.rotary.rotate(self.tokens.in_line(x), self.phases))
+        return self.tokens.in_input_order(self.rotary.rotate(self.tokens.in_line(x), self.phases))
 
     def of(self, slots: Tensor) -> Rotation:
         """The same of some of the tokens alone, slots (B, n)."""
@@ -267,7 +267,7 @@ class _Tokens(NamedTuple):
         """x (*leading, H, head_dim), not (B, T, H, head_dim), as the latter."""
         return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
 
-    def as_given(self, x: Tensor) -> Tensor:
+    def in_input_order(self, x: Tensor) -> Tensor:
         """Inverse of `in_line`."""
         return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
 

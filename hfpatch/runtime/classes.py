@@ -185,8 +185,8 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 def start_values(model: nn.Module) -> None:
     """Initial values of what a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
-        made: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
-        for one in (*made, *([module] if isinstance(module, ComputedPositions) else [])):
+        added: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
+        for one in (*added, *([module] if isinstance(module, ComputedPositions) else [])):
             if hasattr(one, "reset"):
                 one.reset()
         if ROPE_SETTINGS_PATH in vars(module):

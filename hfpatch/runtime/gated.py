@@ -144,12 +144,12 @@ def activation(name: str) -> nn.Module:
     if isinstance(found, type) and issubclass(found, nn.Module):
         return found()
     try:
-        made = Call(str(name)).make()
+        function = Call(str(name)).make()
     except CheckpointError as error:
         raise ValueError(f"torch.nn has no activation {name!r:.80}, and {error}") from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(function, nn.Module):
         raise ValueError(f"{name!r:.80} is no activation")
-    return made
+    return function
 
 
 def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:

@@ -122,8 +122,8 @@ class MLP(Scheme):
 
     def start(self, replaced: Activation) -> Start:
         """The scale at which this gate's activation is nearest to the replaced one, by measurement."""
-        target, wanted = self.activation(replaced), apply_activation(replaced, _GRID)
-        errors = {k: float((apply_activation(target, k * _GRID) / k - wanted).abs().max()) for k in SCALES}
+        target, expected = self.activation(replaced), apply_activation(replaced, _GRID)
+        errors = {k: float((apply_activation(target, k * _GRID) / k - expected).abs().max()) for k in SCALES}
         scale = min(errors, key=errors.__getitem__)  # the first of equal ones
         return Start(scale, errors[scale])
 

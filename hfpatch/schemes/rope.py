@@ -110,12 +110,12 @@ class RoPE(Position):
             raise OptionError(
                 f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(SCALINGS)}, not {scaling!r:.80}."
             )
-        needed, taken = SCALINGS[kind]
+        needed, optional = SCALINGS[kind]
         follows = {"factor"} if self.max_positions is not None and kind in FACTOR_BY_LENGTH else set()
         missing = [name for name in needed if name not in scaling and name not in follows]
         if missing:
             raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
-        known = ("rope_type", *needed, *taken)
+        known = ("rope_type", *needed, *optional)
         unknown = [name for name in scaling if name not in known]
         if unknown:
             raise OptionError(
@@ -164,10 +164,10 @@ class RoPE(Position):
         if kind == "dynamic" and rotary_dim == 2:
             raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
         for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-            given = len(self.scaling[name])  # type: ignore[index]
-            if given != rotary_dim // 2:
+            count = len(self.scaling[name])  # type: ignore[index]
+            if count != rotary_dim // 2:
                 raise OptionError(
-                    f"{where}: scaling[{name!r}] has {given} numbers for {rotary_dim // 2} pairs of channels."
+                    f"{where}: scaling[{name!r}] has {count} numbers for {rotary_dim // 2} pairs of channels."
                 )
         if rotary_dim < 2 or rotary_dim % 2:
             raise OptionError(
@@ -199,8 +199,8 @@ class RoPE(Position):
         options = {name: value for name, value in options.items() if name == "theta" or value != PAPER[name]}
         if kind != "default":
             options |= {"scaling": self.scaling, "length": self.original_max_positions or max_positions}
-        made = AdaptiveRotaryEmbedding if kind in ADAPTIVE else RotaryEmbedding
-        return Call.of(made, head_dim, **options)
+        component = AdaptiveRotaryEmbedding if kind in ADAPTIVE else RotaryEmbedding
+        return Call.of(component, head_dim, **options)
 
     def describe(self, head_dim: int) -> str:
         own = self.resolved()

@@ -61,8 +61,8 @@ def _may_be_norm(module: nn.Module) -> bool:
 def _takes_two_arguments(module: type[nn.Module]) -> bool:
     """Whether a class's forward takes a second argument, as gated norms do; such modules aren't plain norms."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = inspect.signature(module.forward).parameters.values()
-    return sum(parameter.kind in kinds for parameter in taken) > 2  # the first is self
+    arguments = inspect.signature(module.forward).parameters.values()
+    return sum(parameter.kind in kinds for parameter in arguments) > 2  # the first is self
 
 
 def _probe(module: nn.Module) -> NormFacts | None:

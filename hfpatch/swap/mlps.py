@@ -112,10 +112,10 @@ def _require_start(site: MLPSite, scheme: MLP) -> Start:
     """
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
     if scheme.width(d_ff) != d_ff or scheme.bias is False:
-        wanted = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
+        option = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
         raise UnsupportedError(
             f"{site.name}: a gated MLP that starts as the trained one needs all of its {d_ff} hidden channels and a "
-            f"bias, not {wanted}. {anew}, or leave that option out."
+            f"bias, not {option}. {anew}, or leave that option out."
         )
     assert site.act is not None
     start = scheme.start(site.act)

@@ -254,12 +254,12 @@ def _require_same_as_built(
     """
     error, settings = 0.0, _settings_in_config(model, rotation, new)
     try:
-        part, given, patched, own = _small_model(model, rotation, example_inputs)
-        built, inputs = twin(host_with(part, settings), given)
+        part, candidates, patched, own = _small_model(model, rotation, example_inputs)
+        built, inputs = twin(host_with(part, settings), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
-            wanted, new = new, _named(built, own.name).settings
-            if any(new.get(name) != wanted[name] for name in _USUAL_SETTINGS if name in wanted):
+            expected, new = new, _named(built, own.name).settings
+            if any(new.get(name) != expected[name] for name in _USUAL_SETTINGS if name in expected):
                 raise UnsupportedError("a config of its class doesn't keep them")
             derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
             derived.apply(patched, Transaction())
@@ -288,8 +288,8 @@ def _small_model(
         for name, module in model.named_modules()
         if isinstance(module, PreTrainedModel) and f"{rotation.name}.".startswith(f"{name}." if name else "")
     ]
-    given = [] if example_inputs is None else [("", model, example_inputs)]
-    for name, part, needed in (*reversed(around), *given):
+    candidates = [] if example_inputs is None else [("", model, example_inputs)]
+    for name, part, needed in (*reversed(around), *candidates):
         try:
             small, inputs = twin(host_with(part, []), needed)
         except UnsupportedError:

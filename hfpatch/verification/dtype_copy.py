@@ -47,10 +47,10 @@ class Subject:
 
         def converted(name: str, tensor: Tensor) -> Tensor:
             kept = name.endswith("inv_freq") and torch.finfo(dtype).bits < 32
-            wanted = dtype if tensor.is_floating_point() and not kept else tensor.dtype
+            target = dtype if tensor.is_floating_point() and not kept else tensor.dtype
             if isinstance(tensor, nn.Parameter):
-                return tensor if tensor.dtype == wanted else tensor.detach().to(wanted)
-            return tensor.detach().to(wanted, copy=True)
+                return tensor if tensor.dtype == target else tensor.detach().to(target)
+            return tensor.detach().to(target, copy=True)
 
         try:
             copied = copy_with(self.model, converted, {id(vars(self.model).get(UNDO_RECORD)): None}).eval()

@@ -71,7 +71,7 @@ def verify(
             itself doesn't run in is left out, with a note), or the two have other vocabularies, or return tensors of
             other names or shapes.
     """
-    wanted = _dtypes(dtypes)
+    chosen = _dtypes(dtypes)
     _require_runnable("model", model)
     if isinstance(reference, str | PathLike):
         reference = _load(reference, model)
@@ -90,7 +90,7 @@ def verify(
     comparison = Comparison(Subject("model", model), Subject("reference", reference), inputs)
     if is_random:
         comparison.notes.append("random inputs: agreement, divergence and perplexity say nothing of real data.")
-    comparison.measure(wanted)
+    comparison.measure(chosen)
     return Report(
         model=_titled(model),
         reference=_titled(reference),

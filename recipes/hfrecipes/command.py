@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import tqdm
 
 from hfpatch.runtime.errors import PatchError
 
@@ -63,11 +62,6 @@ def stop_requests(received: list[float] | None = None) -> Iterator[list[float]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def progress_bar(name: str, total: int, done: int = 0) -> Any:
-    """tqdm's bar, of the first process on a machine; in a log a line of it every ten seconds."""
-    return tqdm(total=total, initial=done, desc=name, mininterval=0.1 if sys.stderr.isatty() else 10)
 
 
 def run_recipe(

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from accelerate import Accelerator
 from hfrecipes import command, lm, options, settings
 from hfrecipes import corpus as data
 from hfrecipes import training as run
+from hfrecipes.progress import Progress
 from run_files import ROOT, figures, read_results, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -146,6 +148,7 @@ class TestStopping:
 import os
 import finetune
 from hfrecipes import training as run
+from hfrecipes.progress import Progress
 train_step = run.Run.train_step
 def killed(self, where, *args):
     if where == "step 4 of dyt":
@@ -293,6 +296,22 @@ class TestSettings:
         assert settings.parse_variant("rms+rope") == {"norm": "rms", "pos": "rope"}
         assert settings.parse_variant("rope+dyt:alpha=1e+0") == {"norm": "dyt:alpha=1e+0", "pos": "rope"}
         assert settings.parse_variant("control") == {}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_or_ten_lines(monkeypatch, terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress("work", 3000, done=1000) as bar:
+        for step in range(1001, 3001):
+            bar.step(step, f"part {step}")
+    written = stream.getvalue()
+    if terminal:
+        assert "\r" in written
+        assert written.count("\n") == 1
+    else:
+        assert written.splitlines() == [f"work: {10 * i} %, part {300 * i}" for i in range(4, 11)]
 
 
 class TestOwnFolder:
