@@ -27,11 +27,12 @@ import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
 from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
-from hfrecipes.command import keep_freed_memory, progress_bar, run_recipe
+from hfrecipes.command import keep_freed_memory, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
 from hfrecipes.files import write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, multiple_of, option
+from hfrecipes.progress import Progress
 from hfrecipes.report import environment, machine, table
 from hfrecipes.settings import CONTROL, parse_variant, read_settings
 from hfrecipes.timing import MODES, middle, time_in_turn
@@ -107,8 +108,8 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     if not planned:
         raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
     try:
-        with progress_bar("benchmark", len(planned)) as bar:
-            for told, entrants in planned:
+        with Progress("benchmark", len(planned)) as bar:
+            for number, (told, entrants) in enumerate(planned, 1):
                 name = "{case}, {work}, {mode}".format(**told)
                 if time.perf_counter() - started > 60 * config.minutes:
                     results["left_out"].append(name)
@@ -117,8 +118,7 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
                     results["races"].append(told | {"timings": timings})
                 results["wall_seconds"] = time.perf_counter() - started
                 write_json(out / "results.json", results)
-                bar.set_postfix_str(name, refresh=False)
-                bar.update()
+                bar.step(number, name)
     finally:  # Ctrl-C too: what was measured is reported
         if "wall_seconds" in results:
             text = benchmark_report(results)

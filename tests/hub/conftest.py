@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import transformers
 from hub_checks import INVALID, OWNER, USERS, made
 from huggingface_hub import constants
 from local_hub import LocalHub
@@ -46,7 +47,9 @@ def hub(
     }
     for name, value in settings.items():
         monkeypatch.setattr(constants, name, value, raising=False)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)  # of the functions without a client's name
+    # clients that were made before know the real endpoint: of huggingface_hub's functions, and of transformers
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     monkeypatch.setenv("HF_TOKEN", OWNER)
     huggingface_hub.utils.disable_progress_bars()
     monkeypatch.setattr(time, "sleep", server.waits.append)  # nobody waits
