@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,8 @@ class Case:
     def counted(self) -> Tensor:
         return torch.arange(self.tokens.shape[1])
 
-    def rotated_by(self, positions: Tensor) -> Any:
+    @contextmanager
+    def rotated_by(self, positions: Tensor) -> Iterator[None]:
         """Meanwhile every rotation of the stack sees these positions (T,), and in front or behind them those of tokens
         that have none."""
 
@@ -81,7 +84,10 @@ class Case:
             first = self.stack.stack.other_tokens == "before"
             return torch.cat((before, positions) if first else (positions, after))[None]
 
-        return changed_positions(self.model, instead, below=self.stack.name)
+        with ExitStack() as changed:
+            for attention in self.stack.attentions.values():  # not those of another stack, as of GIT's image encoder
+                changed.enter_context(changed_positions(attention, instead))
+            yield
 
 
 def _check(model_type: str) -> None:
