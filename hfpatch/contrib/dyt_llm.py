@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
+from ..measure.hooks import hooked
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
@@ -152,11 +153,13 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
     """The modules with the input embedding's matrix that a forward runs; an encoder-decoder may have two."""
     source = input_embedding(model)
     assert source is not None
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.weight is source.weight
+    }
     called: dict[str, nn.Embedding] = {}
-    with quiet(model):  # in which hooks last no longer
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding) and module.weight is source.weight:
-                module.register_forward_hook(lambda module, *_, name=name: called.update({name: module}))
+    with quiet(model), hooked(found, before=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 

@@ -23,7 +23,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .errors import CheckpointError
-from .record import ARCHITECTURE, KEY
+from .record import KEY, names_on_disk
 
 ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
 SENTENCE = (
@@ -183,5 +183,5 @@ def list_encoder(config: type) -> None:
     entry = listed_encoder(config)
     if entry is not None and entry[0] is not config:
         of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
-        own = (config.__module__, entry[2]) if of_export else (entry[1], ARCHITECTURE + entry[2])
+        own = (config.__module__, entry[2]) if of_export else (entry[1], *names_on_disk([entry[2]]))
         vars(sys.modules[LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))

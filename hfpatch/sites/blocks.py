@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..measure.hooks import Call, hooked
 from ..runtime.edits import pattern_of
 from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
@@ -229,34 +230,32 @@ def observe_blocks(
     outputs: list[tuple[Tensor, int]] = []
     modules = dict(model.named_modules())
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            calls[name] = calls.get(name, 0) + 1
-            if name not in seen:
-                others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
-                of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
-                parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-                named = {**dict(zip(parameters, args, strict=False)), **kwargs}
-                copies = tuple(map(_copied_cache, args)), {key: _copied_cache(value) for key, value in kwargs.items()}
-                seen[name] = *copies, tuple(key for key, value in named.items() if id(value) in of_other_stacks)
+    def before(name: str, call: Call) -> None:
+        calls[name] = calls.get(name, 0) + 1
+        if name not in seen:
+            others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
+            of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
+            parameters = list(inspect.signature(type(modules[name]).forward).parameters)[1:]
+            named = {**dict(zip(parameters, call.args, strict=False)), **call.kwargs}
+            copies = (
+                tuple(map(_copied_cache, call.args)),
+                {key: _copied_cache(value) for key, value in call.kwargs.items()},
+            )
+            seen[name] = *copies, tuple(key for key, value in named.items() if id(value) in of_other_stacks)
 
-        return hook
-
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
+    def after(name: str, output: Any) -> None:
         values = output.values() if isinstance(output, dict) else output
         for value in values if isinstance(output, tuple | list | dict) else (output,):
             if isinstance(value, Tensor) and value.is_floating_point():
                 outputs.append((value, len(seen)))
 
-    handles = [modules[name].register_forward_pre_hook(before(name), with_kwargs=True) for name in names]
-    handles += [module.register_forward_hook(after) for module in modules.values() if foreign]
     without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    try:
-        with torch.no_grad():
-            model(**{**inputs, **without_cache})
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        hooked({name: modules[name] for name in names}, before=before),
+        hooked(modules if foreign else {}, after=after),
+        torch.no_grad(),
+    ):
+        model(**{**inputs, **without_cache})
     return [
         Block(name, modules[name], args, kwargs, calls[name], of_others)
         for name, (args, kwargs, of_others) in seen.items()
