@@ -13,6 +13,7 @@ from .edits import Call
 from .errors import CheckpointError
 
 FRESH = "_hfpatch_fresh"  # of a new projection whose values are torch's
+TIMES = "_hfpatch_times"  # of a gate: what the values of the projection that it was are still to be multiplied by
 
 
 class GatedLinear(nn.Module):
@@ -47,7 +48,8 @@ class GatedLinear(nn.Module):
             kind: the registered name of the scheme.
             width: hidden channels, with fresh projections; None keeps the projection as the gate.
             biases: with a width, whether gate and up have a bias.
-            scale: without one, k of the start: W = k W1 (the same Parameters where k is 1), V = 0 with a bias of 1 / k.
+            scale: without one, k of the start: W = k W1 (the same Parameters, multiplied later: `TIMES`), V = 0 with a
+                bias of 1 / k.
 
         Raises:
             ValueError: the kind is no name, the width isn't positive, there aren't two biases with it, or the scale
@@ -67,9 +69,7 @@ class GatedLinear(nn.Module):
             return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))
         weight: Any = old.weight
         gate, up = bare_copy(old), bare_copy(old)
-        for name, own in old._parameters.items():
-            if own is not None and scale != 1.0:
-                gate._parameters[name] = parameter_like(own, own.detach() * scale)
+        vars(gate)[TIMES] = scale
         ones = torch.ones(projection_sizes(old)[1], dtype=weight.dtype, device=weight.device)
         up._parameters |= {
             "weight": parameter_like(weight, torch.zeros_like(weight)),
@@ -162,10 +162,13 @@ def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Mod
 
 
 def initialise_fresh(model: Any) -> None:
-    """Values of fresh projections in a model that was just built, by its host's own rule."""
+    """Values of fresh projections in a model that was just built, by its host's own rule, and those of gates."""
     for module in model.modules():
         if vars(module).pop(FRESH, False) and not module.weight.is_meta:
             model._init_weights(module)
+        times = vars(module).pop(TIMES, 1.0)
+        for parameter in module.parameters(recurse=False) if times != 1.0 else ():
+            parameter.data.mul_(times)
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:

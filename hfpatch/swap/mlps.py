@@ -15,7 +15,7 @@ from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import FRESH, GatedActivation, GatedLinear, Projection, parameter_like
+from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection, parameter_like
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, find_mlps, mixtures
@@ -83,7 +83,7 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
         row.loss = _approximation(site, scheme, start)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
-    return Change(row, edits, lambda changes: _log_start(changes, model.get_submodule(site.name), first))
+    return Change(row, edits, lambda changes: _start_as_trained(changes, model, site, first))
 
 
 def _text(site: MLPSite) -> str:
@@ -164,11 +164,16 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
     )
 
 
-def _log_start(changes: Transaction, gated: Any, first: nn.Module) -> None:
-    """Enter the Parameters of a start as it was; the gate's are the replaced ones where they aren't scaled."""
-    for projection in (gated.gate, gated.up):
-        if projection.weight is not first.weight:
-            _log_parameters(changes, projection, first)
+def _start_as_trained(changes: Transaction, model: nn.Module, site: MLPSite, first: nn.Module) -> None:
+    """The gate's Parameters are the replaced projection's, times k (shared ones are kept: `find_mlps`); V's are new."""
+    gated: Any = model.get_submodule(site.name)
+    _log_parameters(changes, gated.up, first)
+    scale = vars(gated.gate).pop(TIMES)
+    if scale != 1.0:
+        for name, parameter in gated.gate._parameters.items():
+            if parameter is not None:
+                operand = torch.tensor(scale, dtype=torch.float64, device="cpu")
+                changes.rewrite(gated.gate, name, "multiply", operand)
 
 
 def _start_afresh(

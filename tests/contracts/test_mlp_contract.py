@@ -376,6 +376,16 @@ def test_frozen_projections_stay_frozen() -> None:
         assert all(parameter.requires_grad for parameter in model.encoder.layer[1].parameters())
 
 
+def test_the_gate_is_the_old_projection() -> None:
+    """Which takes no second copy of it."""
+    model = tiny("gpt2")
+    first = model.h[0].mlp.c_fc
+    weight, bias, values = first.weight, first.bias, first.weight.detach().clone()
+    gate = patch(model, mlp="swiglu").h[0].mlp.c_fc.gate
+    assert (gate.weight is weight, gate.bias is bias) == (True, True)
+    assert torch.allclose(weight, 1.712 * values)
+
+
 def test_meta_models_and_meta_defaults() -> None:
     expected = tiny("gpt2")
     for init in ("auto", "reset"):
