@@ -160,6 +160,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
 
 
+@pytest.mark.slow
 def test_patch_composes_with_an_earlier_patch(checkpoint: Path, tmp_path: Path) -> None:
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms")
     called("patch", str(tmp_path / "a"), str(tmp_path / "b"), "--pos", "rope")

@@ -256,6 +256,7 @@ def test_compiled_code_checks_no_more_of_a_norm_than_before():
     assert len(after) <= len(before)
 
 
+@pytest.mark.slow
 def test_compiled_code_checks_one_lens_for_all_attentions():
     names = [name.replace(f".__dict__['{LENS}']", f".{LENS}") for name in checked(patch(deeper("gpt2"), pos="rope"))]
     first, *others = (inside(names, f"['{layer}']._modules['attn'].{LENS}") for layer in range(3))
@@ -287,6 +288,7 @@ class TestInPlace:
         assert compiled_calls(pickle.loads(pickle.dumps(model))) == {}
         assert compiled_calls(model)
 
+    @pytest.mark.slow
     def test_again_replaces_and_undone_is_as_before(self, model):
         first, second = Graphs(), Graphs()
         compile_model(model, backend=first)

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 _ALL = [(name, form) for name in CASES for form in ("plugin", "remote")]
-_QUICK = [("gpt2", "remote"), *((name, "plugin") for name in CASES)]
+_QUICK = [(name, "plugin") for name in CASES]
 FORMS = [pytest.param(*one, marks=() if one in _QUICK else pytest.mark.slow) for one in _ALL]
 FORMS += [pytest.param("gpt2", "native")]  # the only one of these that a stock architecture equals
 

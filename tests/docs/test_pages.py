@@ -30,6 +30,7 @@ from hfpatch.repairs.sample import sample_batches
 
 RECIPES = {path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.py")}
 OF_THE_SHELL = {"pip", "pytest", "git", "cd", "ruff", "mypy", "mkdocs", "pre-commit", "python", "source"}
+FIRST = (ROOT, ROOT / "docs" / "start")  # folders of the pages that the default run has: what a newcomer reads first
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks(page))]
 
 
@@ -91,7 +92,13 @@ def run_block(block: Block, names: dict[str, Any], monkeypatch: pytest.MonkeyPat
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in WITH_CODE])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent in FIRST else pytest.mark.slow)
+        for page in WITH_CODE
+    ],
+)
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(page, tmp_path, monkeypatch, {"slow"})
 

@@ -152,6 +152,7 @@ def test_a_patched_attention_isnt_traced_but_its_source_is_found() -> None:
 # Entry point
 
 
+@pytest.mark.slow
 def test_vllm_imports_hfpatch_in_its_processes() -> None:
     """By the group that vllm/plugins/__init__.py loads and calls in every process."""
     import tomllib

@@ -118,6 +118,7 @@ class TestFigures:
 
 
 class TestStopping:
+    @pytest.mark.slow
     def test_ctrl_c_keeps_finished_models_and_resuming_gives_the_same(self, finished, text, tmp_path, monkeypatch):
         train = stability.train
 

@@ -108,6 +108,7 @@ def test_biases_alone() -> None:
     assert fitted(weights)[0][1] < fitted(biases)[0][1] < fitted(biases)[0][0]
 
 
+@pytest.mark.slow
 def test_cross_attention_is_fitted_too() -> None:
     original = tiny("bart", "AutoModelForSeq2SeqLM")
     data = [{**batch, "decoder_input_ids": batch["input_ids"].flip(0)} for batch in batches(original)]
@@ -119,6 +120,7 @@ def test_cross_attention_is_fitted_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_padding_makes_no_difference() -> None:
     original = tiny("gpt2", LM)
     data = batches(original)
@@ -135,6 +137,7 @@ def test_padding_makes_no_difference() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.slow
 def test_the_attention_implementation_is_put_back(implementation: str) -> None:
     original = tiny("bert", "AutoModelForMaskedLM")
     original.set_attn_implementation(implementation)
@@ -171,6 +174,7 @@ def test_another_models_maps_dont_help() -> None:
     assert by_right.after < 0.5 * by_wrong.after
 
 
+@pytest.mark.slow
 def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And as far as it takes to judge them: of batches of four, the second holds the first held-out sequence."""
     original = tiny("gpt2", LM)

@@ -147,6 +147,7 @@ def test_another_models_activations_dont_help() -> None:
     assert distance(right, original) < 0.2 * distance(wrong, original)
 
 
+@pytest.mark.slow
 def test_a_repair_with_a_reference_is_the_repair_of_the_patch() -> None:
     original = tiny("gpt2", LM)
     inside, outside = repaired(original, batches(original)), swapped(original)
@@ -292,6 +293,7 @@ def test_the_result_doesnt_depend_on_how_sequences_are_batched() -> None:
     assert largest(fits[0], less) > 1e-2  # control
 
 
+@pytest.mark.slow
 def test_batches_of_unequal_length() -> None:
     original = tiny("bert", "AutoModelForMaskedLM")
     data = [{"input_ids": given["input_ids"][:, : 12 - i]} for i, given in enumerate(batches(original, 8))]
@@ -299,6 +301,7 @@ def test_batches_of_unequal_length() -> None:
 
 
 @pytest.mark.parametrize("sequences", [2, 16])
+@pytest.mark.slow
 def test_few_sequences(sequences: int) -> None:
     original = tiny("gpt2", LM)
     data = [{"input_ids": row[None]} for row in joined(batches(original, 8))["input_ids"][:sequences]]
@@ -367,7 +370,7 @@ def padded(original: PreTrainedModel, side: str, garbage: int, both: bool) -> li
         ("gpt2", LM, "right"),
         ("gpt2", LM, "left"),
         ("bert", "AutoModelForMaskedLM", "right"),
-        ("bart", "AutoModelForSeq2SeqLM", "right"),
+        pytest.param("bart", "AutoModelForSeq2SeqLM", "right", marks=pytest.mark.slow),
     ],
 )
 def test_what_stands_at_padding_changes_nothing(family: str, head: str, side: str) -> None:
@@ -384,6 +387,7 @@ def test_what_stands_at_padding_changes_nothing(family: str, head: str, side: st
     assert largest(fits[0][0], weights(repaired(original, data))) > 1e-3  # control
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_of_one_length_have_masks_of_their_own() -> None:
     """The padding of one side is never taken for the other's, even where the shapes would allow it."""
     original = tiny("bart", "AutoModelForSeq2SeqLM", **ONE_LAYER).double()
@@ -606,6 +610,7 @@ class StopHereError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_failure_at_any_logged_change_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("gpt2", LM, n_layer=1)
     data, original, count = batches(model, 2), Transaction._record, [0]
