@@ -15,7 +15,7 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
 from ..measure.hooks import hooked
-from ..measure.inputs import input_embedding
+from ..measure.inputs import input_embedding, text_config
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
@@ -140,7 +140,7 @@ def _patterns(name: str) -> tuple[str, str]:
 
 def _require_language_model(model: nn.Module, request: str) -> None:
     config: Any = model.config
-    text = config.get_text_config()
+    text = text_config(config)
     embedding = input_embedding(model)
     if text is not config or embedding is None or not isinstance(getattr(text, "hidden_size", None), int):
         raise UnsupportedError(

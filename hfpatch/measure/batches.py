@@ -19,7 +19,7 @@ from ..core.holders import model_inside, reader_inside
 from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
-from .inputs import input_embedding
+from .inputs import input_embedding, text_config
 from .text_batches import copied_tokenizer, encode, lines_of
 
 Batch = Mapping[str, Any]
@@ -247,7 +247,7 @@ class _Reader:
     def _padding(self, name: str) -> int:
         """What fills a column behind its shorter sequences, where the mask is 0."""
         if name in ("input_ids", "decoder_input_ids"):
-            pad = getattr(self.model.config.get_text_config(), "pad_token_id", None)
+            pad = getattr(text_config(self.model.config), "pad_token_id", None)
             table = input_embedding(self.model)
             return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
         return -100 if name == "labels" else 0

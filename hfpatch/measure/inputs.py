@@ -101,6 +101,14 @@ def make_inputs(model: nn.Module, overrides: Mapping[str, Any]) -> dict[str, Any
     return {name: make(name, overrides.get(name, ...)) for name in sorted(names)}
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # ambiguous, as transformers says
+        return config.get_text_config(encoder=True)
+
+
 class Inputs:
     """Makes one input by its name, or by the description an override gives."""
 

@@ -13,7 +13,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
+from ..measure.inputs import text_config
 from ..measure.quiet_forward import device_of, quiet
+from ..runtime.errors import first_line
 
 BATCH = 32
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
@@ -40,7 +42,7 @@ def sample_batches(
     Raises:
         OptionError: the model doesn't generate text from tokens, or has a decoder without a first token.
     """
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     if not generates(model):
         raise OptionError(
             f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
@@ -113,7 +115,13 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
 
 def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
     arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
-    drawn: Any = model.generate(**arguments)
+    try:
+        drawn: Any = model.generate(**arguments)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # MusicGen writes sound
+        raise OptionError(
+            f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: "
+            f"{first_line(error):.200}. Pass batches of inputs (calibration=[...])."
+        ) from error
     return drawn
 
 

@@ -26,7 +26,7 @@ from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
-from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, released
+from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
@@ -169,9 +169,9 @@ def require_plain_linears(model: Any) -> None:
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
     """What replaces linear layers in a model of this config, and those of which classes."""
-    attention = getattr(config.get_text_config(), "_attn_implementation", None)
-    if attention in SERVERS:
-        return attention, (nn.Linear,)
+    attentions = {getattr(part, "_attn_implementation", None) for _, part in parts(config)}
+    if by := next((name for name in SERVERS if name in attentions), None):
+        return by, (nn.Linear,)
     quantization = getattr(config, "quantization_config", None) or {}
     settings = quantization if isinstance(quantization, dict) else vars(quantization)
     method = settings.get("quant_method")

@@ -82,7 +82,7 @@ def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, An
     """
     guarded = copy.deepcopy(dict(stored))
     kept = {}
-    for path, part in _parts(config):
+    for path, part in parts(config):
         settings = _at(guarded, path)
         name = _refused_as_text(part) if settings is not None else None
         if settings is not None and name is not None:
@@ -139,12 +139,12 @@ def _at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | Non
     return settings
 
 
-def _parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
+def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
     """The config and those of its parts, by their path."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts(value, (*path, name))
+            yield from parts(value, (*path, name))
 
 
 def _refused_as_text(config: PreTrainedConfig) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.batches import Batch
+from ..measure.inputs import text_config
 from ..measure.outputs import Outputs
 from ..runtime.errors import UnsupportedError
 from .dtype_copy import Subject
@@ -192,5 +193,5 @@ def side_of(name: str, encoder_decoder: bool) -> str:
 
 
 def _is_language_model(model: Any, logits: Tensor) -> bool:
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)
+    vocabulary = getattr(text_config(model.config), "vocab_size", None)
     return model.get_output_embeddings() is not None or logits.shape[-1] == vocabulary
