@@ -100,6 +100,7 @@ def test_each_request_has_its_own() -> None:
     assert outcomes(tiny("gpt2", LM)) == {}
 
 
+@pytest.mark.slow
 def test_a_later_repair_is_told_too() -> None:
     original = tiny("gpt2", LM)
     model = patch(patch(copy.deepcopy(original), mlp="geglu"), norm="dyt")

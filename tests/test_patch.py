@@ -906,6 +906,7 @@ HEAD_NORMS = {"encoder-decoder": ["decoder.cls.predictions.transform.LayerNorm"]
 COMPOSITES = {"encoder-decoder": "AutoModelForSeq2SeqLM", "vision-text-dual-encoder": "AutoModel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "auto"), COMPOSITES.items(), ids=COMPOSITES)
 def test_composites_are_patched_saved_and_restored(kind: str, auto: str, tmp_path: Path) -> None:
     model, given = composite(kind), composite_inputs(kind)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from scheme_forms import CASES, FIRST, FORMS, MORE, NATIVE, SCHEMES, named, patched, written
+from sampled import slow_but
+from scheme_forms import CASES, FIRST, FORMS, NATIVE, SCHEMES, named, patched, written
 from server_backends import SERVERS, of_its_own_class, outcome, wanted
 
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
@@ -39,8 +40,14 @@ def test_every_scheme_is_tried() -> None:
     assert {scheme for _, scheme in CASES} == set(SCHEMES)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", [*FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)], ids=named)
+IN_DEFAULT = [(one, form) for one in FIRST for form in FORMS if form != "remote" or one == ("gpt2", "rms+rope")]
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    slow_but([(one, form) for one in CASES for form in FORMS], IN_DEFAULT),
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
 def test_refused_or_equal(case: tuple[str, str], form: str, tmp_path: Path) -> None:
     model = patched(case)
     exists = written(model, form, tmp_path)

@@ -24,6 +24,7 @@ from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.records.record import Stack
 
 # families of text whose proposal does what the committed record does
+pytestmark = pytest.mark.slow  # of maintainers: it proposes records
 FIXED = ["albert", "bart", "bert", "clip_text_model", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "roberta", "xlm"]
 OTHERS = [
     *("altclip_text_model", "bert-generation", "biogpt", "blenderbot", "blenderbot-small", "camembert", "canary"),
