@@ -117,6 +117,8 @@ def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
     arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
     try:
         drawn: Any = model.generate(**arguments)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # MusicGen writes sound
         raise OptionError(
             f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: "

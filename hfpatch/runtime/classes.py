@@ -169,7 +169,7 @@ def require_plain_linears(model: Any) -> None:
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
     """What replaces linear layers in a model of this config, and those of which classes."""
-    attentions = {getattr(part, "_attn_implementation", None) for _, part in parts(config)}
+    attentions = [getattr(part, "_attn_implementation", None) for _, part in parts(config)]
     if by := next((name for name in SERVERS if name in attentions), None):
         return by, (nn.Linear,)
     quantization = getattr(config, "quantization_config", None) or {}
