@@ -254,6 +254,7 @@ def test_a_model_of_images_reads_no_text() -> None:
 MANY = [" ".join(WORDS[(i + j) % 5] for j in range(3 + i % 4)) for i in range(16)]
 
 
+@pytest.mark.slow
 def test_a_patch_is_repaired_on_texts(tmp_path: Path) -> None:
     """The repair is the one that the same tokens give, and a tokenizer that is told a length reads texts, too."""
     original, tokenizer = tiny("gpt2", LM), make_tokenizer()

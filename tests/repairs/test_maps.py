@@ -100,6 +100,7 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     assert fit_maps(attention, [example], "bias", own - {"c_attn.bias"}) is None
 
 
+@pytest.mark.slow
 def test_biases_alone() -> None:
     original = tiny("opt", LM)
     _, weights = repaired(original, pos="rope")

@@ -90,10 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
         ("gpt2", LM, {"norm": "derf", "pos": "rope"}, 2),
         ("bert", "AutoModelForMaskedLM", {"norm": "dyt"}, 4),
         ("bert", "AutoModelForMaskedLM", {"norm": "rms"}, 10),  # compensated in closed form before
-        ("bart", "AutoModelForSeq2SeqLM", {"norm": "dyt"}, 4),
-        ("whisper", "AutoModelForSpeechSeq2Seq", {"norm": "dyt"}, 3),
+        pytest.param("bart", "AutoModelForSeq2SeqLM", {"norm": "dyt"}, 4, marks=pytest.mark.slow),
+        pytest.param("whisper", "AutoModelForSpeechSeq2Seq", {"norm": "dyt"}, 3, marks=pytest.mark.slow),
         ("vit", "AutoModel", {"norm": "dyt"}, 3),
-        ("opt", LM, {"norm": "dyt"}, 2),
+        pytest.param("opt", LM, {"norm": "dyt"}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_repair_brings_the_original_back(family: str, head: str, request_: dict, factor: float) -> None:
@@ -234,7 +234,9 @@ def test_norms_are_fitted_to_the_originals_output() -> None:
 # What isn't fitted says why
 
 
-@pytest.mark.parametrize(("head", "kept"), [("AutoModel", True), ("AutoModelForMaskedLM", False)])
+@pytest.mark.parametrize(
+    ("head", "kept"), [("AutoModel", True), pytest.param("AutoModelForMaskedLM", False, marks=pytest.mark.slow)]
+)
 def test_a_repair_that_repairs_little_says_why_and_warns(head: str, kept: bool) -> None:
     """Layers that share their weights can't be fitted: the warning gives the distance that remains."""
     original = tiny("albert", head)
