@@ -48,7 +48,9 @@ def floors() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return dict(
-        one.split(">=") for one in [*project["dependencies"], *extras["recipes"], *extras["test"]] if ">=" in one
+        one.partition(",")[0].split(">=")
+        for one in [*project["dependencies"], *extras["recipes"], *extras["test"]]
+        if ">=" in one
     )
 
 
