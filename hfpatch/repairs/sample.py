@@ -13,9 +13,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
+from ..measure.float64 import host_errors
 from ..measure.inputs import text_config
 from ..measure.quiet_forward import device_of, quiet
-from ..runtime.errors import first_line
+from ..runtime.errors import UnsupportedError
 
 BATCH = 32
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
@@ -116,13 +117,12 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
 def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
     arguments.setdefault("attention_mask", torch.ones_like(arguments["input_ids"]))
     try:
-        drawn: Any = model.generate(**arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # MusicGen writes sound
+        with host_errors():
+            drawn: Any = model.generate(**arguments)
+    except UnsupportedError as error:  # MusicGen writes sound
         raise OptionError(
-            f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: "
-            f"{first_line(error):.200}. Pass batches of inputs (calibration=[...])."
+            f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: {error}. "
+            "Pass batches of inputs (calibration=[...])."
         ) from error
     return drawn
 
