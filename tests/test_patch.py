@@ -28,6 +28,7 @@ from tiny_models import (
     norms_of,
     outputs,
     patch,
+    peft_of_transformers,
     randomise,
     reload,
     tiny,
@@ -1004,7 +1005,7 @@ def test_patched_models_can_be_wrapped_and_sharded() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_patching_a_model_with_a_loaded_adapter() -> None:
     """transformers' own add_adapter leaves a PreTrainedModel; q and k of the adapter are rotated as well."""
-    adapter = pytest.importorskip("peft")
+    adapter = peft_of_transformers()
     model, other = tiny("gpt2", GPT2LMHeadModel), patch(tiny("gpt2", GPT2LMHeadModel), pos="rope")
     config = adapter.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
     for one in (model, other):

@@ -8,6 +8,7 @@ always.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Model
 
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import UnsupportedError
@@ -22,6 +24,8 @@ from hfpatch.sites.stacks import FoundStack, find_stacks
 
 SHIFT = 10  # positions by which a whole stack is moved
 SAME, DIFFERENT = 1e-4, 1e-2  # at most, and at least, what outputs change by; angles are in float32
+# what this version of transformers calls the cache in a model's arguments and outputs
+CACHE = "cache" if "cache" in inspect.signature(GPT2Model.forward).parameters else "past_key_values"
 
 Outputs = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -161,7 +165,7 @@ def floating_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Te
             yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            if "past_key_values" not in str(key):
+            if CACHE not in str(key):
                 yield from floating_tensors(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
@@ -219,8 +223,8 @@ def steps_alike(model: nn.Module, inputs: Mapping[str, Any]) -> float:
             step = {**inputs, name: tokens[:, i : i + 1]}
             if name == "input_ids" and "attention_mask" in inputs:
                 step["attention_mask"] = inputs["attention_mask"][:, : i + 1]
-            last = model(**step, past_key_values=cache, use_cache=True)
-            cache = last.past_key_values
+            last = model(**step, **{CACHE: cache}, use_cache=True)
+            cache = last[CACHE]
     expected = {
         n: value[:, -1:]
         for n, value in floating_tensors(whole)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from .errors import PositionError
 from .lens import REMOVED_ARGUMENT, Arguments, Indexed
@@ -199,7 +200,7 @@ class AttentionLens:
         kind = attention_implementation(module)
         if kind not in TAKE_A_BIAS:
             raise PositionError(no_bias(module._get_name(), kind))
-        mask, cache = arguments.get(MASK), arguments.get(self.cache) if self.cache else None
+        mask, cache = arguments.get(MASK), self._cache(arguments)
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise PositionError(
@@ -227,7 +228,7 @@ class AttentionLens:
 
     def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
         slots = torch.arange(tokens.number, device=tokens.device)[None]
-        cache = arguments.get(self.cache) if self.cache else None
+        cache = self._cache(arguments)
         if cache is None:
             return slots
         layer = getattr(module, self.layer_index, None)
@@ -237,6 +238,10 @@ class AttentionLens:
                 "cache are unknown. Pass position_ids, or use_cache=False."
             )
         return slots + cache.get_seq_length(layer)
+
+    def _cache(self, arguments: Arguments) -> Cache | None:
+        """The call's key-value cache: by its type, since versions of transformers name the argument differently."""
+        return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
 
 
 class _Tokens(NamedTuple):

@@ -10,12 +10,10 @@ architecture: vLLM and SGLang look it up in their registries, whose own classes 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -33,13 +31,6 @@ from .tables import ComputedPositions
 
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
-
-if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24):
-    warnings.warn(
-        f"transformers {transformers.__version__} passes a model's cache by another name, by which patched positions "
-        "count from 0 at each decoded token in some models, without an error. Install transformers below 5.24.",
-        stacklevel=2,
-    )
 
 
 class PatchedConfig:

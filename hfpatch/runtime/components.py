@@ -4,7 +4,7 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm, Padded
-from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows
+from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
 from .grid import Grid
@@ -31,7 +31,7 @@ _MODULES = (
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(AttentionLens, HostOrder, FixedArguments, Unrotated, HandedDown, Gains, Joins, Padded),
+    *(AttentionLens, HostOrder, FixedArguments, ZeroBiases, Unrotated, HandedDown, Gains, Joins, Padded),
     *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (

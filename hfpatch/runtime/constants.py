@@ -138,7 +138,11 @@ def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
 
 @dataclass(frozen=True)
 class FixedArguments:
-    """Lens on an attention that fixes some of its arguments; "zeros" replaces what is passed by zeros."""
+    """Lens on an attention that fixes some of its arguments; "zeros" replaces what is passed by zeros.
+
+    GPT-J's and CodeGen's attentions turn nothing at position 0. From transformers 5.24 on they don't look positions up
+    themselves: their model hands them (sin, cos) as `position_embeddings`, which is fixed to position 0's instead.
+    """
 
     arguments: tuple[tuple[str, Any], ...]
     hfpatch_note: ClassVar[str] = "its own positions are hidden from it"
@@ -148,6 +152,25 @@ class FixedArguments:
         for name, value in self.arguments:
             if value != "zeros":
                 filled[name] = value
+            elif name == "position_ids" and "position_embeddings" in arguments:
+                sin, cos = arguments["position_embeddings"]
+                filled["position_embeddings"] = (torch.zeros_like(sin), torch.ones_like(cos))
             elif arguments.get(name) is not None:
                 filled[name] = torch.zeros_like(arguments[name])
         return {}, filled
+
+
+@dataclass(frozen=True)
+class ZeroBiases:
+    """Lens on a module that makes attentions' biases of positions (B, T) in a method: it answers zeros (B, 1, T, T)."""
+
+    method: str
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        states = next(x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point())
+
+        def answer(positions: Tensor) -> Tensor:
+            batch, tokens = positions.shape
+            return states.new_zeros(batch, 1, tokens, tokens)
+
+        return {self.method: answer}, {}

@@ -62,7 +62,8 @@ class FilledArguments(LengthLimit):
         filled = {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
         if self.counts and "position_ids" in filled:
             slots = torch.arange(tokens.shape[1], device=tokens.device)
-            counted = slots[None] + (arguments.get("past_key_values_length") or 0)
+            before = arguments.get("cache_length") or arguments.get("past_key_values_length") or 0  # until 5.23
+            counted = slots[None] + before
             filled["position_ids"] = counted.expand(tokens.shape[:2])
         return {}, filled
 

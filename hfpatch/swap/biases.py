@@ -7,6 +7,7 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import by_class
+from ..runtime.constants import ZeroBiases
 from ..runtime.errors import UnsupportedError
 from ..schemes.positions import Position
 from ..schemes.request import Part
@@ -54,7 +55,7 @@ def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundSt
     Raises:
         UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
     """
-    switched = {id(inner) for item in found if item.stack.in_attention for inner in item.owner.modules()}
+    switched = {id(inner) for item in found if _switches_biases_off(item) for inner in item.owner.modules()}
     owned = {id(inner) for item in biases for inner in item.owner.modules()}
     changed = owned | {id(inner) for item in found for inner in item.owner.modules()}
     rows = []
@@ -70,3 +71,8 @@ def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundSt
             raise UnsupportedError(f"{where}: its positions are relative biases, and they stay: {reason}.")
         rows.append(Row("position", "keep", where, "relative positions", reason=reason))
     return [Change(row) for row in rows]
+
+
+def _switches_biases_off(item: FoundStack) -> bool:
+    """Whether a stack with a table also switches off the biases that its attentions add."""
+    return bool(item.stack.in_attention) or any(isinstance(value, ZeroBiases) for _, value in item.stack.removal)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from test_fingerprint import stored_in, with_config
-from tiny_models import inputs, load, patch, tiny
+from tiny_models import inputs, load, patch, peft_of_transformers, tiny
 from transformers import AutoModel, PreTrainedModel
 
 from hfpatch import export_model
@@ -112,7 +112,7 @@ def test_a_model_without_one_takes_an_older_file_away(tmp_path: Path) -> None:
 
 
 def test_an_adapter_leaves_it(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = peft_of_transformers()
     adapted = load(saved(tmp_path), LM)
     adapted.add_adapter(peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     adapted.save_pretrained(tmp_path / "adapter")

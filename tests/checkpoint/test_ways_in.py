@@ -21,7 +21,7 @@ import transformers
 import zoo
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from safetensors.torch import load_file, save_file
-from tiny_models import difference, load, logged, patch, tiny
+from tiny_models import difference, load, logged, patch, peft_of_transformers, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
@@ -168,7 +168,7 @@ def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
 
 
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
-    peft = pytest.importorskip("peft")
+    peft = peft_of_transformers()
     adapted = load(folder, CAUSAL)
     adapted.add_adapter(peft.LoraConfig(target_modules="all-linear", bias="all"))
     with pytest.warns(FingerprintWarning, match="adapters"):

@@ -11,6 +11,7 @@ import torch
 import zoo
 from position_checks import RECORDED, base, changed_positions, difference, owners, patched, states, tokens
 from position_families import make
+from rope_proof import CACHE
 from sampled import slow_but
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -151,8 +152,8 @@ def test_a_prompt_in_two_pieces() -> None:
     model = patched(make("gpt2"), pos="alibi")
     whole = tokens(2, 11)
     with torch.no_grad():
-        cache = model(whole[:, :6]).past_key_values
-        second = model(whole[:, 6:], past_key_values=cache).logits
+        cache = model(whole[:, :6])[CACHE]
+        second = model(whole[:, 6:], **{CACHE: cache}).logits
         assert difference(second, model(whole).logits[:, 6:]) <= 1e-5
 
 
@@ -207,7 +208,7 @@ class Attention(nn.Module):
         self.c_attn, self.num_heads, self.head_dim, self.layer_idx = host.c_attn, 4, 8, host.layer_idx
         self.config, self.is_causal = host.config, True
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> Any:
         q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.c_attn(hidden_states).chunk(3, -1))
         scores = q @ k.transpose(-1, -2) + self.added(attention_mask)
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2), None

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from position_checks import RECORDED, difference, generated, generator, patched, require_the_same_with_a_cache
+from rope_proof import CACHE
 from sampled import slow_but
 from torch import Tensor
 from transformers import CompileConfig
@@ -144,7 +145,7 @@ def test_a_quantized_cache(name: str, pos: str, monkeypatch: pytest.MonkeyPatch)
     plain = generated(model, given, use_cache=False)
     cache = cache_utils.DynamicCache()
     cache.layers = [ByHand() for _ in range(model.config.num_hidden_layers)]
-    assert difference(generated(model, given, past_key_values=cache), plain) <= 0.05
+    assert difference(generated(model, given, **{CACHE: cache}), plain) <= 0.05
     assert cache.layers[0].get_seq_length() > 9
 
 
@@ -167,9 +168,8 @@ def test_encoders_that_decode(name: str) -> None:
 @pytest.mark.parametrize("name", slow_but(CAUSAL, 4))
 def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AttentionLens.__call__
-    monkeypatch.setattr(
-        AttentionLens, "__call__", lambda self, m, a: real(self, m, {**a, "position_ids": None, self.cache: None})
-    )
+    monkeypatch.setattr(AttentionLens, "__call__", lambda self, m, a: real(self, m, {**a, "position_ids": None}))
+    monkeypatch.setattr(AttentionLens, "_cache", lambda *_: None)
     monkeypatch.setattr(HandedDown, "__call__", lambda *_: ({}, {}))
     model, given = made(name)
     assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2
@@ -177,7 +177,7 @@ def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_control_a_bias_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = AttentionLens._slots
-    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, s, a: real(self, m, s, {**a, self.cache: None}))
+    slots = AttentionLens._slots
+    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, tokens, _: slots(self, m, tokens, {}))
     model, given = made(name, "alibi")
     assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2

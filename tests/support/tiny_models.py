@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -27,6 +28,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
@@ -126,6 +129,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 RECORDED = ("gpt2", "bert", "roberta", "distilbert", "bart", "opt", "gpt_neo", "vit", "whisper")
+
+
+def peft_of_transformers() -> Any:
+    """PEFT, where transformers' own `add_adapter` takes the installed version; the test is skipped otherwise."""
+    peft = pytest.importorskip("peft")
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:  # transformers 5.24 asks for a PEFT that wasn't released before it
+        pytest.skip(str(error))
+    return peft
 
 
 def tiny_config(family: str, **options: Any) -> PreTrainedConfig:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...runtime.constants import FixedArguments
+from ...runtime.constants import ZeroBiases
 from ...runtime.length_lenses import ExpandedRows, FilledArguments, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
 from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, Stack, family
@@ -57,12 +57,11 @@ LAYOUTLMV3 = replace(
     other_tokens="after",
     removal=(
         ("pos_embed", MEAN_ROW),  # of an image's patches, which follow the text
-        ("encoder.has_relative_attention_bias", False),
         ("encoder.rel_pos_bias", None),
+        ("encoder.@lens", ZeroBiases("_cal_1d_pos_emb")),
         ("@lens", ExpandedRows((("embeddings.position_ids", None),))),
         *IDS,
     ),
-    in_attention=(("@lens", FixedArguments((("rel_pos", 0),))),),
 )
 LONGFORMER = replace(
     COUNTING,

@@ -117,7 +117,7 @@ class TestFaultsAreSeen:
 
     @pytest.mark.parametrize("owner", ["GPTBigCodeModel", "XGLMModel"])
     def test_positions_that_start_anew_at_each_step(self, owner: str) -> None:
-        with changed(owner, cache="no_such_argument", hands_on=True):  # nor are the owner's positions handed down
+        with changed(owner, cache=None, hands_on=True):  # nor are the owner's positions handed down
             assert proof.cached(proof.HOMES[owner]) >= DIFFERENT
 
 
