@@ -7,6 +7,7 @@ from .runtime.errors import CheckpointError, PatchError, PositionError, Unsuppor
 __all__ = [
     "CheckpointError",
     "FingerprintWarning",
+    "FreshHeadWarning",
     "HubError",
     "MissingPackageError",
     "NoMatchError",
@@ -87,3 +88,7 @@ class MissingPackageError(PatchError, ImportError):
 
 class HubError(PatchError):
     """A push to the Hub couldn't be done, or it isn't known whether it was; the cause is the client's own error."""
+
+
+class FreshHeadWarning(UserWarning):
+    """A model has a head that its checkpoint has no weights for; the message names its modules."""

@@ -203,21 +203,41 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
         )
     if optimizer is not None:
         check_optimizer(optimizer, model)
+    _require_undoable(model, undo_record.edits)
     before = list(model.parameters())
-    present_ids = set(map(id, before))
+    present_ids = {id(tensor) for tensor in (*before, *model.buffers())}
     replaced = [(new, old) for old, new in undo_record.edits.replacements()]
     patched_config, device, dtype = model.config, model.device, model.dtype
     undo_record.edits.undo()
     for name in (UNDO_RECORD, REPAIR):
         vars(model).pop(name, None)
     carry_over_config(model, patched_config, undo_record.lengths)
-    for parameter in model.parameters():  # restored ones move to the model's present device and dtype
-        if id(parameter) not in present_ids:
-            converted = dtype != undo_record.dtype and parameter.is_floating_point()
-            parameter.data = parameter.data.to(device, dtype if converted else None)
+    for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype
+        if id(tensor) not in present_ids:
+            converted = dtype != undo_record.dtype and tensor.is_floating_point()
+            tensor.data = tensor.data.to(device, dtype if converted else None)
     if optimizer is not None:
         swap_parameters(model, optimizer, before, replaced, Transaction())
     return model
+
+
+def _require_undoable(model: PreTrainedModel, edits: Transaction) -> None:
+    """Refuse what `unpatch_model` couldn't make whole, before anything changes.
+
+    Raises:
+        NotReversibleError: a module that the patch wrote to was replaced since, or the model was moved to meta.
+    """
+    if strays := edits.strays(model):
+        raise NotReversibleError(
+            f"{type(model).__name__}: a {strays[0]._get_name()} whose values the patch changed was replaced since (as "
+            "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."
+        )
+    removed = [one for one in edits.replaced() if isinstance(one, nn.Parameter)]
+    removed += [own for one in edits.replaced() if isinstance(one, nn.Module) for own in one.parameters(recurse=False)]
+    if model.device.type == "meta" and not all(parameter.is_meta for parameter in removed):
+        raise NotReversibleError(
+            f"{type(model).__name__} is on meta: its values are gone. Load the original checkpoint instead."
+        )
 
 
 def _new_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:

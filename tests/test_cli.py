@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
 def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(checkpoint: Path, tmp_path: Path) -> None:
     few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8", "--report", str(tmp_path / "report.json"))
     out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
+    assert "no report" not in out
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
@@ -280,6 +282,49 @@ def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:
     called("export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "plugin", "--max-shard-size", "40KB")
     assert len([*(tmp_path / "a").glob("*.safetensors")]) > 1
     assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
+
+
+@pytest.mark.parametrize("size", ["abc", "", "5", "infGB", "GB"])
+def test_a_size_that_is_none_is_refused_first(
+    size: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfpatch.cli.opened", None)
+    for command in (["patch", "--norm", "rms"], ["export", "--to", "plugin"]):
+        arguments = [command[0], str(checkpoint), str(tmp_path / "out"), *command[1:], "--max-shard-size", size]
+        result = run.invoke(app, arguments)
+        assert isinstance(result.exception, SystemExit)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == f"Error: --max-shard-size takes a size such as 2GB or 500MB, not {size!r}.\n"
+
+
+@pytest.mark.parametrize(
+    "place", ["notes.txt/report.json", "notes.txt/more/report.json", "folder", "locked/report.json"]
+)
+def test_a_report_that_cant_be_written_is_refused_first(
+    place: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("folder", "locked"):
+        (tmp_path / name).mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+    monkeypatch.setattr("hfpatch.cli.opened", None)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ["patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--report", str(tmp_path / place)]
+    result = run.invoke(app, arguments)
+    assert isinstance(result.exception, SystemExit)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith(f"Error: {tmp_path / place} ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("options", [("--norm", "dyt", "--calibration", "none"), ("--norm", "rms")])
+def test_no_report_of_no_repair(options: tuple[str, ...], checkpoint: Path, tmp_path: Path) -> None:
+    report = tmp_path / "new" / "report.json"
+    result = run.invoke(app, ["patch", str(checkpoint), str(tmp_path / "out"), *options, "--report", str(report)])
+    assert result.exit_code == 0
+    assert f"Warning: nothing was repaired, so there is no report to save as {report}.\n" in result.stderr
+    assert not report.parent.exists()
 
 
 def test_code_of_a_repository_runs_only_where_it_is_trusted(checkpoint: Path) -> None:

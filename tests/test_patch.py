@@ -45,7 +45,7 @@ from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.norms import AffineNorm, DynamicTanh
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -976,6 +976,56 @@ def test_resized_embeddings(tmp_path: Path) -> None:
     again = reload(model, tmp_path, "AutoModelForCausalLM")
     assert again.config.vocab_size == 103
     assert difference(model, again) == 0
+
+
+@pytest.mark.parametrize(("family", "norm"), [("pegasus", "rms"), ("t5", "dyt:alpha=llm"), ("m2m_100", "rms")])
+def test_a_resized_embedding_that_encoder_and_decoder_share(family: str, norm: str, tmp_path: Path) -> None:
+    """The host puts the shared one into both, where the patch centres or scales what each returns."""
+    original, given = zoo.tiny(family, auto_class="AutoModelForSeq2SeqLM")
+    model = patch(original.eval(), norm=norm, init="reset" if "dyt" in norm else "exact")
+    names, before = list(dict(model.named_parameters())), model(**given).logits
+    model.resize_token_embeddings(before.shape[-1] + 3)
+    assert list(dict(model.named_parameters())) == names
+    assert model.get_encoder().embed_tokens.weight is model.get_input_embeddings().weight
+    assert difference(model(**given).logits[..., :-3], before) < 1e-5
+    again = reload(model, tmp_path, "AutoModelForSeq2SeqLM")
+    assert difference(model(**given).logits, again(**given).logits) == 0
+    if norm == "rms":
+        with pytest.raises(UnsupportedError, match="Identity"):
+            model.set_input_embeddings(nn.Identity())
+
+
+def test_a_table_of_positions_isnt_resized() -> None:
+    model, _ = zoo.tiny("distilbert")
+    patch(model, norm="rms", init="copy")
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match="DistilBertModel"):
+        model.resize_position_embeddings(64)
+    assert not changes(before, fingerprint(model))
+
+
+def test_unpatch_refuses_what_was_replaced_since() -> None:
+    original, _ = zoo.tiny("gptj", auto_class="AutoModelForCausalLM")
+    model = patch(original, norm="rms:fold_bias=true", init="exact", reversible=True)
+    model.resize_token_embeddings(103)
+    before = fingerprint(model)
+    with pytest.raises(NotReversibleError, match="Linear"):
+        unpatch_model(model)  # its shift is folded into the old head's bias
+    assert not changes(before, fingerprint(model))
+
+
+def test_unpatch_after_the_model_has_moved() -> None:
+    original, given = zoo.tiny("xglm")
+    model = patch(copy.deepcopy(original), pos="rope", reversible=True)
+    for one in (original, model):
+        one.bfloat16().eval()
+    unpatch_model(model)
+    assert model.embed_positions.weights.dtype == torch.bfloat16
+    assert difference(model(**given).last_hidden_state, original(**given).last_hidden_state) == 0
+    gone = patch(tiny("gpt2"), norm="dyt", reversible=True).to("meta")
+    with pytest.raises(NotReversibleError, match="on meta"):
+        unpatch_model(gone)
+    assert isinstance(gone.ln_f, DynamicTanh)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "nemotron"])

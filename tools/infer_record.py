@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from rope_proof import DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
+from rope_proof import CACHE, DIFFERENT, SAME, Proof, decodes_alike, floating_tensors, outputs, prove
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
@@ -421,7 +421,7 @@ def _stack(
         _projections(module, first, channels, time),
         reserved_rows=_reserved(owner, prefix, table, seen),
         head_dim=head_dim,
-        cache=cache,
+        cache="past_key_values" if cache == CACHE else cache,  # its name in records, which versions before 5.24 read
         layer_index=layer if cache else "layer_idx",
         window=_window(module),
         removal=(*((other, MEAN_ROW) for other in tables[1:]), *_limits(holder, table)),

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..core.suggest import did_you_mean
-from ..runtime.errors import PatchError, first_line
-from ..runtime.record import KEY
+from ..errors import FreshHeadWarning
+from ..runtime.errors import CheckpointError, PatchError, first_line
+from ..runtime.lens import host_class
+from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
-from .classes import patched_model_class
+from .classes import _with_loading_info, patched_model_class
 from .file_digests import strongest_check
 from .streaming import files_of, opened_from
 
 _RANDOM = "config:"
+_MOST_NAMED = 3
 
 
 def is_config(model: str) -> bool:
@@ -74,7 +81,7 @@ def opened(
         options: of `from_pretrained`.
 
     Raises:
-        CheckpointError, PatchError: it can't be opened, or isn't what was saved.
+        CheckpointError, PatchError: it can't be opened, lacks weights, or isn't what was saved.
     """
     config = config_of(model, trust)
     if is_config(model):
@@ -83,10 +90,63 @@ def opened(
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             kind = type(random_weights(copy.deepcopy(config), head, trust))
         if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
-            return opened_from(files, kind, model, config)
+            built, info = opened_from(files, kind, model, config)
+            _require_weights(built, info["missing_keys"], model, config, trust)
+            return built
     cls = class_to_build(config, head)
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel
     if hasattr(config, KEY) and strongest:
         options["check_fingerprint"] = strongest_check(model)
-    return cls.from_pretrained(model, config=config, dtype="auto", trust_remote_code=trust, **options)
+    options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
+    try:
+        loaded = _with_loading_info(functools.partial(cls.from_pretrained, model, **options))
+    except SafetensorError as error:
+        raise CheckpointError(f"{model}: its weights can't be read: {error}. Download or save it again.") from error
+    built, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+    _require_weights(built, info.get("missing_keys", ()), model, config, trust)
+    return built
+
+
+def _require_weights(model: Any, missing: Collection[str], name: str, config: Any, trust: bool) -> None:
+    """Refuse a model with random weights that its checkpoint should have; warn of a head that it never had.
+
+    Raises:
+        CheckpointError: naming some of them.
+    """
+    if not missing:
+        return
+    kind, expected = host_class(type(model)).__name__, _expected(model, config, trust)
+    lost = sorted(key for key in missing if _within_base(model, key) in expected)
+    if lost:
+        named = ", ".join([*lost[:_MOST_NAMED], *(["..."] if len(lost) > _MOST_NAMED else [])])
+        raise CheckpointError(
+            f"{name} lacks {len(lost)} weights of {kind} ({named}), which would be random. Download or save it again. "
+            "Where it has no head: --head AutoModel. If they are to start afresh: open it in Python, save_pretrained, "
+            "and take that."
+        )
+    modules = ", ".join(sorted({key.rpartition(".")[0] or key for key in missing}))
+    warnings.warn(
+        f"{name} has no weights for {modules} of {kind}: they start afresh (random), to be trained.",
+        FreshHeadWarning,
+        stacklevel=3,
+    )
+
+
+def _expected(model: Any, config: Any, trust: bool) -> set[str]:
+    """Names of the weights that a checkpoint should have: those of the class that it was saved from, else of the base.
+
+    Without the prefix that a head's base has, as `_within_base` gives them.
+    """
+    saved, names = model, saved_from(config)
+    if host_class(type(model)).__name__ not in names:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            saved = random_weights(copy.deepcopy(config), None, trust)
+        if host_class(type(saved)).__name__ not in names:
+            saved = model.base_model
+    return {_within_base(saved, key) for key in saved.state_dict()}
+
+
+def _within_base(model: Any, key: str) -> str:
+    """A weight's name in the base model; that of a head's own weight as it is."""
+    return key if model.base_model is model else key.removeprefix(f"{model.base_model_prefix}.")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import transformers
 from safetensors import SafetensorError
@@ -28,13 +30,27 @@ from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR,
 from .auto_classes import opening
 from .file_digests import compare, write_digests
 from .files import FILES, require_sound_files
-from .fingerprint import Fingerprint, config_digest, settings_of, with_config_digest, without_harmless
+from .fingerprint import (
+    Fingerprint,
+    config_digest,
+    same_settings,
+    settings_of,
+    with_config_digest,
+    without_harmless,
+)
 from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
-from .stored_config import checked_config, checkpoint_name, require_its_architecture, without_disk_only_entry
+from .stored_config import (
+    checked_config,
+    checkpoint_name,
+    require_effect,
+    require_its_architecture,
+    without_disk_only_entry,
+)
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+_saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record and marker are set for one save
 
 
 class Opened(NamedTuple):
@@ -42,13 +58,13 @@ class Opened(NamedTuple):
 
     Attributes:
         fingerprint: what is stored in it, if anything.
-        settings: a digest of the settings as they were read, before any were passed to `from_pretrained`.
+        settings: those that were read, before any were passed to `from_pretrained`.
         edited: whether the file isn't the one that was saved.
         report: the digest of the report of its repair, if it has one.
     """
 
     fingerprint: Fingerprint | None
-    settings: str
+    settings: dict[str, Any]
     edited: bool
     report: Any
 
@@ -185,10 +201,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if opened.report is not None and name is not None:
                 model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
             if check_fingerprint:
+                as_saved = same_settings(opened.settings, now := settings_of(model.config))
+                if not as_saved:
+                    require_effect(opened.settings, now, model, name)
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:
-                    if opened.settings == settings_of(model.config):
+                    if as_saved:
                         _require_same_function(model, opened.fingerprint, info, name)
                     if opened.edited:
                         _report_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
@@ -204,31 +223,32 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             mark_weights: bool = True,
             **kwargs: Any,
         ) -> None:
-            record = getattr(self.config, KEY)
-            saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
-            writes = saves and not kwargs.get("distributed_checkpoint")
-            if push_to_hub:
-                kwargs.setdefault("repo_id", Path(save_directory).name)
-            fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
-            entries: dict[str, Any] = {} if fingerprint is None else {FINGERPRINT: fingerprint.to_json()}
-            if report is not None:
-                entries[REPORT] = digest_of(report)
-            setattr(self.config, KEY, {**record, **entries})
-            try:
-                writing = replacing(save_directory) if writes else nullcontext(save_directory)
-                marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
-                with writing as folder, marking as weights:
-                    streams = FILES in vars(self)
-                    weights = {} if streams else weights
-                    super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
-                    if streams:
-                        from .streaming import write_weights  # opening a checkpoint needs nothing that makes a patch
+            with _saving.setdefault(self, threading.RLock()):
+                record = getattr(self.config, KEY)
+                saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
+                writes = saves and not kwargs.get("distributed_checkpoint")
+                if push_to_hub:
+                    kwargs.setdefault("repo_id", Path(save_directory).name)
+                fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
+                entries: dict[str, Any] = {} if fingerprint is None else {FINGERPRINT: fingerprint.to_json()}
+                if report is not None:
+                    entries[REPORT] = digest_of(report)
+                setattr(self.config, KEY, {**record, **entries})
+                try:
+                    writing = replacing(save_directory) if writes else nullcontext(save_directory)
+                    marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
+                    with writing as folder, marking as weights:
+                        streams = FILES in vars(self)
+                        weights = {} if streams else weights
+                        super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
+                        if streams:  # opening a checkpoint needs nothing that makes a patch
+                            from .streaming import write_weights
 
-                        write_weights(self, Path(folder), kwargs.get("max_shard_size"))
-                    if saves:
-                        write_report(self, Path(folder))
-            finally:
-                setattr(self.config, KEY, record)
+                            write_weights(self, Path(folder), kwargs.get("max_shard_size"))
+                        if saves:
+                            write_report(self, Path(folder))
+                finally:
+                    setattr(self.config, KEY, record)
 
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
             state_dict.pop(prefix + MARKER, None)  # torch's own copy

@@ -291,9 +291,14 @@ def _warn(model: PreTrainedModel, how: str) -> None:
     warnings.warn(message, FingerprintWarning, stacklevel=4)  # where save_pretrained is called
 
 
-def settings_of(config: PreTrainedConfig) -> str:
-    """A digest of the settings that may change what a model computes."""
-    return _digest_of(without_harmless(config.to_dict()))
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The settings that may change what a model computes."""
+    return without_harmless(config.to_dict())
+
+
+def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether both are written alike: a tuple is a list, and NaN itself."""
+    return _digest_of(a) == _digest_of(b)
 
 
 def config_digest(stored: Mapping[str, Any]) -> str:

@@ -7,15 +7,20 @@ of each kind tells whether the code around them computes the same.
 An output x of n entries becomes nine numbers: its root mean square, and for k = 0..7 the sum of w_i x_i over the
 entries i = k (mod 8), divided by the root of n / 8, with weights w_i of unit variance, a fixed function of i. If the
 entries of x are off by independent relative errors e, the sums are off by about e times the root mean square.
+
+What runs is a copy of the model's modules over the same tensors: another thread may run the model meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy
@@ -30,50 +35,172 @@ _NARROW = 64  # rows of an output layer
 _OURS = "_hfpatch_"  # start of the attributes that a patch sets; other private ones are torch's and transformers' own
 _NUMBERING = ("idx", "index", "_id")  # endings of attributes that number blocks
 _SETTINGS = (bool, int, float, str, type(None))
+_UNCOMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile made: the one that it was made from
 _MASKED = 6e4  # what is larger stands for minus infinity in one dtype or another
 _MOST_OUTPUTS = 16
+_EMPTY: Any = object()  # a closure's variable that isn't set yet
+_COLLECTIONS = (dict, OrderedDict, list, set)
+# tables of hooks that no forward reads or writes, in every module
+_UNREAD = {name for name in vars(nn.Module()) if name.endswith("_hooks") and "forward" not in name}
+_PLAIN = {*_SETTINGS, Tensor, nn.Parameter, torch.dtype, torch.device}  # types of what a copy shares; looked up first
 
 Sums = dict[str, tuple[float, ...]]  # by the path of an output
 
 
 @contextmanager
-def cut_down(model: Any) -> Iterator[None]:
-    """One block of each kind in every list, and few rows of the output layer, while it is open.
+def cut_down(model: Any) -> Iterator[Any]:
+    """A copy of a model with one block of each kind in every list and few rows of the output layer, over its tensors.
 
     A list keeps its length, since some models read it by number, together with another list, or for the outputs of all
     its blocks: those after the first of their kind get its children, and pass on their input (`_Kind`).
 
-    Afterwards everything is put back, also what a forward changes for good: BigBird gives up its sparse attention at
-    the first short input.
+    The model isn't written to, whatever a forward changes for good (BigBird gives up its sparse attention at the first
+    short input). At the end the copy is emptied, so that it holds no weights until the garbage collector comes.
     """
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def keep(module: nn.Module) -> None:
-        states = (module.__dict__, module._modules, module._parameters, module._buffers)
-        before.extend((state, dict(state)) for state in states)
-
+    copies = _Copies()
     try:
-        for module in model.modules():  # lazily: children that blocks share are walked once
-            keep(module)
+        small = copies(model)
+        for module in small.modules():  # lazily: children that blocks share are walked once
             kinds: dict[Any, _Kind] = {}
             for block in module if isinstance(module, nn.ModuleList) else ():
-                keep(block)
                 kind = kinds.setdefault(_kind(block), _Kind(block))
                 if kind.first is not block and not isinstance(block, nn.ModuleList):
                     block.__dict__.update(_modules=kind.first._modules, forward=partial(kind.pass_on, block.forward))
                     kind.first.__dict__["forward"] = kind.run
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = small.get_output_embeddings() if hasattr(small, "get_output_embeddings") else None
         if isinstance(head, nn.Linear) and len(head.weight) > _NARROW:
             rows = len(head.weight)
-            for holder in (head, model):  # some models add a bias of theirs to the output
+            for holder in (head, small):  # some models add a bias of theirs to the output
                 for tensors in ("_parameters", "_buffers"):
                     narrow = {name: _narrow(value, rows) for name, value in holder.__dict__[tensors].items()}
                     holder.__dict__[tensors] = narrow
-        yield
+        yield small
     finally:
-        for state, content in reversed(before):
-            state.clear()
-            state.update(content)
+        copies.empty()
+
+
+class _Copies:
+    """Copies of modules, which share their tensors, and of what leads to these modules.
+
+    A module's attributes are copied where they are plain collections. Inside them, and in closures and defaults, a
+    collection, function, bound method, partial or other callable is copied if there is a module in it: a forward that
+    accelerate or a user put in the place of a module's own then runs the copy. All else is shared.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Any]] = {}  # by id an original, which keeps its id so, and its copy
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if id(value) in self._found:
+            return self._found[id(value)][1]
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if kind in _COLLECTIONS:
+            return self._collection(value)
+        if kind is FunctionType:
+            return self._function(value)
+        if kind is tuple:
+            return self._made(value, tuple, list(value))
+        if kind is MethodType:
+            return self._made(value, lambda parts: MethodType(*parts), [value.__func__, value.__self__])
+        if kind is partial:
+            return self._made(value, _partial, [value.func, value.args, value.keywords, vars(value)])
+        if kind is weakref.ref:
+            return self._made(value, lambda parts: weakref.ref(*parts), [value()])
+        if callable(value) and kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
+            return self._callable(value)
+        return value
+
+    def empty(self) -> None:
+        for original, copied in self._found.values():
+            if isinstance(copied, nn.Module) and copied is not original:
+                copied.__dict__.clear()
+        self._found.clear()
+
+    def _keep(self, original: Any, copied: Any) -> Any:
+        self._found[id(original)] = original, copied
+        return copied
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):  # its state isn't Python's
+            return module
+        new: nn.Module = self._keep(module, object.__new__(type(module)))
+        state = dict(module.__dict__)  # at once: another thread's forward may add to it
+        state.pop("_compiled_call_impl", None)
+        tables = {name: dict(state[name]) for name in ("_modules", "_parameters", "_buffers")}
+        tables["_modules"] = {name: self(child) for name, child in tables["_modules"].items()}
+        for name, value in state.items():
+            if name in tables or type(value) in _PLAIN or (name in _UNREAD and not value):
+                continue
+            state[name] = copied = self(value)
+            if copied is value and type(value) in _COLLECTIONS:
+                state[name] = self._keep(value, value.copy())
+        new.__dict__.update({**state, **tables})
+        return new
+
+    def _collection(self, value: Any) -> Any:
+        if not value:
+            return value
+        new = self._keep(value, type(value)())
+        items = list(value.items() if isinstance(value, dict) else value)
+        if isinstance(value, dict):
+            new.update((key, self(item)) for key, item in items)
+            changed = any(new[key] is not item for key, item in items)
+        else:
+            found = [self(item) for item in items]
+            (new.extend if isinstance(value, list) else new.update)(found)
+            changed = any(one is not item for one, item in zip(found, items, strict=True))
+        return new if changed else self._keep(value, value)
+
+    def _made(self, value: Any, make: Callable[[list[Any]], Any], parts: list[Any]) -> Any:
+        """What is made of the parts' copies; the value itself where none of them is another."""
+        copied = [self(part) for part in parts]
+        changed = any(one is not part for one, part in zip(copied, parts, strict=True))
+        return self._keep(value, make(copied) if changed else value)
+
+    def _function(self, function: FunctionType) -> Any:
+        compiled = str(function.__globals__.get("__name__")).startswith("torch._dynamo.")
+        if compiled and hasattr(function, _UNCOMPILED):
+            return self._keep(function, self(getattr(function, _UNCOMPILED)))
+        cells = function.__closure__ or ()
+        own = [self._found.setdefault(id(cell), (cell, CellType()))[1] for cell in cells]  # functions may share some
+        code, names = function.__code__, function.__globals__
+        new = self._keep(function, FunctionType(code, names, function.__name__, None, tuple(own) or None))
+        changed = False
+        for cell, other in zip(cells, own, strict=True):
+            content = _EMPTY
+            with suppress(ValueError):
+                content = cell.cell_contents
+            if content is not _EMPTY:
+                other.cell_contents = self(content)
+                changed |= other.cell_contents is not content
+        for name in ("__defaults__", "__kwdefaults__"):
+            value = getattr(function, name)
+            setattr(new, name, self(value))
+            changed |= getattr(new, name) is not value
+        if not changed:
+            return self._keep(function, function)
+        for name in ("__module__", "__qualname__", "__doc__"):
+            setattr(new, name, getattr(function, name))
+        new.__dict__.update(function.__dict__)
+        return new
+
+    def _callable(self, value: Any) -> Any:
+        new = self._keep(value, object.__new__(type(value)))
+        state = dict(vars(value))
+        vars(new).update({name: self(one) for name, one in state.items()})
+        changed = any(vars(new)[name] is not one for name, one in state.items())
+        return new if changed else self._keep(value, value)
+
+
+def _partial(parts: list[Any]) -> Any:
+    function, args, keywords, attributes = parts
+    new = partial(function, *args, **keywords)
+    vars(new).update(attributes)
+    return new
 
 
 class _Kind:
@@ -131,7 +258,7 @@ def _settings(module: nn.Module) -> Iterator[Any]:
 
 
 def run(model: nn.Module, inputs: Mapping[str, Tensor], noise: float = 0.0, seed: int = 0) -> Sums:
-    """The sums over each output of a forward of the model cut down, which leaves no trace.
+    """The sums over each output of a forward of the model cut down, which leaves no trace in the model.
 
     Args:
         noise: the output of every module with Parameters is multiplied by 1 + noise * u, u uniform in (-1, 1).
@@ -142,14 +269,14 @@ def run(model: nn.Module, inputs: Mapping[str, Tensor], noise: float = 0.0, seed
     from ..measure.outputs import outputs_of, shake  # opening a checkpoint without a check needs nothing that measures
     from ..measure.quiet_forward import device_of, fitting, quiet
 
-    with cut_down(model), quiet(model), _full_precision(device := device_of(model)):
+    with cut_down(model) as small, quiet(small), _full_precision(device := device_of(small)):
         if noise:
-            shake(model, noise, seed)
+            shake(small, noise, seed)
         before = _random_states(device)
-        found = outputs_of(model, fitting(model, inputs))
+        found = outputs_of(small, fitting(small, inputs))
         if not noise and before != _random_states(device):  # also where a first forward exchanges modules for good
             before = _random_states(device)
-            found = outputs_of(model, fitting(model, inputs))
+            found = outputs_of(small, fitting(small, inputs))
             if before != _random_states(device):
                 raise UnsupportedError("its outputs depend on random numbers.")
     return {path: _sums(x) for path, x in list(found.items())[:_MOST_OUTPUTS] if x.numel() and path != "loss"}

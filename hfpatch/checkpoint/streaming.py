@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 
 from ..core.stored_tensor import StoredTensor
+from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, finder, variant_of, weight_files
-from .files import FILES, weight_names
+from .files import FILES, listed_files, weight_names
 from .weight_digest import as_bytes
 
 _SMALL = 2**20  # bytes up to which a tensor is read at once, such as those of norms and biases
@@ -35,41 +36,54 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
 
     It is for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed checkpoints,
     code of the repository, and files that config.json names.
+
+    Raises:
+        CheckpointError: a file is missing, which the index names.
     """
     find = finder(model, {})
     special = ("quantization_config", "transformers_weights", "auto_map", KEY)
     if any(getattr(config, name, None) for name in special) or type(config).extra_files or find("adapter_config.json"):
         return None
-    found = [path for path in weight_files(find, "") if path is not None]
+    listed = weight_files(find, "")
+    found = [path for path in listed if path is not None]
+    if len(found) < len(listed) and (index := find(weight_names("")[1])) is not None:
+        lost = index.parent / listed_files(index)[listed.index(None)]
+        raise CheckpointError(f"{lost} is missing, which {index.name} names. Download or save it again.")
     usual = bool(found) and all(variant_of(path.name) == "" for path in found)
     return found if usual and not any(found[0].parent.glob(DISTRIBUTED)) else None
 
 
-def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> Any:
-    """A model whose large weights stay in their files.
+def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """A model whose large weights stay in their files, and what transformers says of loading it.
 
     Args:
         files: as `files_of` found them.
         cls: its class.
         name: of the checkpoint: a Hub id or a folder.
         config: its config.
+
+    Raises:
+        CheckpointError: a file can't be read.
     """
     weights: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for path in files:
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no dictionary)
-                tensor = file.get_tensor(key)
-                weights[key] = tensor.clone() if tensor.nbytes <= _SMALL else StoredTensor.of_file(str(path), key)
-                places[key] = path.name
-    model = cls.from_pretrained(None, config=config, state_dict=weights, dtype="auto")
+        try:
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    tensor = file.get_tensor(key)
+                    weights[key] = tensor.clone() if tensor.nbytes <= _SMALL else StoredTensor.of_file(str(path), key)
+                    places[key] = path.name
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
+    model, info = cls.from_pretrained(None, config=config, state_dict=weights, dtype="auto", output_loading_info=True)
     model.config.name_or_path = name
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
         where = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
         options: dict[str, Any] = {**where, "force_download": False, "local_files_only": False, "subfolder": ""}
         model.adjust_generation_fn(None, True, [None], name, trust_remote_code=False, **options)
     vars(model)[FILES] = places
-    return model
+    return model, info
 
 
 def write_weights(model: Any, folder: Path, max_shard_size: str | None) -> None:

@@ -63,6 +63,8 @@ from .options import (
     one_of,
     option,
     require_apart,
+    require_size,
+    require_writable,
     texts_of,
 )
 
@@ -163,6 +165,8 @@ def patch(
     for place in (out, report):
         require_apart(place, model, calibration)
     require_free(out, overwrite)
+    require_writable(report)
+    require_size(max_shard_size)
     torch.manual_seed(seed)
     built = opened(model, head, trust_remote_code, stored=True)
     request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
@@ -196,6 +200,8 @@ def patch(
             processor.save_pretrained(folder)
     if repaired is not None and report is not None:
         repaired.save(report)
+    elif report is not None:
+        typer.echo(f"Warning: nothing was repaired, so there is no report to save as {report}.", err=True)
     carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
     summary = ", ".join(f"{request} is {outcome.partition(':')[0]}" for request, outcome in found)
     typer.echo(f"\nSaved to {out} {carried}: {summary}.")
@@ -299,6 +305,7 @@ def export(
     if is_config(model):
         raise PatchError("export takes a patched checkpoint, not config:FAMILY (random weights).")
     require_apart(out, model)
+    require_size(max_shard_size)
     built = opened(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
@@ -382,7 +389,7 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
     tensors, size, same = compare(model, {})
     typer.echo(f"{tensors} tensors ({size:,} bytes) are those that were saved, byte by byte.")
-    built = opened(model, head, trust, **same)
+    built = opened(model, head, trust, check_fingerprint="full", **same)
     unchecked = vars(config)[OPENED].fingerprint is None
     passes = "but was saved without a fingerprint" if unchecked else "and passes the check of its fingerprint"
     typer.echo(f"{type(built).__name__} opens, {passes}.")

@@ -9,11 +9,12 @@ from typing import Any
 
 import typer
 import typer.core
+from safetensors import SafetensorError
 
-from ..errors import FingerprintWarning, NotPreservedWarning
+from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning
 from ..runtime.errors import PatchError, first_line
 
-_OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning)
+_OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning, FreshHeadWarning)
 
 
 class Commands(typer.core.TyperGroup):
@@ -23,8 +24,10 @@ class Commands(typer.core.TyperGroup):
         try:
             with _own_warnings():
                 return super().invoke(ctx)
-        except (PatchError, OSError, ValueError) as error:
+        except (PatchError, OSError, ValueError, SafetensorError) as error:
             message = str(error) if isinstance(error, PatchError) else first_line(error)
+            if isinstance(error, SafetensorError):
+                message = f"weights can't be read: {message}. Download or save the checkpoint again."
             if "trust_remote_code=True" in str(error):
                 message += " Pass --trust-remote-code to run it."
             typer.echo(f"Error: {message}", err=True)

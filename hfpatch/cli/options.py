@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
+from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
 from ..runtime.errors import PatchError
@@ -63,3 +66,24 @@ def require_apart(out: Path | None, *sources: str | Path | None) -> None:
             read, written = Path(source).resolve(), out.resolve()
             if read.is_relative_to(written) or (written.is_file() and written.is_relative_to(read)):
                 raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
+
+
+def require_writable(file: Path | None) -> None:
+    """Refuse an output that is a folder, or in a place that can't be written, before anything is done for it."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise PatchError(f"{file} is a folder; a file is needed.")
+    parent = next(path for path in Path(os.path.realpath(file)).parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        why = "is read-only" if parent.is_dir() else "is a file"
+        raise PatchError(f"{file} can't be written: {parent} {why}. Choose another place.")
+
+
+def require_size(size: str | None) -> None:
+    """Refuse what isn't a size of files of weights."""
+    try:
+        if size is not None:
+            split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except (ValueError, OverflowError) as error:
+        raise OptionError(f"--max-shard-size takes a size such as 2GB or 500MB, not {size!r:.80}.") from error

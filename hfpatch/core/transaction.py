@@ -197,6 +197,18 @@ class Transaction:
         kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
         return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
 
+    def replaced(self) -> list[nn.Module | nn.Parameter]:
+        """Child modules, with all inside them, and Parameters that `undo` puts back."""
+        found: list[nn.Module | nn.Parameter] = []
+        for old, _ in self.replacements():
+            found += old.modules() if isinstance(old, nn.Module) else [] if old is None else [old]
+        return found
+
+    def strays(self, model: nn.Module) -> list[nn.Module]:
+        """Modules whose values `undo` would write back, and that are neither in the model nor put back themselves."""
+        known = {id(one) for one in (*model.modules(), *self.replaced())}
+        return [arguments[0] for undo, arguments in self._log if undo is _undo_values and id(arguments[0]) not in known]
+
     def then(self, later: Transaction) -> Transaction:
         """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it."""
         both = Transaction()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+EMBEDDINGS = "inputs_embeds"  # argument of transformers' models in place of their tokens
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -37,6 +39,7 @@ class Centring:
             embedding tied to the output head).
         parametrized: (module, axis) whose outputs `mode="parametrize"` centres in every forward, instead of all of the
             above: the last module of each branch (its dropout, if that is a module).
+        embeddings: modules whose `inputs_embeds` are centred, since nothing that is centred above sees them.
         exact: norms whose input is zero-mean after the centring.
         approximate: norm -> why its input isn't, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
@@ -48,6 +51,7 @@ class Centring:
     folds: tuple[Axis, ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
     parametrized: tuple[tuple[str, int], ...] = ()
+    embeddings: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
     approximate: dict[str, str] = field(default_factory=dict)
     compensated: tuple[str, ...] = ()

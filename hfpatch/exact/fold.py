@@ -13,12 +13,12 @@ from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
 from ..runtime.apply import apply, condensed
-from ..runtime.edits import CENTRE_SLOT, Edit, pattern_of
+from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
-from ..runtime.lens import CENTRED
+from ..runtime.lens import CENTRED, LENS, host_class, lensed_class
 from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
-from .centring import Centring
+from .centring import EMBEDDINGS, Centring
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,6 +50,8 @@ def carry_out(
     """
     changes = plan_centring(model, centring, mode)
     apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
+    if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
+        transaction.set_class(model, lensed_class(host_class(type(model))))
     for change in changes:
         if change.values is not None:
             change.values(transaction)
@@ -60,9 +62,11 @@ def carry_out(
 
 def plan_centring(model: nn.Module, centring: Centring, mode: str) -> list[Change]:
     """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
+    embeddings = _centred_embeddings(model, set(centring.embeddings))
     if mode == "parametrize":
-        return list(_centred_outputs(model, dict(centring.parametrized)))
-    return [*_absorbed(model, centring), *_folded(model, centring), *_centred_outputs(model, dict(centring.outputs))]
+        return [*_centred_outputs(model, dict(centring.parametrized)), *embeddings]
+    outputs = _centred_outputs(model, dict(centring.outputs))
+    return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]
 
 
 @dataclass(frozen=True)
@@ -155,3 +159,12 @@ def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]
         refuse_private_forward(name, module)
         row = Row("stream", "replace", name, module._get_name(), "centred in every forward")
         yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))
+
+
+def _centred_embeddings(model: nn.Module, patterns: set[str]) -> Iterator[Change]:
+    """Changes that centre what is passed in place of tokens, by patterns of the names of the modules that take it."""
+    for name, module in model.named_modules():
+        if pattern_of(name) in patterns:
+            refuse_private_forward(name, module)
+            row = Row("stream", "replace", f"{name}.{EMBEDDINGS}".strip("."), "argument", "centred")
+            yield Change(row, (Edit.of(f"{name}.{LENS_SLOT}".strip("."), Call.of("CentredArgument", EMBEDDINGS)),))

@@ -111,7 +111,9 @@ class Conversion:
             if self.mode == "parametrize" and self.centring.exact and not self.centring.parametrized:
                 raise UnsupportedError("mode='parametrize' isn't exact for this model; mode='fold' is")
             if centred_already:
-                self.centring = replace(self.centring, folds=(), outputs=(), parametrized=(), compensated=())
+                self.centring = replace(
+                    self.centring, folds=(), outputs=(), parametrized=(), embeddings=(), compensated=()
+                )
             self._changes = plan_centring(self.model, self.centring, self.mode)
         except UnsupportedError as error:
             self.refuse(str(error))

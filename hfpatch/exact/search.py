@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..measure.hooks import Call, hooked
+from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
-from .centring import Axis, Centring
-from .observe import added_to_outputs, norms_with_changed_mean, observe
+from .centring import EMBEDDINGS, Axis, Centring
+from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
 from .probe import EXACT, Effect, Probe, is_close, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
@@ -114,9 +116,11 @@ class _Search:
             outputs=tuple(one for one, seen in outputs.items() if exact and seen.keys() & useful),
             exact=tuple(exact),
         )
+        if exact and mode == "parametrize":
+            centring = replace(centring, parametrized=self.parametrized(useful, exact))
         return replace(
             centring,
-            parametrized=self.parametrized(useful, exact) if exact and mode == "parametrize" else (),
+            embeddings=self.embeddings(centring, mode) if exact else (),
             approximate=self.reasons(exact, compensated),
             compensated=tuple(compensated),
             error=probe.error_of(centring),
@@ -263,6 +267,48 @@ class _Search:
         found = tuple(one for one, seen in self.outputs({}).items() if seen.keys() & useful)
         centring = Centring(parametrized=found, exact=tuple(exact))
         return found if self.probe.error_of(centring, "parametrize") <= EXACT else ()
+
+    # --- embeddings passed in place of tokens -------------------------------------------------------------------------
+
+    def embeddings(self, centring: Centring, mode: str) -> tuple[str, ...]:
+        """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () where nothing is lacking."""
+        probe = self.probe
+        taken: set[str] = set()
+
+        def note(name: str, call: Call) -> None:
+            if isinstance(call.kwargs.get(EMBEDDINGS), Tensor):
+                taken.add(name)
+
+        inputs = self.embedded()
+        if inputs is None:
+            return ()
+        try:
+            with hooked(probe.modules, before=note):
+                before = observe(probe.model, inputs)
+        except UnsupportedError:  # it takes none, or not without more
+            return ()
+        innermost = {
+            one for one in taken if not any(other != one and other.startswith(f"{one}.".lstrip(".")) for other in taken)
+        }
+        found = tuple(dict.fromkeys(map(pattern_of, sorted(innermost or {""}))))
+        for embeddings in ((), found):
+            with probe.centred(replace(centring, embeddings=embeddings), mode):
+                if relative_error(before, observe(probe.model, inputs)) <= EXACT:
+                    return embeddings
+        return ()
+
+    def embedded(self) -> dict[str, Any] | None:
+        """The inputs with random embeddings in place of tokens; None where the model has no table of tokens."""
+        probe, inputs = self.probe, dict(self.probe.inputs[""])
+        table, takes = input_embedding(probe.model), inspect.signature(probe.model.forward).parameters
+        names = [one for one in (EMBEDDINGS, f"decoder_{EMBEDDINGS}") if one in takes]
+        generator = torch.Generator().manual_seed(SEED)
+        for name in names:
+            tokens = inputs.pop(name.replace(EMBEDDINGS, "input_ids"), None)
+            if isinstance(tokens, Tensor) and table is not None:
+                shape = *tokens.shape, table.embedding_dim
+                inputs[name] = torch.randn(shape, generator=generator, dtype=torch.float64) + 1
+        return inputs if any(name in inputs for name in names) else None
 
     # --- norms --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import patched_model_class
+from ..checkpoint.classes import OPENED, patched_model_class
 from ..checkpoint.file_digests import compare, strongest_check, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
@@ -27,6 +27,7 @@ from ..measure.text_batches import processor_of
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
 from ..schemes.request import Record
+from ..verification.report import title_of
 from .card import CARD
 
 CONFIG = "config.json"
@@ -52,6 +53,7 @@ class Checkpoint:
         record: the patch record; None of a native export.
         files: the files to upload, by their path in the folder.
         left_out: paths of those that stay behind.
+        patched: what a report of `verify` calls the patched model; None where the folder doesn't say (native exports).
     """
 
     config: dict[str, Any]
@@ -59,6 +61,7 @@ class Checkpoint:
     record: Record | None
     files: dict[str, Path]
     left_out: list[str]
+    patched: str | None = None
 
     @property
     def title(self) -> str:
@@ -121,6 +124,7 @@ def checkpoint_of(
         raise CheckpointError(f"this {type(inner).__name__} has no weights: it is on the meta device. Load it first.")
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
     written = read_checkpoint(scratch / "model", form == "native")
+    written.patched = title_of(type(inner).__name__, Record.of(inner.config))
     if found is not None:
         written.files |= {name: path for name, path in found.files.items() if name == CARD}
         written.left_out = found.left_out
@@ -157,11 +161,16 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     elif config.get("auto_map"):
         raise CheckpointError(f"{folder} is no native export: it opens with remote code (auto_map in {CONFIG}).")
     _require_weights(folder, files, left_out)
-    return Checkpoint(config, opened, record, files, left_out)
+    found = Checkpoint(config, opened, record, files, left_out)
+    if record is not None and config["architectures"]:
+        found.patched = title_of(found.title, record)
+    return found
 
 
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
-    """Refuse weights that aren't those that were saved, byte by byte; of older checkpoints samples and outputs.
+    """Refuse weights, byte by byte, or a config.json that aren't those that were saved.
+
+    Where weights have no digests, as those of older checkpoints, the default check is made instead.
 
     Raises:
         CheckpointError: they aren't.
@@ -171,6 +180,12 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
         options: Any = {"variant": variant[1:] or None}
         if strongest_check(folder, variant) == "full":
             compare(folder, options)
+            if vars(found.opened)[OPENED].edited:
+                raise CheckpointError(
+                    f"{folder}: its config.json, or the patch record in it, was edited after it was saved. If the "
+                    "change is as it should be, open the folder and save it again by save_pretrained, which makes a "
+                    "new fingerprint; else download or save it again."
+                )
         elif host is not None:
             patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
 

@@ -32,7 +32,7 @@ from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import HOW, Outcome, Part, Record
-from ..verification.report import Report, module_lines, output_lines
+from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import CARD, TASKS
 from .changes import HEADINGS, changed_modules, unpatched
 from .figures import layer_figures
@@ -67,7 +67,7 @@ def write_page(
 
     Raises:
         WrappedModelError, CheckpointError: the model is wrapped, or isn't patched.
-        OptionError: the name doesn't end in .html.
+        OptionError: the name doesn't end in .html, or the report is of another model.
         PatchError: the file can't be written.
         OSError: `checkpoint` has no config.json.
     """
@@ -77,6 +77,8 @@ def write_page(
     require_bare(model)
     if not getattr(model.config, KEY, None):
         raise CheckpointError(f"this {type(model).__name__} isn't patched, so there is nothing to report on.")
+    if report is not None:
+        report.require_of(title_of(type(model).__name__, Record.of(model.config)))
     text = _template().render(_facts(model, checkpoint, reference, report, repair))
     with staged(path) as file:
         file.write_text(text, encoding="utf-8")

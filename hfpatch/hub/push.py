@@ -136,8 +136,9 @@ def push_patched(
     until then nobody sees anything of it. The same call again finishes a push that broke off. Weights travel as
     safetensors only; weights in the repository that transformers might open instead are deleted by the same commit.
 
-    A folder's weights are compared, byte by byte, with the digests that were saved beside them; a FingerprintWarning
-    says where there are none, and samples of them are compared.
+    A folder's weights are compared, byte by byte, with the digests that were saved beside them, and its config.json
+    with the one in its fingerprint; a FingerprintWarning says where the weights have none, and the default check is
+    made instead.
 
     The card says what was patched, how to open it, and what is known of quality and licence. It links to the page that
     `hfpatch report` wrote into the folder (hfpatch_report.html), which travels where the folder is pushed in its own
@@ -168,10 +169,11 @@ def push_patched(
         dry_run: send nothing; return what would be.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken or not those that were
-            saved, or the model isn't patched.
+        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken, they or its config.json
+            aren't those that were saved, or the model isn't patched.
         WrappedModelError: the model is wrapped.
-        OptionError: an argument is outside its domain, or the metadata of README.md can't be read.
+        OptionError: an argument is outside its domain, the report is of another model, or the metadata of README.md
+            can't be read.
         UnsupportedError, VerificationError: the model doesn't have the form; says why.
         PatchError: the tokenizer doesn't open again with the model.
         HubError: the Hub refused the push, somebody else committed meanwhile, or no good answer came after all retries;
@@ -201,6 +203,8 @@ def push_patched(
     with tempfile.TemporaryDirectory() as scratch:
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards, trust_remote_code)
+        if report is not None and found.patched is not None:
+            report.require_of(found.patched)
         if not dry_run:
             branch.create(private, create_pr)
         notes = branch.read_head(required=not dry_run)

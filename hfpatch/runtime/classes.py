@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .apply import apply
 from .attention import BIAS, ROTARY
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
 from .generation import UnlimitedGeneration
 from .host_rotary import ROPE_SETTINGS_PATH, refill
@@ -101,6 +101,39 @@ class PatchedModel(UnlimitedGeneration):
         with opened_patched():
             return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
 
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.
+
+        `resize_token_embeddings` calls it; hosts with an encoder and a decoder put one shared embedding into both.
+
+        Raises:
+            UnsupportedError: the new one isn't an `nn.Embedding`, and there are such embeddings.
+        """
+        changed = {name: one for name, one in self.named_modules() if isinstance(one, nn.Embedding) and _is_marked(one)}  # type: ignore[attr-defined]
+        if changed and not isinstance(value, nn.Embedding):
+            raise UnsupportedError(
+                f"{type(self).__name__}: {next(iter(changed))} is centred or scaled in every forward, which "
+                f"{type(value).__name__} in its place wouldn't be. Set it on the original, then patch that."
+            )
+        super().set_input_embeddings(value)  # type: ignore[misc]
+        for name, module in changed.items():
+            parent, _, child = name.rpartition(".")
+            owner = self.get_submodule(parent)  # type: ignore[attr-defined]
+            weight: Any = getattr(owner, child).weight
+            module.weight, module.num_embeddings = weight, len(weight)
+            setattr(owner, child, module)
+
+    def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Refused.
+
+        Raises:
+            UnsupportedError: always. The host would put a new table in the place of one that was removed or centred.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} is patched: its table of positions can't be resized. Resize the original's, then "
+            "patch that; or patch it with pos='rope' or 'learned:max_positions=...'."
+        )
+
     def initialize_weights(self) -> None:
         super().initialize_weights()  # type: ignore[misc]
         start_values(self)  # type: ignore[arg-type]
@@ -160,11 +193,16 @@ def require_plain_linears(model: Any) -> None:
     """
     by, replaced = _replacing_linears(model.config)
     for name, module in model.named_modules() if replaced else ():
-        if isinstance(module, replaced) and any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED)):
+        if isinstance(module, replaced) and _is_marked(module):
             raise CheckpointError(
                 f"{type(model).__name__}: {name} is centred in every forward, and {by} puts linear layers of "
                 "its own in the place of all. Patch the original with norm='rms', which centres the weights instead."
             )
+
+
+def _is_marked(module: Any) -> bool:
+    """Whether a module's forward does more than its host's."""
+    return any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
 
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:

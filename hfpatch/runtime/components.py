@@ -4,6 +4,7 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm, Padded
+from .centred import CentredArgument
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
@@ -32,6 +33,7 @@ _MODULES = (
 )
 _LENSES = (
     *(AttentionLens, HostOrder, FixedArguments, ZeroBiases, Unrotated, HandedDown, Gains, Joins, Padded),
+    CentredArgument,
     *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (

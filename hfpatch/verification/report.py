@@ -14,6 +14,7 @@ from ..core.plan_table import grouped
 from ..core.results import SavedResult, Table, dataframe
 from ..core.staging import staged
 from ..errors import MissingPackageError, OptionError
+from ..schemes.request import KINDS, Record
 
 STATES = {  # and how the table counts them
     "converted": "converted",
@@ -122,6 +123,21 @@ class Report(SavedResult):
     layers: list[LayerRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def require_of(self, title: str) -> None:
+        """Refuse a report of another model, by its class and the schemes of its patch.
+
+        Args:
+            title: of the model that it is to be of, as `title_of` writes it.
+
+        Raises:
+            OptionError: it is of another.
+        """
+        if self.model != title:
+            raise OptionError(
+                f"the report is of {self.model:.200}, and this model is {title}. Measure this one by verify, and give "
+                "the report of that."
+            )
+
     def to_dataframe(self, table: str = "outputs") -> Any:
         """One of the tables as a pandas dataframe, a row for each measurement.
 
@@ -193,6 +209,12 @@ class Report(SavedResult):
         states = Counter(row.state for row in self.modules)
         counts = [f"{states[state]} {words}" for state, words in STATES.items() if states[state]]
         return [Table(lines), f"{', '.join(counts)}."]
+
+
+def title_of(class_name: str, record: Record) -> str:
+    """What a report calls a model: its class and the schemes of its patch."""
+    schemes = [f"{kind}={part.scheme.name}" for kind in KINDS for part in getattr(record, kind)]
+    return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 
 
 _ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": ModuleRow}

@@ -18,11 +18,11 @@ from ..measure.inputs import example_inputs, input_embedding
 from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
-from ..schemes.request import KINDS, Record
+from ..schemes.request import Record
 from .comparison import DTYPES, Comparison
 from .dtype_copy import Subject, isolated
 from .module_diff import compare_modules
-from .report import Report
+from .report import Report, title_of
 
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
@@ -92,8 +92,8 @@ def verify(
         comparison.notes.append("random inputs: agreement, divergence and perplexity say nothing of real data.")
     comparison.measure(chosen)
     return Report(
-        model=_titled(model),
-        reference=_titled(reference),
+        model=title_of(type(model).__name__, Record.of(model.config)),
+        reference=title_of(type(reference).__name__, Record.of(reference.config)),
         inputs="random, from the config" if is_random else count,
         examples=sum(count_examples(batch) for batch in inputs),
         tokens=sum(count_tokens(batch) for batch in inputs),
@@ -179,9 +179,3 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
             "random. Load both with the class that the original was saved as."
         )
     return loaded.to(model.device)
-
-
-def _titled(model: PreTrainedModel) -> str:
-    record = Record.of(model.config)
-    schemes = [f"{kind}={part.scheme.name}" for kind in KINDS for part in getattr(record, kind)]
-    return type(model).__name__ + (f" ({', '.join(schemes)})" if schemes else "")

@@ -10,7 +10,14 @@ from typing import Any
 from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files, refusing
 from .options import COUNT, option
 
-TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
+TABLES = {  # and what reads them in `datasets`, which knows suffixes in small letters alone
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+}
 LIBRARY = "library"  # in place of a file's name
 Rows = list[dict[str, Any]]
 
@@ -52,7 +59,7 @@ def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
         return read_own(c.text[0] if c.text else None)
     documents = []
     for path in map(Path, c.text):
-        if path.suffix in TABLES:
+        if path.suffix.lower() in TABLES:
             documents += row_documents(path.name, read_tables(str(path))["train"], c.text_column)
         else:
             documents += read_text_files([str(path)])
@@ -100,13 +107,14 @@ def read_tables(
     path, options = Path(source).expanduser().resolve(), {"split": split, "streaming": count is not None}
     if path.exists():
         options["streaming"] = True  # read where it is, not copied to a cache
-        files = list(path.iterdir()) if path.is_dir() else [path]
-        if any(file.suffix in (".csv", ".tsv") for file in files):
-            options["keep_default_na"] = False  # "None" and "NA" are words like others
-        if path.is_file():
-            path, options["data_files"] = path.parent, path.name
-        name = str(path)
-    elif Path(source).suffix in TABLES or is_path(source):
+        name, suffix, files = str(path), path.suffix.lower(), {}
+        if path.is_file() and suffix in TABLES:
+            name, files = TABLES[suffix], {"data_files": str(path)} | ({"sep": "\t"} if suffix == ".tsv" else {})
+        elif path.is_file():
+            name, files = str(path.parent), {"data_files": path.name}
+        with refusing(f"datasets can't read {source}"):
+            options |= files | as_text(datasets.load_dataset_builder(name, **files))
+    elif Path(source).suffix.lower() in TABLES or is_path(source):
         raise RecipeError(f"there is no file or folder {source}")
     else:
         name = source
@@ -118,6 +126,17 @@ def read_tables(
     if empty := [name for name, rows in tables.items() if not rows]:
         raise RecipeError(f"{source} has no rows in its {', '.join(empty)} split")
     return tables
+
+
+def as_text(builder: Any) -> dict[str, Any]:
+    """Options of `datasets` by which cells of csv and tsv files are text as written: 00, and words such as "NA"."""
+    if builder.name != "csv":
+        return {}
+    import pandas
+
+    files = [file for split in builder.config.data_files.values() for file in split]
+    names = {name for file in files for name in pandas.read_csv(file, sep=builder.config.sep, nrows=0)}
+    return {"keep_default_na": False, "converters": dict.fromkeys(names, str)}
 
 
 def with_names(row: dict[str, Any], features: Any) -> dict[str, Any]:

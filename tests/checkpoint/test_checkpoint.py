@@ -206,10 +206,10 @@ def test_generations_of_checkpoints(tmp_path: Path) -> None:
 
 def test_several_patches_of_one_family_side_by_side(tmp_path: Path) -> None:
     """One generated class a host, one record a config."""
-    models = {norm: patch(tiny("gpt2"), norm=norm) for norm in ("rms", "dyt", "derf")}
+    models = {norm: patch(tiny("gpt2", "AutoModelForCausalLM"), norm=norm) for norm in ("rms", "dyt", "derf")}
     for norm, model in models.items():
         model.save_pretrained(tmp_path / norm)
-    loaded = {norm: load(tmp_path / norm) for norm in models}
+    loaded = {norm: load(tmp_path / norm, "AutoModelForCausalLM") for norm in models}
     assert len({type(model) for model in loaded.values()}) == 1
     for norm, model in models.items():
         assert difference(model, loaded[norm]) == 0

@@ -6,9 +6,10 @@ import copy
 import json
 import random
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from tiny_models import fingerprint as trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from hfpatch.checkpoint import fingerprint
+from hfpatch.checkpoint import classes, fingerprint
 from hfpatch.checkpoint.fingerprint import ClassFingerprint, Fingerprint, config_digest
+from hfpatch.checkpoint.marker import MARKER
 from hfpatch.checkpoint.small_forward import cut_down, texture
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError, PatchError
@@ -341,8 +343,8 @@ def test_the_sums(saved: Path) -> None:
     kind, shape, *numbers = recorded.inputs["input_ids"].split(" ")
     assert (kind, shape) == ("int64", "1x12")
     model = AutoModel.from_pretrained(saved)
-    with torch.no_grad(), cut_down(model):
-        x = model(input_ids=torch.tensor([list(map(int, numbers))])).last_hidden_state.double().flatten().tolist()
+    with torch.no_grad(), cut_down(model) as small:
+        x = small(input_ids=torch.tensor([list(map(int, numbers))])).last_hidden_state.double().flatten().tolist()
     root_mean_square, *sums = recorded.outputs["last_hidden_state"]
     assert root_mean_square == pytest.approx((sum(value**2 for value in x) / len(x)) ** 0.5, rel=1e-5)
     golden = (5**0.5 - 1) / 2
@@ -392,6 +394,32 @@ def test_saving_in_mixed_precision_measures_without_it(way: str, saved: Path, tm
     assert float((again(ids).logits - rounded).detach().abs().max()) > 1e-3, "the control: it does round"
     with around:
         assert torch.equal(model(ids).logits.float(), rounded), "and goes on doing so"
+
+
+def test_two_threads_save_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its marker and fingerprint; between two, the model's record is what it was."""
+    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="rms")
+    record = dict(model.config.hfpatch)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    second = threading.Thread(target=model.save_pretrained, args=[folders[1]])
+    marked = classes.marked
+
+    @contextmanager
+    def meanwhile(*args: Any) -> Any:
+        with marked(*args) as weights:
+            if second.ident is None:
+                second.start()
+                second.join(1)  # more than a save takes
+                assert second.is_alive(), "it waits"
+            yield weights
+
+    monkeypatch.setattr(classes, "marked", meanwhile)
+    model.save_pretrained(folders[0])
+    second.join()
+    assert model.config.hfpatch == record
+    assert all(MARKER in load_file(folder / "model.safetensors") for folder in folders)
+    assert stored_in(folders[0])["hfpatch"] == stored_in(folders[1])["hfpatch"]
+    AutoModelForCausalLM.from_pretrained(folders[1], check_fingerprint="full")
 
 
 def test_loading_draws_no_random_number(saved: Path) -> None:

@@ -255,3 +255,72 @@ def test_a_pipeline_hands_options_to_the_model(tokenizer: Any, tmp_path: Path) -
     with pytest.raises(CheckpointError):
         transformers.pipeline("text-generation", model=str(tmp_path))
     transformers.pipeline("text-generation", model=str(tmp_path), model_kwargs={"check_fingerprint": False})
+
+
+# Settings that are overridden at opening, of modules whose edits fix them
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "original_max_position_embeddings": 64}
+ROPE, NOPE, RMS = {"pos": RoPE(theta=500.0)}, {"pos": "nope"}, {"norm": "rms", "init": "copy"}
+OF_ONE_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+}
+IN_VAIN: dict[str, tuple[str, dict[str, Any], str, Any]] = {
+    "a rotation": ("llama", ROPE, "rope_parameters", YARN),
+    "a rotation that was dropped": ("llama", NOPE, "rope_parameters", YARN),
+    "a rotation of one type of layers": ("gemma3_text", ROPE, "rope_parameters", OF_ONE_KIND),
+    "one of these that was dropped": ("gemma3_text", NOPE, "rope_parameters", OF_ONE_KIND),
+    "a part's rotation": ("llava", ROPE, "text_config.rope_parameters", YARN),
+    "hfpatch's rotation": ("esm", ROPE, "rope_theta", 700.0),
+    "eps": ("gpt2", RMS, "layer_norm_epsilon", 0.5),
+    "eps of a norm that has none": ("gpt2", {"norm": "dyt"}, "layer_norm_epsilon", 0.5),
+    "eps beside a norm that was kept": ("gpt2", {**RMS, "keep": ["ln_f"]}, "layer_norm_epsilon", 0.5),
+    "a part's eps": ("llava", RMS, "vision_config.layer_norm_eps", 0.5),
+}
+IN_EFFECT: dict[str, tuple[str, dict[str, Any], str, Any]] = {
+    "a rotation that was kept": ("llama", {"norm": "dyt"}, "rope_parameters", YARN),
+    "eps of norms that were kept": ("llama", ROPE, "rms_norm_eps", 0.5),
+    "eps beside norms without": ("gpt2", {"norm": "dyt", "keep": ["ln_f"]}, "layer_norm_epsilon", 0.5),
+    "another part's rotation": ("llava", RMS, "text_config.rope_parameters", YARN),
+    "another part's eps": ("llava", RMS, "text_config.rms_norm_eps", 0.5),
+    "dropout": ("llama", ROPE, "attention_dropout", 0.5),
+}
+
+
+def opened_with(folder: Path, request: tuple[str, dict[str, Any], str, Any], **options: Any) -> Any:
+    """The opened model, its config changed beforehand."""
+    *way, name = request[2].split(".")
+    config = part = AutoConfig.from_pretrained(folder)
+    for one in way:
+        part = getattr(part, one)
+    setattr(part, name, request[3])
+    return AutoModel.from_pretrained(folder, config=config, **options)
+
+
+@pytest.mark.parametrize("request_", IN_VAIN.values(), ids=IN_VAIN)
+def test_a_setting_that_the_patch_fixes_isnt_overridden(request_: Any, tmp_path: Path) -> None:
+    """It was ignored without a word, while the config said that it applied."""
+    family, patched, name, value = request_
+    patch(zoo.tiny(family)[0], **patched).save_pretrained(tmp_path)
+    again = "pos=RoPE" if "rope" in name else "patch it again"
+    with pytest.raises(CheckpointError, match=rf"{name}=.*has no effect.*{again}"):
+        opened_with(tmp_path, request_)
+    if "." not in name:
+        with pytest.raises(CheckpointError, match="has no effect"):
+            AutoModel.from_pretrained(tmp_path, **{name: value})
+    opened_with(tmp_path, request_, check_fingerprint=False)
+    present = AutoConfig.from_pretrained(tmp_path)
+    if "." not in name:
+        AutoModel.from_pretrained(tmp_path, **{name: getattr(present, name)})  # what it is anyway
+
+
+@pytest.mark.parametrize("request_", IN_EFFECT.values(), ids=IN_EFFECT)
+def test_other_settings_are(request_: Any, tmp_path: Path) -> None:
+    family, patched, name, _ = request_
+    patch(zoo.tiny(family)[0], **patched).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FingerprintWarning)
+        changed = opened_with(tmp_path, request_)
+    ids = {"input_ids": torch.arange(5, 12)[None]}
+    if "dropout" not in name:
+        assert difference(changed, AutoModel.from_pretrained(tmp_path), **ids) > 1e-4

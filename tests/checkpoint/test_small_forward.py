@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import changes, inputs, patch, tiny
 from tiny_models import fingerprint as trace
 from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from hfpatch.checkpoint import fingerprint
-from hfpatch.checkpoint.fingerprint import ClassFingerprint
+from hfpatch.checkpoint.fingerprint import ClassFingerprint, Fingerprint
 from hfpatch.checkpoint.small_forward import cut_down
 
 
@@ -25,19 +32,19 @@ def kinds(model: Any) -> list[int]:
 def test_one_block_of_each_kind() -> None:
     model = tiny("gpt2", n_layer=6)
     model.h[2].train()  # no difference
-    with cut_down(model):
-        assert kinds(model) == [1]
-        assert model(**inputs(model)).last_hidden_state.isfinite().all()
+    with cut_down(model) as small:
+        assert kinds(small) == [1]
+        assert small(**inputs(model)).last_hidden_state.isfinite().all()
     assert kinds(model) == [6]
     some = patch(tiny("gpt2", n_layer=6), norm="dyt", pos="rope", only=["h.[12].*", "h.4.ln_1"])
-    with cut_down(some):
-        assert kinds(some) == [3]  # as it was, both changed, one norm changed
+    with cut_down(some) as small:
+        assert kinds(small) == [3]  # as it was, both changed, one norm changed
     windows = tiny("gpt_neo", num_layers=6, attention_types=[[["global", "local"], 3]])
-    with cut_down(windows):
-        assert kinds(windows) == [2]
+    with cut_down(windows) as small:
+        assert kinds(small) == [2]
     model.h[3].attn.scale_attn_weights = False
-    with cut_down(model):
-        assert kinds(model) == [2]
+    with cut_down(model) as small:
+        assert kinds(small) == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,30 +53,72 @@ def test_another_buffer_makes_a_kind_of_its_own(dtype: torch.dtype) -> None:
     model = patch(tiny("gpt2", n_layer=6), pos="rope")
     for block in model.h:
         block.attn.register_buffer("slopes", torch.ones(4, dtype=dtype), persistent=False)
-    with cut_down(model):
-        assert kinds(model) == [1]
+    with cut_down(model) as small:
+        assert kinds(small) == [1]
     model.h[4].attn._modules["rotary_emb"].inv_freq.zero_()
     model.h[2].attn.slopes[2] = 2.0
-    with cut_down(model):
-        assert kinds(model) == [3]
+    with cut_down(model) as small:
+        assert kinds(small) == [3]
 
 
 def test_the_output_layer_gets_narrow_and_the_embedding_stays() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM", vocab_size=500)
     whole = model(**inputs(model)).logits
-    with cut_down(model):
-        assert model.lm_head.weight.shape == (64, 32)
-        assert model.transformer.wte.weight.shape == (500, 32)
+    with cut_down(model) as small:
+        assert small.lm_head.weight.shape == (64, 32)
+        assert small.transformer.wte.weight.shape == (500, 32)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert torch.equal(model(**inputs(model)).logits, whole)
 
 
-def test_a_model_is_put_back_whatever_happens() -> None:
+def test_a_model_stays_as_it_is_whatever_happens() -> None:
     model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt", pos="rope")
     before = trace(model)
+    with cut_down(model) as small:
+        small.transformer.h[0].attn.scale_attn_weights = False
+        small.transformer.h[0].attn.rotary_emb.inv_freq = torch.ones(2)
+        assert not changes(before, trace(model))
     with pytest.raises(KeyError), cut_down(model):
         raise KeyError
     assert not changes(before, trace(model))
+
+
+def test_another_thread_may_run_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a fingerprint's forward the model computes what it did, with its dropout where it trains."""
+    model = patch(tiny("gpt2", "AutoModelForCausalLM", n_layer=4, vocab_size=500, resid_pdrop=0.5), norm="rms")
+    ids = torch.arange(5, 17)[None]
+
+    def run() -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            return [model.train(mode)(ids).logits for mode in (False, True)]
+
+    def states() -> list[Any]:
+        parts = [vars(module) for module in model.modules()]
+        parts += [one for part in parts for one in part.values() if isinstance(one, dict)]
+        return [{name: id(value) for name, value in part.items()} for part in parts]
+
+    expected, before = run(), states()
+    found: list[list[Tensor]] = []
+    forward = GPT2MLP.forward
+    inside = False
+
+    def noted(self: Any, hidden: Tensor) -> Tensor:
+        nonlocal inside
+        if not inside:
+            inside = True
+            same.append(states() == before)
+            with ThreadPoolExecutor(1) as other:
+                found.append(other.submit(run).result())
+            inside = False
+        return forward(self, hidden)
+
+    same: list[bool] = []
+    monkeypatch.setattr(GPT2MLP, "forward", noted)
+    assert Fingerprint.of(model) is not None
+    assert len(found) == 2, "a forward of the class and one of its base, through one block each"
+    assert all(same)
+    assert all(torch.equal(x, y) for logits in found for x, y in zip(logits, expected, strict=True))
 
 
 class Block(nn.Module):
@@ -110,8 +159,8 @@ class Stack(nn.Module):
 
 def run_cut_down(model: nn.Module) -> list[Tensor]:
     Counting.calls = 0
-    with cut_down(model), torch.no_grad():
-        return model(torch.arange(8.0).view(2, 4))
+    with cut_down(model) as small, torch.no_grad():
+        return small(torch.arange(8.0).view(2, 4))
 
 
 @pytest.mark.parametrize("returned", [lambda x: x, lambda x: (x, "weights"), lambda x: [x]])
@@ -143,6 +192,93 @@ def test_blocks_that_change_the_shape_all_run() -> None:
     assert [stream.shape[-1] for stream in run_cut_down(model)] == [6, 8, 10]
     halved = Stack(*(nn.Conv1d(2, 2, 1, stride=2) for _ in range(2)))
     assert [stream.shape[-1] for stream in run_cut_down(halved)] == [2, 1]
+
+
+def by_closure(model: Any) -> Any:
+    forward = model.forward
+    return lambda hidden: forward(hidden)
+
+
+def by_default(model: Any) -> Any:
+    return lambda hidden, model=model: type(model).forward(model, hidden)
+
+
+def by_partial(model: Any) -> Any:
+    return functools.update_wrapper(functools.partial(type(model).forward, model), model.forward)
+
+
+def by_collections(model: Any) -> Any:
+    kept = {"forwards": [(model.forward,)]}
+    return lambda hidden: kept["forwards"][0][0](hidden)
+
+
+def by_recursion(model: Any) -> Any:
+    own = weakref.ref(model)
+
+    def forward(hidden: Tensor, again: bool = True) -> Any:
+        return forward(hidden, False) if again else type(own()).forward(own(), hidden)  # type: ignore[attr-defined]
+
+    return forward
+
+
+class Wrapped:
+    def __init__(self, model: Any) -> None:
+        self.forward = model.forward
+
+    def __call__(self, hidden: Tensor) -> Any:
+        return self.forward(hidden)
+
+
+def bound(model: Any) -> Any:
+    forward = type(model).forward
+    return MethodType(lambda self, hidden: forward(self, hidden), model)
+
+
+def by_accelerate(model: Any) -> Any:
+    add_hook_to_module(model, ModelHook())
+    return model.forward
+
+
+def by_torch_compile(model: Any) -> Any:
+    return torch.compile(model.forward, backend="eager")
+
+
+WAYS = [by_closure, by_default, by_partial, by_collections, by_recursion, Wrapped, bound, by_accelerate]
+WAYS += [by_torch_compile]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_forward_that_was_replaced_runs_the_copy(way: Any) -> None:
+    model = Stack(*(Block() for _ in range(5)))
+    model.other = {"first": model.blocks[0]}
+    model.forward = way(model)
+    expected = run_cut_down(Stack(*model.blocks))
+    assert all(torch.equal(x, y) for x, y in zip(run_cut_down(model), expected, strict=True))
+    assert Counting.calls == 1
+    with cut_down(model) as small:
+        assert kinds(model) == [5]
+        assert small.other["first"] is small.blocks[0] is not model.blocks[0]
+        assert small.blocks[0].layer.weight is model.blocks[0].layer.weight
+    Counting.calls = 0
+    model(torch.ones(2, 4))
+    assert Counting.calls == 5
+
+
+def test_no_weight_is_copied_or_kept() -> None:
+    model = Stack(*(Block() for _ in range(3)))
+    model.head = model.blocks[2].layer
+    weight = weakref.ref(model.blocks[0].layer.weight)
+    gc.disable()
+    try:
+        with cut_down(model) as small:
+            assert small is not model
+            assert small.head is not model.head
+            assert small.head.weight is model.head.weight
+            small(torch.ones(2, 4))
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_an_output_that_is_missing_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 import zoo
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampled import sampled, slow_but
 from tiny_models import patch, tiny
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from typer.testing import CliRunner
 
 import hfpatch
@@ -235,6 +236,155 @@ def test_a_patched_checkpoint_is_checked_as_ever(tmp_path: Path) -> None:
     assert "isn't the one that was saved" in called("patch", folder, tmp_path / "out", "--pos", "nope", status=1)
 
 
+def without(folder: Path, *globs: str, **settings: Any) -> Path:
+    """The checkpoint without the tensors of these names."""
+    kept = {name: value for name, value in weights(folder).items() if not any(fnmatch(name, one) for one in globs)}
+    assert len(kept) < len(weights(folder))
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    setting(**settings)(folder)
+    return folder
+
+
+def refused(*args: Any) -> str:
+    """The one line that a command ends with."""
+    result = CliRunner().invoke(app, [str(one) for one in args])
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.output
+    return result.stderr
+
+
+def test_a_missing_shard_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
+    lost = sorted(folder.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    before = sorted(tmp_path.rglob("*"))
+    said = refused("patch", folder, tmp_path / "out", "--norm", "rms")
+    assert said == f"Error: {lost} is missing, which model.safetensors.index.json names. Download or save it again.\n"
+    assert lost.name in refused("export", folder, tmp_path / "out", "--to", "plugin")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
+    "of the body": ("gpt2", CAUSAL, "transformer.h.0.mlp.*", {}, ""),
+    "of the body, under another head": ("gpt2", CAUSAL, "transformer.h.0.mlp.*", {}, "AutoModelForTokenClassification"),
+    "of the base alone": ("gpt2", CAUSAL, "*h.0.mlp.*", {}, "AutoModel"),
+    "of a body that nothing says the class of": ("gpt2", "AutoModel", "h.0.mlp.*", {"architectures": None}, ""),
+    "a table that a head is tied to": ("gpt2", CAUSAL, "transformer.wte.weight", {}, ""),
+    "the head that it was saved with": ("llama", CAUSAL, "lm_head.weight", {}, ""),
+    "a pooler that it was saved with": ("bert", "AutoModel", "pooler.*", {}, ""),
+    "of a head beside no base": ("t5", SEQ2SEQ, "decoder.block.0.layer.0.*", {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_a_weight_that_the_file_lacks_is_named(case: str, tmp_path: Path) -> None:
+    """By a patch, and, where the model is in memory, by an export and as either of two models that are compared."""
+    family, head, glob, settings, asked = LACKING[case]
+    tiny(family, head).save_pretrained(tmp_path / "whole")
+    tiny(family, head).save_pretrained(tmp_path / "model")
+    folder = without(tmp_path / "model", glob, **settings)
+    options = ("--head", asked) if asked else ()
+    before = sorted(tmp_path.rglob("*"))
+    for arguments in (
+        ("patch", folder, tmp_path / "out", "--norm", "dyt", "--calibration", "none"),
+        ("export", folder, tmp_path / "out", "--to", "plugin"),
+        ("verify", folder, tmp_path / "whole"),
+        ("report", folder, tmp_path / "whole"),
+    ):
+        said = refused(*arguments, *options)
+        assert f"{folder} lacks " in said
+        assert "which would be random. Download or save it again." in said
+        assert glob.strip("*") in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str, str]] = {
+    "another head": ("llama", CAUSAL, "", "AutoModelForSequenceClassification", {}, "score", "LlamaForSequenceCla"),
+    "a head on a base": ("llama", "AutoModel", "", CAUSAL, {}, "lm_head", "LlamaForCausalLM"),
+    "a head on a base of no class": (
+        "llama",
+        "AutoModel",
+        "",
+        "",
+        {"architectures": None},
+        "lm_head",
+        "LlamaForCausalLM",
+    ),
+    "of a class that isn't known": (
+        "llama",
+        CAUSAL,
+        "lm_head.*",
+        "",
+        {"architectures": ["My"]},
+        "lm_head",
+        "LlamaForC",
+    ),
+    "a pooler": ("bert", MASKED, "", "AutoModel", {}, "pooler.dense", "BertModel"),
+}
+
+
+@pytest.mark.parametrize("case", FRESH)
+@pytest.mark.parametrize("memory", [False, True], ids=["streamed", "in memory"])
+def test_a_fresh_head_is_named_in_a_warning(
+    case: str, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, head, glob, asked, settings, named, kind = FRESH[case]
+    tiny(family, head).save_pretrained(tmp_path / "model")
+    folder = tmp_path / "model"
+    setting(**settings)(folder)
+    if glob:
+        without(folder, glob)
+    if memory:
+        monkeypatch.setattr(by_name, "files_of", lambda *names: None)
+    options = ("--norm", "rms" if family == "bert" else "dyt", "--calibration", "none")
+    words = ["patch", str(folder), str(tmp_path / "out"), *options, *(("--head", asked) if asked else ())]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    warned = [line for line in result.stderr.splitlines() if line.startswith(f"Warning: {folder} has no weights")]
+    assert len(warned) == 1
+    assert f"has no weights for {named} of {kind}" in warned[0]
+    again = CliRunner().invoke(app, ["verify", str(tmp_path / "out")])
+    assert again.exit_code == 0, again.output
+    assert "has no weights" not in again.stderr, "it is saved with the head that it has now"
+
+
+def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:
+    """Its record stays, and what is fresh is told there, too; what it lacks of its base is refused."""
+    patch(tiny("llama", CAUSAL), norm="dyt").save_pretrained(tmp_path / "model")
+    words = ["patch", tmp_path / "model", tmp_path / "out", "--pos", "nope", "--calibration", "none"]
+    result = CliRunner().invoke(app, [*map(str, words), "--head", "AutoModelForSequenceClassification"])
+    assert result.exit_code == 0, result.output
+    assert "has no weights for score of LlamaForSequenceClassification" in result.stderr
+    folder = without(tmp_path / "model", "model.layers.0.mlp.*")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["hfpatch"]["fingerprint"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    result = CliRunner().invoke(app, [*map(str, words[:2]), str(tmp_path / "no"), *map(str, words[3:])])
+    assert result.exit_code == 1
+    assert f"Error: {folder} lacks 3 weights of LlamaForCausalLM (model.layers.0.mlp." in result.stderr
+
+
+def test_python_opens_what_transformers_opens(tmp_path: Path) -> None:
+    """A fresh head or a missing weight is transformers' own matter there."""
+    tiny("gpt2", CAUSAL).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(without(tmp_path, "transformer.h.0.mlp.*"))
+    hfpatch.patch_model(model, norm="rms")
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    tiny("gpt2", CAUSAL).save_pretrained(tmp_path / "whole")
+    tiny("gpt2", CAUSAL).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    for length in (file.stat().st_size - 1000, 100, 0):
+        file.write_bytes(file.read_bytes()[:length])
+        assert f"Error: {file} can't be read: " in refused("patch", file.parent, tmp_path / "out", "--norm", "rms")
+        said = refused("export", file.parent, tmp_path / "out", "--to", "plugin")
+        assert f"Error: {file.parent}: its weights can't be read: " in said
+        assert "weights can't be read: " in refused("verify", file.parent, tmp_path / "whole")
+        assert "weights can't be read: " in refused("verify", tmp_path / "whole", file.parent)
+    assert not (tmp_path / "out").exists()
+
+
 def seeded_outputs(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     with torch.no_grad():
@@ -264,7 +414,7 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
     if files is None:
         pytest.skip("its weights lie in further files too, so they are read into memory")
     torch.manual_seed(0)
-    lazy = streaming.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    lazy, _ = streaming.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     assert lazy.config.to_dict() == memory.config.to_dict()
     ours, theirs = lazy.state_dict(), memory.state_dict()
     assert ours.keys() == theirs.keys()

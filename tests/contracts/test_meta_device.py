@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exported_models import HEADS, REQUESTS
+from rope_proof import CACHE
 from tiny_models import CONFIGS, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def decoded(model: Any, given: dict[str, Tensor]) -> None:
     with torch.no_grad():
         first = model.eval()(**given, use_cache=True)
         second = {**given, name: given[name][:, :1]}
-        model(**second, past_key_values=first.past_key_values, use_cache=True)
+        model(**second, **{CACHE: first[CACHE]}, use_cache=True)
 
 
 WAYS: tuple[Callable[[Any, dict[str, Tensor]], None], ...] = (evaluated, trained, decoded)

@@ -336,3 +336,32 @@ def test_a_shift_that_only_its_size_hides_is_seen() -> None:
 
     assert not probing.measure(hidden_when_small).invisible
     assert len(tried) == len(set(tried)) > 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "mode", "modules"),
+    [
+        ("gpt2", {}, "fold", ()),  # the dropout behind the table is centred, and sees them
+        ("gpt2", {"tie_word_embeddings": False}, "fold", ("transformer",)),
+        ("gpt2", {"tie_word_embeddings": False}, "parametrize", ()),
+        ("opt", {}, "fold", ("model.decoder",)),
+        ("opt", {}, "parametrize", ("model.decoder",)),
+    ],
+)
+def test_embeddings_in_place_of_tokens(
+    family: str, options: dict[str, Any], mode: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(model: Any) -> float:
+        with torch.no_grad():
+            before, after = (one(inputs_embeds=embeddings).logits for one in (original, model))
+        return float((before - after).abs().max() / before.std())
+
+    original = tiny(family, LM, **options).eval()
+    embeddings = torch.randn(2, 9, original.get_input_embeddings().embedding_dim) + 1
+    assert find_centring(original, mode=mode).embeddings == modules
+    assert change(patch(copy.deepcopy(original), norm=f"rms:mode={mode}", init="exact")) < 1e-4
+    monkeypatch.setattr(find._Search, "embeddings", lambda *_: ())
+    find._CACHE.clear()
+    control = patch(copy.deepcopy(original), norm=f"rms:mode={mode}", init="exact")
+    assert (change(control) > 0.1) == bool(modules)
+    find._CACHE.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import patch, tiny
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
@@ -21,6 +21,8 @@ from hfpatch.errors import FingerprintWarning, HubError, OptionError, WrappedMod
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.push import push_patched
 from hfpatch.runtime.errors import CheckpointError
+from hfpatch.verification.report import Report
+from hfpatch.verification.verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,11 @@ def write(folder: Path, *names: str) -> None:
 def set_config(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def set_record(folder: Path, **values: Any) -> None:
+    record = json.loads((folder / "config.json").read_text())["hfpatch"]
+    set_config(folder, hfpatch=record | values)
 
 
 def flip_last_bit(path: Path) -> None:
@@ -163,6 +170,77 @@ def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
         push_patched(folder, "me/model")
 
 
+EDITS: dict[str, Callable[[Path], None]] = {
+    "a setting": lambda folder: set_config(folder, attn_pdrop=0.9),
+    "any length": lambda folder: set_record(folder, any_length=True),
+    "another request": lambda folder: set_record(folder, request=[{"norm": "dyt:alpha=0.3"}]),
+    "a better outcome": lambda folder: set_record(folder, request=[{"norm": "dyt", "outcome": "exact: the same"}]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_config_that_isnt_the_one_that_was_saved(folder: Path, edit: str) -> None:
+    """In each form, as by an export; saved again it is as it should be."""
+    EDITS[edit](folder)
+    for form in (None, "plugin", "remote"):
+        with pytest.raises(CheckpointError, match=r"config\.json, or the patch record in it, was edited"):
+            push_patched(folder, "me/model", form=form, dry_run=True)
+    with pytest.raises(CheckpointError, match=r"config\.json, or the patch record in it, was edited"):
+        AutoModelForCausalLM.from_pretrained(folder, check_fingerprint="full")  # control
+    AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=False).save_pretrained(folder)
+    push_patched(folder, "me/model", dry_run=True)
+
+
+def test_an_edited_config_of_weights_without_digests(folder: Path) -> None:
+    """The default check is all that there is, as for an export."""
+    EDITS["a setting"](folder)
+    (folder / "hfpatch_weights.json").unlink()
+    with (
+        pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json"),
+        pytest.warns(FingerprintWarning, match="was edited"),
+    ):
+        push_patched(folder, "me/model", dry_run=True)
+
+
+def test_what_may_change_in_a_folder(folder: Path) -> None:
+    """What says nothing of the function: names, a cache, how text is generated, a card, a tokenizer."""
+    set_config(folder, use_cache=False, id2label={"0": "no", "1": "yes"}, transformers_version="5.0.0")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    (folder / "README.md").write_text("# Mine\n")
+    write(folder, "tokenizer.json")
+    push_patched(folder, "me/model", dry_run=True)
+    record = json.loads((folder / "config.json").read_text())["hfpatch"]
+    del record["fingerprint"]
+    set_config(folder, hfpatch=record)
+    push_patched(folder, "me/model", dry_run=True)  # saved without a fingerprint
+
+
+def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
+    """Not of this patch, or class: not for a folder, nor for a model in memory, in any form."""
+    original = tiny("gpt2", "AutoModelForCausalLM")
+    own = verify(AutoModelForCausalLM.from_pretrained(folder), original)
+    own.save(tmp_path / "own.json")
+    stored = json.loads((tmp_path / "own.json").read_text())
+    older = {name: stored[name] for name in ("version", "model", "reference", "inputs", "outputs")}
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms")
+    others = [verify(model, original), verify(AutoModel.from_pretrained(folder), tiny("gpt2")), verify(original, model)]
+    for report in (own, Report.from_json(older)):
+        push_patched(folder, "me/model", report=report, dry_run=True)
+        push_patched(folder, "me/model", report=report, form="remote", dry_run=True)
+    for report in others:
+        for form in (None, "remote"):
+            with pytest.raises(OptionError, match=r"report is of .*, and this model is GPT2LMHeadModel \(norm=dyt\)"):
+                push_patched(folder, "me/model", report=report, form=form, dry_run=True)
+    for form in (None, "native"):
+        with pytest.raises(OptionError, match=r"norm=dyt\), and this model is GPT2LMHeadModel \(norm=rms\)\."):
+            push_patched(model, "me/model", report=own, form=form, dry_run=True)
+        push_patched(model, "me/model", report=others[0], form=form, dry_run=True)
+    model.save_pretrained(tmp_path / "rms")
+    push_patched(tmp_path / "rms", "me/model", report=others[0], form="native", dry_run=True)
+    tiny("gpt2").save_pretrained(tmp_path / "stock")
+    push_patched(tmp_path / "stock", "me/model", report=own, native=True, dry_run=True)  # without a record, no saying
+
+
 def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
     """A link may lead out of the folder, or to a file in it that must stay behind."""
     before = set(read_checkpoint(folder).files)
@@ -241,10 +319,12 @@ def test_offline_is_said(folder: Path) -> None:
         (("{folder}", "me/model", "--report", "{folder}/model.safetensors"), "is no JSON"),
         (("{folder}", "me/model", "--report", "{folder}/config.json"), "this is no Report that hfpatch wrote"),
         (("{folder}", "me/model", "--report", "./none.json"), "No such file"),
+        (("{folder}", "me/model", "--report", "{folder}/../other.json"), "this model is GPT2LMHeadModel (norm=dyt)"),
         (("{folder}", "me/model"), "hf auth login"),
     ],
 )
 def test_the_command_lines_errors_are_one_line(folder: Path, args: tuple[str, ...], message: str) -> None:
+    Report("GPT2LMHeadModel (norm=rms)", "GPT2LMHeadModel", "none").save(folder.parent / "other.json")
     result = CliRunner().invoke(app, ["push", *(arg.format(folder=folder) for arg in args)])
     assert (result.exit_code, result.stdout) == (1, "")
     assert message in result.stderr

@@ -132,7 +132,7 @@ def test_names_stay_text(place: str, tmp_path: Path) -> None:
     if place == "module":
         rows = [ModuleRow(HOSTILE, HOSTILE, HOSTILE, "converted", HOSTILE, HOSTILE)]
         step = Step(HOSTILE, "norm", 1.0, 0.5, True, HOSTILE)
-        how = {"report": Report(HOSTILE, HOSTILE, HOSTILE, modules=rows, notes=[HOSTILE])}
+        how = {"report": Report("GPT2LMHeadModel (norm=rms)", HOSTILE, HOSTILE, modules=rows, notes=[HOSTILE])}
         how["repair"] = RepairReport(8, 1, HOSTILE, 1.0, 0.5, True, [step])
     write_page(model, tmp_path / "x.html", **how)
     text = words(tree_of(tmp_path / "x.html"))
@@ -184,9 +184,14 @@ def test_a_native_export_is_offered_where_one_may_fit(
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="isn't patched"):
         write_page(tiny("gpt2"), tmp_path / "x.html")
+    model = patch(tiny("gpt2"), norm="rms")
     with pytest.raises(OptionError, match=r"call the file x\.html, not x\.txt"):
-        write_page(patch(tiny("gpt2"), norm="rms"), tmp_path / "x.txt")
+        write_page(model, tmp_path / "x.txt")
+    for title in ("GPT2Model", "GPT2Model (norm=dyt)", "GPT2Model (norm=rms, pos=rope)", "GPT2LMHeadModel (norm=rms)"):
+        with pytest.raises(OptionError, match=re.escape(f"is of {title}, and this model is GPT2Model (norm=rms).")):
+            write_page(model, tmp_path / "x.html", report=Report(title, "GPT2Model", "none"))
     assert list(tmp_path.iterdir()) == []
+    write_page(model, tmp_path / "x.html", report=Report("GPT2Model (norm=rms)", "GPT2Model", "none"))  # control
 
 
 # Its parts
@@ -304,10 +309,14 @@ def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) 
         (("{patched}", "--out", "page.txt"), "call the file page.html"),
         (("{patched}", "--text", "x.txt"), "--text is what a REFERENCE is compared on"),
         (("{patched}", "--json", "{patched}/config.json"), "it has no version"),
+        (("{patched}", "--json", "{other}"), "the report is of GPT2LMHeadModel (norm=dyt), and this model is GPT2LM"),
     ],
 )
-def test_report_errors_are_one_line(args: tuple[str, ...], message: str, folders: tuple[Path, Path]) -> None:
-    places = {"patched": str(folders[0]), "original": str(folders[1])}
+def test_report_errors_are_one_line(
+    args: tuple[str, ...], message: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    places = {"patched": str(folders[0]), "original": str(folders[1]), "other": str(tmp_path / "other.json")}
+    Report("GPT2LMHeadModel (norm=dyt)", "GPT2LMHeadModel", "none").save(places["other"])
     result = run.invoke(app, ["report", *(arg.format(**places) for arg in args)])
     assert result.exit_code == 1
     assert message in result.stderr

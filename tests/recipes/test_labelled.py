@@ -97,6 +97,26 @@ class TestFormats:
         rows = [{"text": f"text {i}", "label": i % 12} for i in range(200)]
         assert read(write_table(tmp_path / "x.jsonl", rows)).labels == [str(i) for i in range(12)]
 
+    def test_labels_of_a_csv_are_names(self, tmp_path):
+        rows = [{"text": f"{i:05}", "label": f"{i % 12:02}"} for i in range(200)]
+        found = read(write_table(tmp_path / "x.csv", rows))
+        assert found.labels == [f"{i:02}" for i in range(12)]
+        assert {item.text for item in everything(found)} == {row["text"] for row in rows}
+        numbers = [{"text": f"text {i}", "label": i % 2} for i in range(200)]
+        as_json = read(write_table(tmp_path / "y.jsonl", numbers))
+        assert as_json.labels == ["0", "1"]
+        assert read(write_table(tmp_path / "y.csv", numbers)).splits == as_json.splits
+
+    def test_csv_files_in_folders(self, tmp_path):
+        """Files of a split may have other columns, and other files may lie beside them."""
+        for name, more in (("train", {}), ("dev", {"note": "1"}), ("test", {})):
+            rows = [{"text": f"0{i}", "label": f"0{i % 2}", **more} for i in range(20)]
+            write_table(tmp_path / name / "part.csv", rows)
+        write_table(tmp_path / "notes.json", [{"made": "by hand"}])
+        found = read(tmp_path)
+        assert found.labels == ["00", "01"]
+        assert found.splits["dev"][3] == ("03", ("01",))
+
     def test_folder(self, tmp_path):
         for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:]}.items():
             write_table(tmp_path / f"{name}.csv", rows)

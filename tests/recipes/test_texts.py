@@ -49,6 +49,21 @@ class TestFiles:
         written = [row["text"] for row in ROWS if row["text"].strip()]
         assert [d.text for d in documents] == written, "a blank row is no document, and None is a word"
 
+    @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+    @pytest.mark.parametrize("cells", [["00001", "2"], ["1.50", "1e5"], ["true", "FALSE"]])
+    def test_cells_are_text_as_written(self, tmp_path, suffix, cells):
+        path = write_table(tmp_path / f"t{suffix}", [{"n": n, "text": cell} for n, cell in enumerate(cells)])
+        assert [d.text for d in read(text=[path])[1]] == cells
+
+    @pytest.mark.parametrize("suffix", [".CSV", ".Tsv", ".JSONL", ".Parquet"])
+    def test_a_suffix_in_capitals(self, tmp_path, suffix):
+        path = write_table(tmp_path / f"t{suffix.lower()}", ROWS)
+        capitals = (tmp_path / "t").with_suffix(suffix)
+        (tmp_path / path).rename(capitals)
+        assert [d.text for d in read(text=[str(capitals)])[1]] == [r["text"] for r in ROWS if r["text"].strip()]
+        with pytest.raises(RecipeError, match="there is no file or folder"):
+            texts.read_tables(f"gone{suffix}")
+
     def test_text_files_and_tables_together(self, tmp_path):
         (tmp_path / "a.txt").write_text("plain\n")
         _, documents = read(text=[str(tmp_path / "a.txt"), write_table(tmp_path / "b.jsonl", ROWS)])

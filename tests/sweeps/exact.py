@@ -39,7 +39,8 @@ from hfpatch.sites.norms import describe
 HERE = Path(__file__).resolve().parent
 PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
-INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|mems)\[")  # collections, tensor by tensor
+# collections, tensor by tensor
+INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|cache|mems)\[")
 
 
 @dataclass

@@ -143,13 +143,11 @@ def sweep(types: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
 def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:
     """How many types rotate by themselves, and for each check how many types gave each answer."""
     ran = [row for row in rows.values() if "same" in row]
-    return {"transformers": transformers.__version__, "rotating": len(ran)} | {
-        name: dict(Counter(row[name].partition(":")[0] for row in ran)) for name in CHECKS
-    }
+    return {"rotating": len(ran)} | {name: dict(Counter(row[name].partition(":")[0] for row in ran)) for name in CHECKS}
 
 
 def to_json(rows: dict[str, dict[str, str]]) -> str:
-    return json.dumps(totals(rows) | {"types": rows}, indent=1) + "\n"
+    return json.dumps({"transformers": transformers.__version__} | totals(rows) | {"types": rows}, indent=1) + "\n"
 
 
 def to_markdown(rows: dict[str, dict[str, str]]) -> str:
@@ -157,7 +155,7 @@ def to_markdown(rows: dict[str, dict[str, str]]) -> str:
     counts = totals(rows)
     lines = ["# RoPE's settings in every model type that rotates by itself", ""]
     lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
-    lines += [f"transformers {counts['transformers']}: {counts['rotating']} model types.", ""]
+    lines += [f"transformers {transformers.__version__}: {counts['rotating']} model types.", ""]
     rest = {
         name: ", ".join(f"{n} {answer}" for answer, n in counts[name].items() if answer != "yes") for name in CHECKS
     }

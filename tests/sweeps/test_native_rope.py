@@ -35,7 +35,8 @@ def test_type_is_as_reported(model_type: str) -> None:
 
 
 def test_the_report_is_of_its_rows() -> None:
-    assert native_rope.to_json(REPORT["types"]) == native_rope.REPORT.read_text()
+    counted = native_rope.totals(REPORT["types"])
+    assert {name: REPORT[name] for name in counted} == counted
 
 
 def test_a_wrong_angle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
