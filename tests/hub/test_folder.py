@@ -215,7 +215,8 @@ def test_what_may_change_in_a_folder(folder: Path) -> None:
     push_patched(folder, "me/model", dry_run=True)  # saved without a fingerprint
 
 
-def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, pytest.param("remote", marks=pytest.mark.slow)])
+def test_a_report_of_another_model(form: str | None, folder: Path, tmp_path: Path) -> None:
     """Not of this patch, or class: not for a folder, nor for a model in memory, in any form."""
     original = tiny("gpt2", "AutoModelForCausalLM")
     own = verify(AutoModelForCausalLM.from_pretrained(folder), original)
@@ -225,16 +226,14 @@ def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
     model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms")
     others = [verify(model, original), verify(AutoModel.from_pretrained(folder), tiny("gpt2")), verify(original, model)]
     for report in (own, Report.from_json(older)):
-        push_patched(folder, "me/model", report=report, dry_run=True)
-        push_patched(folder, "me/model", report=report, form="remote", dry_run=True)
+        push_patched(folder, "me/model", report=report, form=form, dry_run=True)
     for report in others:
-        for form in (None, "remote"):
-            with pytest.raises(OptionError, match=r"report is of .*, and this model is GPT2LMHeadModel \(norm=dyt\)"):
-                push_patched(folder, "me/model", report=report, form=form, dry_run=True)
-    for form in (None, "native"):
+        with pytest.raises(OptionError, match=r"report is of .*, and this model is GPT2LMHeadModel \(norm=dyt\)"):
+            push_patched(folder, "me/model", report=report, form=form, dry_run=True)
+    for other in (form, "native"):
         with pytest.raises(OptionError, match=r"norm=dyt\), and this model is GPT2LMHeadModel \(norm=rms\)\."):
-            push_patched(model, "me/model", report=own, form=form, dry_run=True)
-        push_patched(model, "me/model", report=others[0], form=form, dry_run=True)
+            push_patched(model, "me/model", report=own, form=other, dry_run=True)
+        push_patched(model, "me/model", report=others[0], form=other, dry_run=True)
     model.save_pretrained(tmp_path / "rms")
     push_patched(tmp_path / "rms", "me/model", report=others[0], form="native", dry_run=True)
     tiny("gpt2").save_pretrained(tmp_path / "stock")
