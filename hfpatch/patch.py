@@ -232,8 +232,11 @@ def _require_undoable(model: PreTrainedModel, edits: Transaction) -> None:
             f"{type(model).__name__}: a {strays[0]._get_name()} whose values the patch changed was replaced since (as "
             "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."
         )
-    removed = [one for one in edits.replaced() if isinstance(one, nn.Parameter)]
-    removed += [own for one in edits.replaced() if isinstance(one, nn.Module) for own in one.parameters(recurse=False)]
+    removed = [
+        parameter
+        for one in edits.replaced()
+        for parameter in ([one] if isinstance(one, nn.Parameter) else one.parameters(recurse=False))
+    ]
     if model.device.type == "meta" and not all(parameter.is_meta for parameter in removed):
         raise NotReversibleError(
             f"{type(model).__name__} is on meta: its values are gone. Load the original checkpoint instead."

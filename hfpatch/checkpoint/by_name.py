@@ -21,7 +21,7 @@ from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import host_class
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
-from .classes import _with_loading_info, patched_model_class
+from .classes import patched_model_class, with_loading_info
 from .file_digests import strongest_check
 from .streaming import files_of, opened_from
 
@@ -100,7 +100,7 @@ def opened(
         options["check_fingerprint"] = strongest_check(model)
     options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
     try:
-        loaded = _with_loading_info(functools.partial(cls.from_pretrained, model, **options))
+        loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))
     except SafetensorError as error:
         raise CheckpointError(f"{model}: its weights can't be read: {error}. Download or save it again.") from error
     built, info = loaded if isinstance(loaded, tuple) else (loaded, {})

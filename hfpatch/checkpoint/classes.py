@@ -188,7 +188,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
-                loaded = _with_loading_info(load)
+                loaded = with_loading_info(load)
             except SafetensorError as error:
                 raise CheckpointError(
                     f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` "
@@ -210,7 +210,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     if as_saved:
                         _require_same_function(model, opened.fingerprint, info, name)
                     if opened.edited:
-                        _report_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
+                        report_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -319,7 +319,7 @@ def _is_own_config(config: Any, name: Any) -> bool:
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
-def _with_loading_info(load: Callable[..., Any]) -> Any:
+def with_loading_info(load: Callable[..., Any]) -> Any:
     """A loaded model and what transformers says of its weights; the model alone where its host can't say that.
 
     `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
@@ -353,7 +353,7 @@ def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:
     warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
-def _report_edited_config(name: Any, refuse: bool) -> None:
+def report_edited_config(name: Any, refuse: bool) -> None:
     """Warn that config.json isn't the one that was saved: the check's few inputs don't show all that may follow.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ import typer
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
+from ..core.staging import require_place
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
@@ -74,10 +74,7 @@ def require_writable(file: Path | None) -> None:
         return
     if file.is_dir():
         raise PatchError(f"{file} is a folder; a file is needed.")
-    parent = next(path for path in Path(os.path.realpath(file)).parents if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        why = "is read-only" if parent.is_dir() else "is a file"
-        raise PatchError(f"{file} can't be written: {parent} {why}. Choose another place.")
+    require_place(file)
 
 
 def require_size(size: str | None) -> None:

@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import OPENED, patched_model_class
+from ..checkpoint.classes import OPENED, patched_model_class, report_edited_config
 from ..checkpoint.file_digests import compare, strongest_check, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
@@ -181,11 +181,7 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
         if strongest_check(folder, variant) == "full":
             compare(folder, options)
             if vars(found.opened)[OPENED].edited:
-                raise CheckpointError(
-                    f"{folder}: its config.json, or the patch record in it, was edited after it was saved. If the "
-                    "change is as it should be, open the folder and save it again by save_pretrained, which makes a "
-                    "new fingerprint; else download or save it again."
-                )
+                report_edited_config(folder, refuse=True)
         elif host is not None:
             patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
 
