@@ -91,7 +91,7 @@ class TestFailuresAreSeen:
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0", "near")
         assert fuzz_configs.check(case) == ["refused: CheckpointError"]
-        for check in ("_require_same_function", "_report_edited_config"):
+        for check in ("_require_same_function", "report_edited_config"):
             monkeypatch.setattr(f"hfpatch.checkpoint.classes.{check}", lambda *_, **__: None)
         with pytest.raises(Finding, match="silent"):
             fuzz_configs.check(case)
