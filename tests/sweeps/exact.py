@@ -6,18 +6,20 @@
 What to centre is found on a model of one seed and carried out on a model of another seed, with other inputs, by the
 code of this file. The whole model is then compared with itself before: in float64 throughout, where it may differ by
 1e-9, and in float64 with whatever float32 the family computes in inside, where it may differ by 1e-5. More is *wrong*.
+Where a type takes `inputs_embeds`, random ones in place of its tokens are compared as well.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 import site
 import time
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ class Result:
     post_norm: int = 0
     error: float | None = None
     as_written: float | None = None
+    embedded: float | None = None
     control: float | None = None
     runtime: int = 0
     parametrized: bool = False
@@ -97,15 +100,59 @@ def examine(model_type: str) -> Result:
         result.error = max(relative(before, run(one, fresh, throughout=True)) for one in converted)
         untouched = carried_out(copy.deepcopy(other), Centring(exact=centring.exact))
         result.control = relative(before, run(untouched, fresh, throughout=True))
+        result.embedded = embedded_error(model, inputs, other, fresh, centring)
         if runs(other, fresh):
             before = run(other, fresh)
             result.as_written = max(relative(before, run(one, fresh)) for one in converted)
     except Exception as error:
         result.status = f"failed: {zoo.last_line(error)}"
         return result
-    if not (result.error <= EXACT and (result.as_written or 0.0) <= AS_WRITTEN):
+    if not (max(result.error, result.embedded or 0.0) <= EXACT and (result.as_written or 0.0) <= AS_WRITTEN):
         result.status = "wrong"
     return result
+
+
+def embedded_error(
+    model: nn.Module, inputs: dict[str, Any], other: nn.Module, fresh: dict[str, Any], parametrized: Centring
+) -> float | None:
+    """Error with random embeddings in place of tokens, both forms; None where a type takes none.
+
+    Args:
+        model, inputs: what is searched once more, since what is to be centred then depends on the form.
+        other, fresh: what is converted.
+        parametrized: what the search found for that form.
+    """
+    if (embeddings := with_embeddings(other, fresh)) is None:
+        return None
+    before = run(other, embeddings, throughout=True)
+    forms = [find_centring(model, inputs)]
+    if parametrized.parametrized:
+        forms.append(replace(parametrized, folds=(), outputs=parametrized.parametrized))
+    converted = [carried_out(copy.deepcopy(other), form) for form in forms]
+    return max(relative(before, run(one, embeddings, throughout=True)) for one in converted)
+
+
+def with_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The inputs with random `inputs_embeds`, off-centre, in place of tokens; None if the model takes none."""
+    places = {name: name.replace("input_ids", "inputs_embeds") for name in ("input_ids", "decoder_input_ids")}
+    takes = inspect.signature(model.forward).parameters
+    taken = {name: place for name, place in places.items() if name in inputs and place in takes}
+    table: Any = None
+    with suppress(NotImplementedError, AttributeError):
+        table = model.get_input_embeddings()
+    if not taken or not isinstance(table, nn.Embedding):
+        return None
+    random = torch.Generator().manual_seed(5)
+    embeddings = {
+        place: torch.randn(*inputs[name].shape, table.embedding_dim, generator=random, dtype=torch.float64) + 1
+        for name, place in taken.items()
+    }
+    embedded = {name: value for name, value in inputs.items() if name not in taken} | embeddings
+    try:
+        run(model, embedded, throughout=True)
+    except Exception:  # whatever a family says to embeddings in place of its tokens
+        return None
+    return embedded
 
 
 def layer_norms(model: nn.Module) -> list[str]:
@@ -167,6 +214,8 @@ def carried_out(model: nn.Module, centring: Centring) -> nn.Module:
         for pattern, axis in centring.outputs:
             if starred(name) == pattern:
                 module.register_forward_hook(lambda _, __, y, axis=axis: y - y.mean(axis, keepdim=True))
+        if starred(name) in centring.embeddings:
+            module.register_forward_pre_hook(centre_embeddings, with_kwargs=True)
     norms = layer_norms(model)  # a pattern may name other modules too, those beside a norm in a Sequential
     for module in [model.get_submodule(name) for name in norms if starred(name) in centring.exact]:
         new = RootMeanSquare(module)
@@ -176,6 +225,12 @@ def carried_out(model: nn.Module, centring: Centring) -> nn.Module:
                 if child is module:
                     parent._modules[key] = new
     return model
+
+
+def centre_embeddings(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    embeddings = kwargs.get("inputs_embeds")
+    centred = {} if embeddings is None else {"inputs_embeds": embeddings - embeddings.mean(-1, keepdim=True)}
+    return args, kwargs | centred
 
 
 def absorb(name: str, scale: Tensor, axes: list[Axis], parameters: list[tuple[str, nn.Parameter]]) -> None:
@@ -277,6 +332,7 @@ def to_markdown(results: list[Result]) -> str:
     count = Counter(kind(result) for result in results)
     errors = [result.error for result in results if result.error is not None]
     as_written = [result.as_written for result in results if result.as_written is not None]
+    embedded = [result.embedded for result in results if result.embedded is not None]
     norms, exact = sum(r.layer_norms for r in results), sum(r.exact for r in results)
     lines = [
         "# Function-preserving LayerNorm to RMSNorm over every model type of transformers",
@@ -289,11 +345,12 @@ def to_markdown(results: list[Result]) -> str:
         f"{count['refused']} refused with the reason, "
         f"**{count['wrong']} wrong**; {exact} of {norms} LayerNorms are exact.",
         f"Largest error {max(errors, default=0.0):.1e} in float64 throughout, {max(as_written, default=0.0):.1e} with "
-        "what the families compute in float32 inside.",
+        f"what the families compute in float32 inside, {max(embedded, default=0.0):.1e} with embeddings in place of "
+        f"tokens ({len(embedded)} types take them).",
         "The control is the error of the same swap without any centring.",
         "",
         *workers.table(
-            "model type | class | >LayerNorms | >exact | >error | >as written | >control | status "
+            "model type | class | >LayerNorms | >exact | >error | >as written | >embeddings | >control | status "
             "| why the others aren't",
             map(_cells, results),
         ),
@@ -302,7 +359,7 @@ def to_markdown(results: list[Result]) -> str:
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    measured = (result.error, result.as_written, result.control)
+    measured = (result.error, result.as_written, result.embedded, result.control)
     errors = [f"{one:.1e}" if one is not None else "" for one in measured]
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
     return result.model_type, result.class_name, result.layer_norms, result.exact, *errors, result.status, reasons

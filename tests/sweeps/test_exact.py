@@ -98,6 +98,11 @@ class TestFailuresAreSeen:
         result = self.examine(monkeypatch, lambda found: replace(found, folds=found.folds[:-1], parametrized=()))
         assert result.status == "wrong"
 
+    def test_embeddings_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = self.examine(monkeypatch, lambda found: replace(found, embeddings=()))
+        assert result.status == "wrong"
+        assert result.error < exact.EXACT < result.embedded
+
     def test_a_wrong_axis(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def turn(found: Centring) -> Centring:
             return replace(found, folds=tuple(replace(one, axis=0) for one in found.folds))
