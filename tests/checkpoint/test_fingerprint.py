@@ -255,6 +255,7 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
         type(model).from_pretrained(tmp_path, **way)
 
 
+@pytest.mark.slow
 def test_a_config_with_two_texts(tmp_path: Path) -> None:
     """MusicGen's, of which transformers says that its text's config is ambiguous."""
     model, _ = zoo.tiny("musicgen")

@@ -68,6 +68,7 @@ def test_every_scheme_reloads_to_the_same_embeddings(request_: dict[str, Any], t
         assert (patched - original).abs().max() > 1e-2  # control
 
 
+@pytest.mark.slow
 def test_how_near_the_closed_forms_are() -> None:
     """Cosine to the original embedding: LayerNorm itself exact, RMSNorm near, DyT on trained weights far."""
     original = embed(load())
@@ -79,6 +80,7 @@ def test_how_near_the_closed_forms_are() -> None:
     assert cosine["dyt"] < 0.5
 
 
+@pytest.mark.slow
 def test_gated_mlps_start_as_the_trained_ones(tmp_path: Path) -> None:
     original = embed(load())
     assert torch.equal(embed(patch(load(), mlp="geglu", init="exact")), original)
@@ -90,6 +92,7 @@ def test_gated_mlps_start_as_the_trained_ones(tmp_path: Path) -> None:
     assert (embed(patch(load(), mlp="reglu")) * original).sum(-1).mean() < 0.9  # control
 
 
+@pytest.mark.slow
 def test_rope_reads_past_the_removed_tables_length() -> None:
     text = " ".join(SENTENCES * 10)
     assert 1024 < len(tokenizer()(text)["input_ids"]) < 1300

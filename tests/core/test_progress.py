@@ -167,6 +167,7 @@ def test_who_sees_a_bar(
     assert said(inside) == ""
 
 
+@pytest.mark.slow
 def test_bars_of_a_repair(model: PreTrainedModel, capfd: pytest.CaptureFixture[str]) -> None:
     """None without a terminal, and those that were asked for."""
     sample_batches(model, sequences=2, length=6)

@@ -108,7 +108,7 @@ def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> Non
     assert bool(moved) == (mode == "fold")
 
 
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+@pytest.mark.parametrize("mode", slow_but(["fold", "parametrize"], ["fold"]))
 def test_whisper_in_part(mode: str) -> None:
     """What enters its encoder comes out of a GELU; the decoder is exact."""
     model = tiny("whisper").double()

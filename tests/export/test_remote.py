@@ -94,90 +94,10 @@ def _spoilt(case: dict[str, Any], name: str, folder: Path, file: str, old: str, 
     return {**case, "name": name, "folder": str(folder / name)}
 
 
-# In a process without hfpatch
-
-
-@pytest.mark.parametrize(("family", "request_"), CASES, ids=["-".join(case) for case in CASES])
-def test_it_is_the_same_model(family: str, request_: str, opened: dict[str, Any]) -> None:
-    found = opened["cases"][f"{family}-{request_}"]
-    assert isinstance(found, dict), found
-    assert found["difference"] == 0
-    assert found["again"] == 0
-    assert found["keys"]
-    assert found["code"]
-    assert found["module"].startswith("transformers_modules.")
-    assert found["model_type"] == family
-    assert found["stored"] == "hfpatch"
-
-
-@pytest.mark.parametrize(("family", "request_"), WITH_HEADS, ids=["-".join(case) for case in WITH_HEADS])
-def test_what_is_saved_there_opens_here(family: str, request_: str, opened: dict[str, Any]) -> None:
-    """The same settings, but for the fingerprint, which is of weights that may have been trained since."""
-    folder, name = Path(opened["probed"]["folder"]).parent, f"{family}-{request_}"
-    first, again = (json.loads((path / name / "config.json").read_text()) for path in (folder, folder / "again"))
-    assert first["hfpatch"].pop("fingerprint")
-    assert again == first
-    auto = getattr(transformers, HEADS[family])
-    here, there = (auto.from_pretrained(path / name) for path in (folder, folder / "again"))
-    assert type(here) is type(there)
-    assert here.state_dict().keys() == there.state_dict().keys()
-    assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
-    host = host_class(type(here))
-    assert host.__module__.startswith("transformers.models")
-    for path in (folder, folder / "again"):
-        with pytest.raises(Exception, match="hfpatch"):  # what the host's own config class raises
-            host.from_pretrained(path / name)
-
-
-def test_the_scheme_of_a_third_party(opened: dict[str, Any]) -> None:
-    """It isn't there when the checkpoint is opened."""
-    found = opened["cases"]["third party"]
-    assert (found["difference"], found["again"]) == (0, 0)
-    written = Path(opened["probed"]["folder"]).parent / "third party"
-    text = (written / "own_norm_of_a_test.py").read_text()
-    assert "def half(h)" in text
-    assert "FACTOR = 2.0" in text
-    assert "from .norms import AffineNorm" in text
-    assert "from .own_norm_of_a_test import" in (written / FILE).read_text()
-    assert not (written / "own_norm_of_a_test_scheme.py").exists()
-
-
-def test_other_heads_open(opened: dict[str, Any]) -> None:
-    assert all(found["hidden"] == 0 for found in opened["cases"].values() if found["heads"])
-    heads = {name: found["heads"] for name, found in opened["cases"].items() if found["heads"]}
-    assert len(heads) == len(WITH_HEADS)
-    assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
-    assert heads["llama-dyt"]["AutoModelForTokenClassification"] == "LlamaForTokenClassification"
-    assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
-    assert all("AutoModel" in found for found in heads.values())
-
-
-def test_hfpatch_was_never_imported(opened: dict[str, Any]) -> None:
-    assert opened["imported"] == []
-
-
-def test_a_changed_line_is_seen(opened: dict[str, Any]) -> None:
-    """Controls: what is compared goes through the file, and nothing there can import hfpatch."""
-    assert opened["controls"]["another norm"] > 1e-3
-    assert "hfpatch must not be needed here" in opened["controls"]["an import"]
-    assert opened["controls"]["nothing"] > 1e-3
-
-
 @pytest.fixture(scope="module")
 def here(opened: dict[str, Any]) -> Any:
     """The probed model as hfpatch opens it."""
     return transformers.AutoModelForCausalLM.from_pretrained(opened["probed"]["folder"])
-
-
-def test_generation(opened: dict[str, Any], here: Any) -> None:
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = here.generate(opened["probed"]["inputs"]["input_ids"], **options).tolist()
-    assert opened["probes"]["generation"] == [expected] * 3
-
-
-def test_inputs_beyond_the_old_length(opened: dict[str, Any], here: Any) -> None:
-    ids = torch.arange(80)[None] % 90 + 5
-    assert opened["probes"]["beyond_the_old_length"] == outputs(here, input_ids=ids)[0].sum().item()
 
 
 EXPECTED: dict[str, Any] = {
@@ -212,19 +132,90 @@ def test_no_registry_knows_the_architecture(form: str, request_: dict[str, str],
     assert answer is None or (answer.hfpatch_model and answer is not host_class(answer))
 
 
-@pytest.mark.parametrize("probe", EXPECTED)
-def test_one_model_in_many_ways(probe: str, opened: dict[str, Any]) -> None:
-    assert opened["probes"][probe] == EXPECTED[probe]
+@pytest.mark.slow
+class TestWithoutHfpatch:
+    """In a process that can't import hfpatch."""
 
+    @pytest.mark.parametrize(("family", "request_"), CASES, ids=["-".join(case) for case in CASES])
+    def test_it_is_the_same_model(self, family: str, request_: str, opened: dict[str, Any]) -> None:
+        found = opened["cases"][f"{family}-{request_}"]
+        assert isinstance(found, dict), found
+        assert found["difference"] == 0
+        assert found["again"] == 0
+        assert found["keys"]
+        assert found["code"]
+        assert found["module"].startswith("transformers_modules.")
+        assert found["model_type"] == family
+        assert found["stored"] == "hfpatch"
 
-def test_pipelines(opened: dict[str, Any], here: Any) -> None:
-    generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
-    expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-    assert opened["probes"]["pipeline"] == expected
+    @pytest.mark.parametrize(("family", "request_"), WITH_HEADS, ids=["-".join(case) for case in WITH_HEADS])
+    def test_what_is_saved_there_opens_here(self, family: str, request_: str, opened: dict[str, Any]) -> None:
+        """The same settings, but for the fingerprint, which is of weights that may have been trained since."""
+        folder, name = Path(opened["probed"]["folder"]).parent, f"{family}-{request_}"
+        first, again = (json.loads((path / name / "config.json").read_text()) for path in (folder, folder / "again"))
+        assert first["hfpatch"].pop("fingerprint")
+        assert again == first
+        auto = getattr(transformers, HEADS[family])
+        here, there = (auto.from_pretrained(path / name) for path in (folder, folder / "again"))
+        assert type(here) is type(there)
+        assert here.state_dict().keys() == there.state_dict().keys()
+        assert all(torch.equal(value, there.state_dict()[key]) for key, value in here.state_dict().items())
+        host = host_class(type(here))
+        assert host.__module__.startswith("transformers.models")
+        for path in (folder, folder / "again"):
+            with pytest.raises(Exception, match="hfpatch"):  # what the host's own config class raises
+                host.from_pretrained(path / name)
 
+    def test_the_scheme_of_a_third_party(self, opened: dict[str, Any]) -> None:
+        """It isn't there when the checkpoint is opened."""
+        found = opened["cases"]["third party"]
+        assert (found["difference"], found["again"]) == (0, 0)
+        written = Path(opened["probed"]["folder"]).parent / "third party"
+        text = (written / "own_norm_of_a_test.py").read_text()
+        assert "def half(h)" in text
+        assert "FACTOR = 2.0" in text
+        assert "from .norms import AffineNorm" in text
+        assert "from .own_norm_of_a_test import" in (written / FILE).read_text()
+        assert not (written / "own_norm_of_a_test_scheme.py").exists()
 
-def test_a_host_with_other_names_is_refused(opened: dict[str, Any]) -> None:
-    assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])
+    def test_other_heads_open(self, opened: dict[str, Any]) -> None:
+        assert all(found["hidden"] == 0 for found in opened["cases"].values() if found["heads"])
+        heads = {name: found["heads"] for name, found in opened["cases"].items() if found["heads"]}
+        assert len(heads) == len(WITH_HEADS)
+        assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
+        assert heads["llama-dyt"]["AutoModelForTokenClassification"] == "LlamaForTokenClassification"
+        assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
+        assert all("AutoModel" in found for found in heads.values())
+
+    def test_hfpatch_was_never_imported(self, opened: dict[str, Any]) -> None:
+        assert opened["imported"] == []
+
+    def test_a_changed_line_is_seen(self, opened: dict[str, Any]) -> None:
+        """Controls: what is compared goes through the file, and nothing there can import hfpatch."""
+        assert opened["controls"]["another norm"] > 1e-3
+        assert "hfpatch must not be needed here" in opened["controls"]["an import"]
+        assert opened["controls"]["nothing"] > 1e-3
+
+    def test_generation(self, opened: dict[str, Any], here: Any) -> None:
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        expected = here.generate(opened["probed"]["inputs"]["input_ids"], **options).tolist()
+        assert opened["probes"]["generation"] == [expected] * 3
+
+    def test_inputs_beyond_the_old_length(self, opened: dict[str, Any], here: Any) -> None:
+        ids = torch.arange(80)[None] % 90 + 5
+        assert opened["probes"]["beyond_the_old_length"] == outputs(here, input_ids=ids)[0].sum().item()
+
+    @pytest.mark.parametrize("probe", EXPECTED)
+    def test_one_model_in_many_ways(self, probe: str, opened: dict[str, Any]) -> None:
+        assert opened["probes"][probe] == EXPECTED[probe]
+
+    def test_pipelines(self, opened: dict[str, Any], here: Any) -> None:
+        generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
+        expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+        assert opened["probes"]["pipeline"] == expected
+
+    def test_a_host_with_other_names_is_refused(self, opened: dict[str, Any]) -> None:
+        assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])
 
 
 @pytest.mark.sweep

@@ -106,6 +106,7 @@ def test_other_places(hub: LocalHub, saved: Path, name: str, where: dict[str, st
     assert push_patched(saved, name, **where).changed == []
 
 
+@pytest.mark.slow
 def test_a_pull_request_to_somebody_elses_repository(hub: LocalHub, saved: Path, name: str) -> None:
     push_patched(saved, name, private=False)
     repo = hub.repos[name]

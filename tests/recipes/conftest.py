@@ -1,5 +1,7 @@
 """Recipes are imported as the scripts that they are, and run on the CPU."""
 
+from contextlib import contextmanager
+
 import finetune
 import pytest
 from accelerate.state import AcceleratorState
@@ -7,14 +9,20 @@ from run_files import tiny
 from tiny_encoder import write_encoder, write_masked, write_sources
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
+@contextmanager
+def accelerate_on_cpu():
     """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         AcceleratorState._reset_state(reset_partial_state=True)
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    with accelerate_on_cpu():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +34,12 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(text, tmp_path_factory):
-    """An uninterrupted run of finetune.py."""
+    """An uninterrupted run of finetune.py, which tests only read."""
     out = tmp_path_factory.mktemp("finished")
-    assert finetune.main(tiny(out, text)) == 0
+    with accelerate_on_cpu():
+        assert finetune.main(tiny(out, text)) == 0
     return out
 
 

@@ -250,6 +250,7 @@ class TestReport:
 
 
 class TestGrid:
+    @pytest.mark.slow
     def test_a_control_for_each_seed_and_budget(self, finished):
         grid = paired.read_grid(read_results(finished))
         assert list(grid.name[grid.variant == "control"]) == [
@@ -261,6 +262,7 @@ class TestGrid:
         assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
         assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
 
+    @pytest.mark.slow
     def test_models_of_a_seed_share_baseline_and_batches(self, finished):
         stages = read_results(finished)["stages"]
         for seed in (0, 3):
@@ -299,7 +301,6 @@ class TestGrid:
         assert compare.main(small(tmp_path, text, PART, "--resume")) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
 
-    @pytest.mark.slow
     def test_diverged_model_is_a_result(self, text, tmp_path, monkeypatch):
         train_step = run.Run.train_step
 

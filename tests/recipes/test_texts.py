@@ -32,6 +32,7 @@ class TestOwn:
         assert 0.08 < size[1] / sum(size) < 0.12
         assert not {d.name for d in train} & {d.name for d in heldout}
 
+    @pytest.mark.slow
     def test_standard_library(self):
         source, documents = read(text=["library"])
         assert "Python 3." in source

@@ -167,6 +167,7 @@ def test_a_norm_alone_leaves_maps_to_the_readers() -> None:
     assert not any(step.kind == "maps" for step in report.steps)
 
 
+@pytest.mark.slow
 def test_another_models_maps_dont_help() -> None:
     """Control: what is fitted to are the original's maps."""
     original, stranger = tiny("gpt2", LM), tiny("gpt2", LM, seed=5)
