@@ -212,6 +212,7 @@ OVERRIDES: dict[str, Override] = {
         inputs={"input_ids": ids(BATCH, TOKENS, 9), "encoder_hidden_states": normal(BATCH, TOKENS, 64)}
     ),
     "diffusion_gemma_text": Override({"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128}),
+    "dory": Override({"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3}),
     "dots1": Override({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}),
     "dots3_note_audio_encoder": Override(
         {"adapter_input_size": 64, "adapter_out_dim": 64, "conv_output_size": 7680},
@@ -274,6 +275,7 @@ OVERRIDES: dict[str, Override] = {
     "granite_speech_plus_encoder": Override(inputs={"hidden_states": normal(BATCH, 64, 160)}),
     "granitemoehybrid": Override({"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8}),
     "hunyuan_vl_vision": Override(inputs=PACKED),
+    "hy_v4_vl_vision": Override(inputs=PACKED),
     "idefics": Override(
         inputs={"pixel_values": normal(BATCH, 1, 3, 64, 64), "image_attention_mask": ones(BATCH, TOKENS, 1)}
     ),
@@ -341,6 +343,8 @@ OVERRIDES: dict[str, Override] = {
     "minicpmv4_6_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
     "minicpmv4_7_vision": Override({"insert_layer_id": 0, "initializer_range": 0.4}, STRIP),
     "mistral4": Override({"head_dim": 32}),
+    "omniasr_audio": Override(inputs=AUDIO),
+    "omniasr_ctc": Override(inputs=AUDIO),
     "videoprism_vision_model": Override({"num_spatial_layers": 1, "num_temporal_layers": 1}),
     "mllama_vision_model": Override(
         {"num_global_layers": 2, "intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
@@ -591,6 +595,8 @@ OVERRIDES: dict[str, Override] = {
     "voxtral_realtime_encoder": Override(inputs={"input_features": normal(BATCH, 128, 64)}),
     "voxtral_realtime_text": Override(inputs={"t_cond": normal(1, 1, 64)}),
     "wav2vec2-bert": Override(inputs={"input_features": normal(BATCH, 24, 160)}),
+    "wavtokenizer": Override({"codebook_dim": 64}),
+    "wavtokenizer_encoder": Override({"codebook_dim": 64}),
     "xclip": Override({"vision_config.mit_hidden_size": 64, "vision_config.mit_intermediate_size": 128}, VIDEO),
     "xclip_vision_model": Override({"num_frames": 4}, {"pixel_values": normal(4 * BATCH, 3, 64, 64)}),
     "xcodec": Override(inputs={"input_values": normal(BATCH, 1, 4000)}),
