@@ -201,7 +201,7 @@ def test_parameters_made_under_inference_mode() -> None:
     assert difference(model, tiny("gpt2")) == 0
 
 
-@every_family
+@pytest.mark.parametrize("family", slow_but(RECORDED, ["gpt2", "bert", "vit"]))
 def test_hidden_states_and_attentions_are_recorded(family: str) -> None:
     """transformers finds them by the classes of modules."""
     shapes = []

@@ -393,7 +393,7 @@ def seeded_outputs(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, T
 
 @pytest.mark.parametrize(
     "model_type",
-    [*sampled(zoo.model_types(), 12), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],
+    [*sampled(zoo.model_types(), 8), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],
 )
 def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, buffers, settings and outputs of every model type, to the bit."""

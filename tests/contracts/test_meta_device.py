@@ -53,7 +53,7 @@ WAYS: tuple[Callable[[Any, dict[str, Tensor]], None], ...] = (evaluated, trained
 # without these settings a host reads values of its inputs: whether a token is one of padding, whether a mask is needed
 CONFIG = {"gpt2": {"pad_token_id": None}, "deberta": {"pad_token_id": None}, "bart": {"attn_implementation": "eager"}}
 HEAD = HEADS | {"bart": "AutoModel"}
-FIRST, SLOW = ("gpt2",), ("bert", "llama", "whisper")  # the others take minutes
+FEW = ("gpt2", "bert", "llama", "whisper")  # the others take minutes
 
 
 def built(family: str, **options: Any) -> Any:
@@ -83,11 +83,7 @@ def control(family: str, request: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        *FIRST,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
-        *(pytest.param(one, marks=pytest.mark.sweep) for one in CONFIGS if one not in (*FIRST, *SLOW)),
-    ],
+    [pytest.param(one, marks=pytest.mark.slow if one in FEW else pytest.mark.sweep) for one in CONFIGS],
 )
 def test_patched_models_run_where_no_value_is_known(family: str) -> None:
     assert "evaluated" not in control(family, "rms copy")

@@ -51,6 +51,7 @@ def test_it_is_patched_in_place_and_stays_what_it_is() -> None:
     assert encoder.prompts["query"] == "a cat "
 
 
+@pytest.mark.slow
 def test_texts_are_read_by_its_own_tokenizer() -> None:
     encoder = sentence_encoder()
     original = copy.deepcopy(encoder)

@@ -35,6 +35,7 @@ def repaired(model: PreTrainedModel) -> PreTrainedModel:
     return patch(model, norm="dyt", pos="rope", calibration=[inputs(model, seed) for seed in range(4)])
 
 
+@pytest.mark.slow
 def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         repaired(model)

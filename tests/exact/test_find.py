@@ -130,6 +130,7 @@ class TestOthers:
         scales = {fold.scale.rpartition(".")[2] for fold in found.folds if fold.scale}
         assert scales == {"lambda_1", "lambda_2"}
 
+    @pytest.mark.slow
     def test_an_encoder_and_its_decoder(self) -> None:
         """Pegasus: one embedding that both of them read."""
         model, given = zoo.tiny("pegasus")
@@ -138,6 +139,7 @@ class TestOthers:
         assert Axis("shared.weight", 1) in found.folds
         assert {"encoder.embed_tokens", "decoder.embed_tokens"} <= {name for name, _ in found.parametrized}
 
+    @pytest.mark.slow
     def test_a_nonlinearity_at_the_entrance(self) -> None:
         """Whisper's encoder starts with a GELU that no module returns; its decoder is exact all the same."""
         found = find_centring(tiny("whisper"))
@@ -343,9 +345,9 @@ def test_a_shift_that_only_its_size_hides_is_seen() -> None:
     [
         ("gpt2", {}, "fold", ()),  # the dropout behind the table is centred, and sees them
         ("gpt2", {"tie_word_embeddings": False}, "fold", ("transformer",)),
-        ("gpt2", {"tie_word_embeddings": False}, "parametrize", ()),
-        ("opt", {}, "fold", ("model.decoder",)),
-        ("opt", {}, "parametrize", ("model.decoder",)),
+        pytest.param("gpt2", {"tie_word_embeddings": False}, "parametrize", (), marks=pytest.mark.slow),
+        pytest.param("opt", {}, "fold", ("model.decoder",), marks=pytest.mark.slow),
+        pytest.param("opt", {}, "parametrize", ("model.decoder",), marks=pytest.mark.slow),
     ],
 )
 def test_embeddings_in_place_of_tokens(

@@ -614,7 +614,7 @@ def test_another_depth_from_the_same_config() -> None:
 # With other patches
 
 
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
+@pytest.mark.parametrize("mode", slow_but(["fold", "parametrize"], ["fold"]))
 def test_with_positions_in_any_order(mode: str, tmp_path: Path) -> None:
     plain = patch(tiny("gpt2", LM), pos="rope")
     for first in (None, "norm", "pos"):

@@ -24,6 +24,7 @@ from hub_checks import (
 )
 from local_hub import LocalHub
 from local_store import Blob, Repo
+from sampled import slow_but
 from tiny_models import difference, load, tiny, word_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -92,7 +93,10 @@ def test_weights_of_an_earlier_push_dont_stay_behind(hub: LocalHub, saved: Path,
     assert "model.safetensors.index.json" in [file.path for file in back.changed]
 
 
-@pytest.mark.parametrize("where", [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}], ids=str)
+PLACES = [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}]
+
+
+@pytest.mark.parametrize("where", slow_but(PLACES, PLACES[:1]), ids=str)
 def test_other_places(hub: LocalHub, saved: Path, name: str, where: dict[str, str]) -> None:
     done = push_patched(saved, name, **where)
     repo, revision, folder = hub.repos[name], where.get("revision", "main"), where.get("subfolder")

@@ -18,6 +18,7 @@ from hfrecipes.options import Range
 from hfrecipes.tasks import TASKS, find_task
 from hfrecipes.training import Run
 from run_files import tiny
+from stand_ins import save_stand_in
 from transformers import AutoModelForCausalLM
 
 
@@ -110,13 +111,15 @@ def test_every_range_and_choice_is_checked(reader):
             read([*task, f"--{name}", "-7" if isinstance(choices, Range) else "nothing"])
 
 
-def test_models_that_do_not_fit(finished, text, tmp_path, refused):
-    shutil.copytree(finished / "baseline", tmp_path / "torn")
+def test_models_that_do_not_fit(text, tmp_path, refused):
+    save_stand_in("openai-community/gpt2", tmp_path)
+    model = tmp_path / "openai-community" / "gpt2"
+    shutil.copytree(model, tmp_path / "torn")
     weights = tmp_path / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
-    AutoModelForCausalLM.from_pretrained(finished / "baseline").save_pretrained(tmp_path / "bare")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "bare")
     refusals = {
-        "--block_size 17": finished / "baseline",  # beyond its positions
+        "--block_size 1025": model,  # beyond its positions
         "there is no tokenizer": tmp_path / "bare",
         "AutoModelForCausalLM can't load": tmp_path / "torn",
     }

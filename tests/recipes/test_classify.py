@@ -258,6 +258,7 @@ class TestRuns:
         one.save_extras(tmp_path / "one")
         assert not (tmp_path / "one" / "threshold.json").exists()
 
+    @pytest.mark.slow
     def test_single_labels_from_scratch(self, folder, tmp_path):
         assert finetune.main(tiny(tmp_path, folder / "one.json", "--start", "reset", "--baseline_steps", "0")) == 0
         stages = read_results(tmp_path)["stages"]

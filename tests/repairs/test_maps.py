@@ -162,6 +162,7 @@ def test_it_is_put_back_after_an_error() -> None:
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.slow
 def test_a_norm_alone_leaves_maps_to_the_readers() -> None:
     _, report = repaired(tiny("gpt2", LM), norm="dyt")
     assert not any(step.kind == "maps" for step in report.steps)

@@ -10,12 +10,14 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from sampled import slow_but
 from tiny_models import changes, fingerprint, inputs, outputs, patch, tiny, tiny_config
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, PreTrainedModel
@@ -636,8 +638,10 @@ def test_a_failure_at_any_logged_change_restores_everything(monkeypatch: pytest.
         assert not changes(before, fingerprint(model)), f"change {stop} of {steps}"
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("error", [StopHereError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("alone", "error"),
+    slow_but(product((False, True), (StopHereError, KeyboardInterrupt)), [(True, KeyboardInterrupt)]),
+)
 def test_a_failing_forward_restores_everything(alone: bool, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
     original = tiny("gpt2", LM)
     model = swapped(original) if alone else copy.deepcopy(original)
@@ -763,6 +767,7 @@ def test_the_report() -> None:
     assert all(0 <= step.after < step.before for step in report.steps if step.kept)
 
 
+@pytest.mark.slow
 def test_the_reported_errors_are_those_of_the_model() -> None:
     """The whole's: KL divergence on the held-out sequences, computed here; the last norm's: likewise."""
     original = tiny("gpt2", LM)

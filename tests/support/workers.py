@@ -47,17 +47,20 @@ class Sweep:
         """Each type with what a process of its own found in it, as JSON has it; in other `seconds`, without the log."""
         log = self.log if seconds is None else None
         logged = log.read_text().splitlines() if log is not None and log.exists() else []
-        known = {model_type: found for model_type, found in map(json.loads, logged) if model_type in model_types}
-        yield from known.items()
-        left = [model_type for model_type in model_types if model_type not in known]
+        known = dict(map(json.loads, logged))
+        new = self._examined([one for one in model_types if one not in known], seconds or self.seconds, log)
+        for model_type in model_types:
+            yield model_type, known[model_type] if model_type in known else next(new)
+
+    def _examined(self, left: list[str], seconds: int, log: Path | None) -> Iterator[dict[str, Any]]:
         while left:  # a new process goes on after one that died
-            for line in _lines(self.script, left[: self.batch], seconds or self.seconds):
+            for line in _lines(self.script, left[: self.batch], seconds):
                 model_type = left.pop(0)
                 found = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
                 if log is not None:
                     with log.open("a") as stream:
                         stream.write(json.dumps([model_type, found]) + "\n")
-                yield model_type, found
+                yield found
 
     def run(
         self,

@@ -395,7 +395,7 @@ def test_save_and_load(model_type: str, requests: list[Any], tmp_path: Path) -> 
         assert rotation.frequencies(rotation.module).dtype == torch.float32
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "phi"])
+@pytest.mark.parametrize("model_type", slow_but(["gpt_neox", "stablelm", "phi"], ["phi"]))
 def test_a_share_and_a_pairing_mean_one_thing_in_every_order(model_type: str, tmp_path: Path) -> None:
     """A share of each head in adjacent pairs, in one request or two: one function, and the one that is opened again.
 
