@@ -50,12 +50,14 @@ class PatchedConfig:
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = released(config_dict, where)
-        settings = {**settings, "model_type": cls.model_type}  # type: ignore[attr-defined]
+        record = settings.get(KEY)
+        # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
+        base = record.get("base_model_type") if isinstance(record, dict) else None
+        settings = {**settings, "model_type": base or cls.model_type}  # type: ignore[attr-defined]
         if architectures := settings.get("architectures"):  # a config of no saved model has none
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
                 raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
             settings["architectures"] = names_on_disk(architectures)
-        record = settings.get(KEY)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
         return super().from_dict(settings, **kwargs)  # type: ignore[misc]

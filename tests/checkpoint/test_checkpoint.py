@@ -689,6 +689,19 @@ def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:
         assert not norms_of(loaded.base_model, nn.LayerNorm), auto
 
 
+@pytest.mark.parametrize("model_type", ["exaone", "sarvam_moe"])
+def test_a_family_whose_model_is_another_familys_class(model_type: str, tmp_path: Path) -> None:
+    """By the class as well: transformers looks up the names of its weights on disk by the model type."""
+    if model_type not in zoo.model_types():
+        pytest.skip("since transformers 5.24")
+    model = patch(zoo.tiny(model_type)[0], norm="dyt", init="copy")
+    model.save_pretrained(tmp_path)
+    for opening in (type(model), AutoModel):
+        opened = opening.from_pretrained(tmp_path)
+        assert difference(model, opened) == 0
+        assert opened.config.model_type == model_type
+
+
 def test_a_model_built_on_meta_takes_no_random_number() -> None:
     model = patch(tiny("llama"), norm="dyt", pos="rope:theta=300")
     before = torch.get_rng_state()
