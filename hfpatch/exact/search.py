@@ -287,11 +287,8 @@ class _Search:
                 before = observe(probe.model, inputs)
         except UnsupportedError:  # it takes none, or not without more
             return ()
-        innermost = {
-            one for one in taken if not any(other != one and other.startswith(f"{one}.".lstrip(".")) for other in taken)
-        }
-        found = tuple(dict.fromkeys(map(pattern_of, sorted(innermost or {""}))))
-        for embeddings in ((), found):
+        for modules in ((), *_from_within(taken)):
+            embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
             with probe.centred(replace(centring, embeddings=embeddings), mode):
                 if relative_error(before, observe(probe.model, inputs)) <= EXACT:
                     return embeddings
@@ -372,3 +369,19 @@ class _Search:
         """Why no norm is exact: the commonest reason."""
         reasons = Counter(self.reasons([], compensated)[pattern_of(name)] for name in self.probe.norms)
         return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {reasons.most_common(1)[0][0]}"
+
+
+def _from_within(names: set[str]) -> Iterator[set[str]]:
+    """Sets of modules, the innermost first, then those around them; at last the model itself.
+
+    The innermost may only look at the shape of what it gets (Kosmos-2's table of positions).
+    """
+    while names:
+        inner = {one for one in names if not any(other != one and _is_within(other, one) for other in names)}
+        yield inner
+        names = names - inner
+    yield {""}
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
