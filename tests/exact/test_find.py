@@ -367,3 +367,8 @@ def test_embeddings_in_place_of_tokens(
     control = patch(copy.deepcopy(original), norm=f"rms:mode={mode}", init="exact")
     assert (change(control) > 0.1) == bool(modules)
     find._CACHE.clear()
+
+
+def test_a_module_that_looks_at_the_shape_of_embeddings_isnt_centred() -> None:
+    """Kosmos-2 hands them to its table of positions as well, the innermost module that gets them."""
+    assert find_centring(*zoo.tiny("kosmos_2_text_model")).embeddings == ("model",)
