@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .errors import VerificationError
 from .exact.check import Reference, Verdict
 from .measure.inputs import example_inputs
-from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, outputs_of
+from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, not_a_number, outputs_of
 from .measure.quiet_forward import fitting, quiet
 from .repairs.reference import reference_copy
 from .runtime.errors import UnsupportedError, described
@@ -53,6 +53,9 @@ class Measurement:
                 self.before = self._outputs(model)
             except Exception as error:  # whatever a forward on generated inputs may raise
                 self.why_not = described(error)
+            else:
+                broken = not_a_number(self.before)
+                self.why_not = "" if broken is None else f"its {broken} was NaN throughout before the patch"
 
     def outcomes(self, model: PreTrainedModel, verdict: Verdict | None) -> dict[str, str]:
         """By kind, what the patch came to; `verdict` is that of the exact conversion's check."""

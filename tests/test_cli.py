@@ -53,6 +53,12 @@ def test_families_lists_every_record() -> None:
     assert __version__ in called("--version")
 
 
+def test_plan_of_a_patched_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """The inputs of its fingerprint are read although its model is built without weights."""
+    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
+    assert "RoPE(theta=10000, half)" in called("plan", str(tmp_path / "out"), "--pos", "rope")
+
+
 def test_plan_of_a_config_needs_no_weights() -> None:
     out = called("plan", "config:gpt2", "--norm", "rms", "--pos", "rope")
     assert "transformer.h.{0-11}.ln_{1-2}  x24" in out

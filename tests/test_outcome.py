@@ -15,12 +15,14 @@ from tiny_models import changes, difference, fingerprint, inputs, patch, reload,
 from torch import Tensor, nn
 
 from hfpatch.contrib.convert_pairing import convert_pairing
-from hfpatch.errors import NotPreservedWarning, VerificationError
+from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
+from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
 from hfpatch.outcome import Measurement
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
+from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 
@@ -264,3 +266,34 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
         assert f"\n{request}: {outcome}\n" in cards[0]
         assert "outcome=" not in cards[0]
     assert difference(again, model) == 0
+
+
+@pytest.mark.parametrize("first", ["rope", "alibi"])
+def test_dropping_what_an_earlier_patch_put_in_is_a_loss(first: str) -> None:
+    model = patch(tiny("gpt2", LM), pos=first)
+    assert plan_patch(model, pos="nope").losses()
+    assert outcomes(patch(model, pos="nope"))["pos='nope'"].startswith("approximate: ")
+
+
+@pytest.mark.parametrize("placement", ["post", "olmo2"])
+def test_norms_that_an_earlier_patch_moved_arent_exact(placement: str) -> None:
+    model = patch(tiny("gpt2", LM), placement=placement)
+    assert "placement=" in str(plan_patch(model, norm="rms").losses())
+    with pytest.raises(PatchError, match="placement="):
+        patch_model(model, norm="rms", init="exact")
+    exact = patch(patch(tiny("gpt2", LM), norm="rms"), placement=placement)  # the other way round it is
+    assert outcomes(exact)["norm='rms'"].startswith("exact: ")
+
+
+def test_nan_is_no_evidence() -> None:
+    """NaN equals NaN, so every change to such a model would be measured as exact."""
+    model = tiny("gpt2", LM)
+    model.transformer.h[0].ln_1.bias.data[0] = torch.nan
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match="NaN"):
+        patch_model(model, norm="rms")
+    assert not changes(before, fingerprint(model))
+    with pytest.warns(NotPreservedWarning, match="NaN"):
+        patch_model(model, pos="rope", norm="rms", init="copy")
+    with pytest.raises(PatchError, match="inf"):
+        native_model(model)

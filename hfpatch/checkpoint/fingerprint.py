@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
+from ..core.bare import has_adapters
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import FINGERPRINT, KEY, saved_from
@@ -335,7 +336,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model has no fingerprint: its weights aren't all here, whole and as they are saved."""
     if getattr(model, "hf_quantizer", None) is not None:
         return "it is quantized"
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapters(model):
         return "it has adapters"
     if is_fsdp_enabled() or not all(map(_is_here, model.parameters())):  # with FSDP only one process reads the weights
         return "its weights are sharded, offloaded, on the meta device, or of an unusual dtype"
@@ -397,4 +398,5 @@ def _tensor(text: str) -> Tensor:
     if kind == "texture":
         return texture(*sizes).float()
     _require(kind in ("bool", "int64"), "an input of an unknown kind")
-    return torch.tensor([int(number) for number in numbers], dtype=getattr(torch, kind)).view(sizes)
+    whole = [int(number) for number in numbers]
+    return torch.tensor(whole, dtype=getattr(torch, kind), device="cpu").view(sizes)  # also where "meta" is the default

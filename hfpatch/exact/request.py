@@ -15,6 +15,7 @@ from ..errors import OptionError, VerificationError
 from ..measure.copies import host_on_meta, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
+from ..measure.outputs import not_a_number
 from ..measure.quiet_forward import fitting
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
@@ -137,10 +138,11 @@ class Conversion:
         """Whether an earlier patch centred the residual stream.
 
         Raises:
-            UnsupportedError: an earlier patch put in norms whose output depends on the stream's mean.
+            UnsupportedError: an earlier patch put in norms whose output depends on the stream's mean, or moved norms
+                of a stream that isn't centred: the search is on the unpatched class.
         """
-        centred = False
-        for part in Record.of(self.model.config).norm:
+        centred, record = False, Record.of(self.model.config)
+        for part in record.norm:
             assert isinstance(part.scheme, Norm)
             if part.scheme.centring and part.init in ("auto", "exact"):
                 centred = True
@@ -149,6 +151,12 @@ class Conversion:
                     f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the "
                     "mean of its input"
                 )
+        moved = any(str(part.scheme) != "sandwich" for part in record.placement)  # whose own norms add no mean at first
+        if moved and not centred:
+            raise UnsupportedError(
+                "an earlier patch moved its norms (placement=), and what to centre is found before that: ask for both "
+                "in one request, or for norm= first"
+            )
         return centred
 
     def _unpatched(self) -> PreTrainedModel:
@@ -181,7 +189,8 @@ class Conversion:
         """The original's outputs and noise floor; None if there is nothing to check, or no weights (meta device).
 
         Raises:
-            OptionError: the model doesn't run on the inputs, so the conversion couldn't be checked.
+            OptionError: the model doesn't run on the inputs, or its outputs are NaN, so the conversion couldn't be
+                checked.
             MemoryError, torch.OutOfMemoryError: there is too little memory to run it.
         """
         if self.on_meta or not (self.centres or self.moved_shifts):
@@ -198,6 +207,12 @@ class Conversion:
                 "keyword arguments of one forward, or init='copy' for a swap without this check."
             )
             raise OptionError(message) from error
+        if (broken := not_a_number(original.outputs)) is not None:
+            raise OptionError(
+                f"{type(self.model).__name__}: its {broken} is NaN throughout on the inputs ({', '.join(inputs)}) that "
+                "the exact conversion is checked on: a weight is NaN, or its dtype overflows. Mend that, pass "
+                "example_inputs={...} on which it runs, or init='copy' for a swap without this check."
+            )
         return Reference(self.model, inputs, self.exact, original)
 
     def verify(self, reference: Reference) -> Verdict:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..core.bare import has_adapters
 from ..core.holders import model_inside
-from ..errors import OptionError
+from ..errors import OptionError, WrappedModelError
 from ..runtime.lens import host_class
 from .files import require_plain_options, staged
 from .holders import can_be_measured, write_holder
@@ -63,6 +64,7 @@ def export_model(
     Raises:
         OptionError: no such form or runtime; an architecture or runtime for another form than "native", `verify` or
             inputs for another than "remote"; an option that would save something else.
+        WrappedModelError: adapters of PEFT stand in the model.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
     """
@@ -76,6 +78,11 @@ def export_model(
         raise OptionError("verify= and example_inputs= are of a remote export's check; pass to='remote' with them.")
     require_plain_options(save_options)
     inner = model_inside(model)
+    if to == "plugin" and has_adapters(inner):  # the other forms are compared with the model
+        raise WrappedModelError(
+            f"{type(inner).__name__} has adapters inside, whose layers would be saved under names that it doesn't open "
+            "with. Merge them first (merge_and_unload), or save the adapter by itself."
+        )
 
     def write(place: Path) -> Exported:
         if to == "native":

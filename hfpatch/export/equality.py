@@ -107,7 +107,8 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
     if output is None:
         return float("inf")
     deviation.add(truth, output, kept)
-    return deviation.spread_error
+    nothing = not deviation.count and bool(truth.isnan().any())  # NaN throughout equals everything that is
+    return float("inf") if nothing else deviation.spread_error
 
 
 def batches(model: Any, other: Any, longest: int | None, beyond: int, seed: int) -> Iterator[Batch]:

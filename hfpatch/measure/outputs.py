@@ -176,6 +176,12 @@ def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> li
     return found
 
 
+def not_a_number(outputs: Mapping[str, Tensor]) -> str | None:
+    """The first output that has NaN and no finite number, with which nothing can be compared; None if none has."""
+    broken = (name for name, x in outputs.items() if bool(x.isnan().any()) and not bool(x.isfinite().any()))
+    return next(broken, None)
+
+
 def max_error(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> float:
     """The largest `Deviation.max_error` of all outputs; infinite where they can't be compared."""
     return max(deviation.max_error for deviation in deviations(truth, outputs))

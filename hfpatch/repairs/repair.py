@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from ..core.holders import takes_holders
 from ..core.journal import Journal
 from ..core.progress import ProgressBar
-from ..core.transaction import Transaction, changing
+from ..core.transaction import UNDO_RECORD, Transaction, UndoRecord, changing
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
@@ -97,7 +97,9 @@ def repair(
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = edits is None
-    edits = Transaction(Journal()) if edits is None else edits
+    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD) if by_itself else None
+    if edits is None:
+        edits = Transaction(None if undo_record else Journal())
     if isinstance(calibration, str) and calibration == "self":
         calibration = sample_batches(reference)
     with (
@@ -118,6 +120,8 @@ def repair(
             record, original = Record.of(model.config), Record.of(reference.config)
             edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
             edits.set_attribute(model, REPAIR, repairer.report)
+            if undo_record is not None:
+                edits.set_attribute(model, UNDO_RECORD, undo_record.then(edits))
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report

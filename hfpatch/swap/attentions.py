@@ -26,6 +26,7 @@ from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of
+from .native_rope import NO_ROTATION
 from .score_bias import bias_for, require_bias
 
 ALL_ATTENTIONS_KEPT = "its attentions are kept"
@@ -95,7 +96,11 @@ def attention_change(
         row.loss = "queries and keys are rotated, which they were not trained for"
     elif new_bias is not None:
         row.loss = scheme.attends
-    elif rotary is None and bias is None:
+    elif rotary is not None:
+        row.loss = NO_ROTATION
+    elif bias is not None:
+        row.loss = "scores no longer fall with the distance of tokens"
+    else:
         row.reason = "its causal mask serves any length"
 
     children = [(ROTARY, new), (BIAS, new_bias)]

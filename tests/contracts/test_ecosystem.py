@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hfpatch.checkpoint.marker import MARKER
+from hfpatch.errors import WrappedModelError
+from hfpatch.export import export_model
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -218,3 +220,13 @@ def test_lm_eval(by: str, tokenizer: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         scores = model(input_ids=ids).logits.log_softmax(-1)
     assert found == pytest.approx(float(scores[0, 2, 8] + scores[0, 3, 9]), abs=1e-3)
+
+
+def test_adapters_inside_a_model_arent_exported(tmp_path: Path) -> None:
+    """PEFT puts its layers into the model that it wraps, which then saves its weights under other names."""
+    model = patch(causal(), norm="rms")
+    adapted = tuned(model)
+    with pytest.raises(WrappedModelError, match="merge_and_unload"):
+        export_model(model, tmp_path / "out", "plugin")
+    assert not (tmp_path / "out").exists()
+    export_model(adapted.merge_and_unload(), tmp_path / "out", "plugin")

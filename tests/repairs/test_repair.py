@@ -607,6 +607,16 @@ def test_a_second_patch_can_be_undone() -> None:
     assert repair_report(model) is None
 
 
+def test_a_repair_by_itself_can_be_undone_with_the_patch() -> None:
+    model = tiny("gpt2", LM, n_layer=1)
+    before, original = fingerprint(model), copy.deepcopy(model)
+    patch(model, norm="dyt", reversible=True)
+    repair(model, original, batches(model, 2))
+    unpatch_model(model)
+    assert not changes(before, fingerprint(model))
+    assert repair_report(model) is None
+
+
 # Failures
 
 
