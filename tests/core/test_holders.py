@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sampled import slow_but
 from sentence_encoders import (
     LENGTH,
     TEXTS,
@@ -125,7 +124,8 @@ def test_the_warning_is_of_the_caller_and_as_an_error_leaves_the_length() -> Non
     assert encoder.max_seq_length == 96
 
 
-@pytest.mark.parametrize("make", slow_but([cross_encoder, sparse_encoder], [cross_encoder]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [cross_encoder, sparse_encoder])
 def test_others_of_its_kind(make: Any, tmp_path: Path) -> None:
     encoder = make()
     before = outputs_of_texts(encoder, TEXTS)

@@ -101,6 +101,7 @@ class TestOthers:
         assert "wpe.constant" in folds  # which a removed table leaves
         assert "wpe.weight" not in folds
 
+    @pytest.mark.slow
     def test_layer_scale_is_absorbed(self) -> None:
         model, _ = zoo.tiny("dinov2")
         found = find_centring(model)
