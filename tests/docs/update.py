@@ -27,8 +27,10 @@ def totals(sweep: str) -> dict[str, Any]:
 
 
 def exact_counts() -> dict[str, int]:
+    """How many model types there are of each kind; those that ran out of time or memory are "not finished"."""
     found = totals("exact")
-    return {kind: found.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong", "killed", "failed")}
+    counts = {kind: found.get(kind, 0) for kind in ("exact", "in part", "refused", "wrong")}
+    return counts | {"not finished": sum(found.get(kind, 0) for kind in ("killed", "failed", "not searched"))}
 
 
 def stock_architectures() -> set[str]:
@@ -50,7 +52,7 @@ def support() -> str:
         (
             "LayerNorm to RMSNorm, exact",
             f"{counts['exact']} model types in full, {counts['in part']} in part, {counts['refused']} refused, "
-            f"{counts['killed'] + counts['failed']} not finished, {counts['wrong']} wrong",
+            f"{counts['not finished']} not finished, {counts['wrong']} wrong",
             "exact",
         ),
         (
@@ -80,13 +82,12 @@ def sweep() -> str:
 
 def exact() -> str:
     count, found = exact_counts(), totals("exact")
-    unfinished = count["killed"] + count["failed"]
-    terms = [count["exact"], count["in part"], count["refused"], count["wrong"], unfinished]
+    terms = count.values()
     return (
         f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['types'])} were examined "
         f"(transformers {found['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
-        f"{count['refused']} refused, **{count['wrong']} wrong**, {unfinished} not finished (out of time or memory): "
-        f"{sum(terms)} = {' + '.join(map(str, terms))}. Each with its error and the reasons in "
+        f"{count['refused']} refused, **{count['wrong']} wrong**, {count['not finished']} not finished (out of time or "
+        f"memory): {sum(terms)} = {' + '.join(map(str, terms))}. Each with its error and the reasons in "
         "[Exact conversion](exact.md)."
     )
 
