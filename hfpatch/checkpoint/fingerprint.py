@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from ..core.bare import has_adapters
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
 from ..runtime.record import FINGERPRINT, KEY, saved_from
 from .small_forward import SUMS, Sums, deviation, is_finite, run, texture
-from .weight_digest import digest, same_weights
+from .weight_digest import digest, has_adapters, same_weights
 
 VERSION = 2
 FACTOR = 5.0  # how many times as far as noise moves the sums they may be off

@@ -89,3 +89,10 @@ def as_bytes(flat: Tensor) -> Any:
 
 def _hash(samples: list[Any]) -> str:
     return hashlib.blake2b(b"".join(samples), digest_size=8).hexdigest()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT's layers stand in a model, whose weights are then saved under other names."""
+    return getattr(model, "_hf_peft_config_loaded", False) or any(
+        type(module).__module__.startswith("peft.") for module in model.modules()
+    )

@@ -53,13 +53,6 @@ def require_bare(model: object) -> None:
             )
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT's layers stand in a model, whose weights are then saved under other names."""
-    return getattr(model, "_hf_peft_config_loaded", False) or any(
-        type(module).__module__.startswith("peft.") for module in model.modules()
-    )
-
-
 def is_quantized(model: nn.Module) -> bool:
     """Whether weights of a model are another library's, or too short to be floating-point numbers."""
     known = ("torch", "hfpatch")  # core/stored_tensor.py

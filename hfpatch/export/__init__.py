@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..core.bare import has_adapters
+from ..checkpoint.weight_digest import has_adapters
 from ..core.holders import model_inside
 from ..errors import OptionError, WrappedModelError
 from ..runtime.lens import host_class
