@@ -386,7 +386,7 @@ def _tensors(inputs: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _tensor(text: str) -> Tensor:
-    """An argument from its text.
+    """An argument from its text, on the CPU also where "meta" is the default device.
 
     Raises:
         RuntimeError, ValueError: it is none.
@@ -397,5 +397,4 @@ def _tensor(text: str) -> Tensor:
     if kind == "texture":
         return texture(*sizes).float()
     _require(kind in ("bool", "int64"), "an input of an unknown kind")
-    whole = [int(number) for number in numbers]
-    return torch.tensor(whole, dtype=getattr(torch, kind), device="cpu").view(sizes)  # also where "meta" is the default
+    return torch.tensor([*map(int, numbers)], dtype=getattr(torch, kind), device="cpu").view(sizes)

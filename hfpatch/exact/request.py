@@ -151,7 +151,7 @@ class Conversion:
                     f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the "
                     "mean of its input"
                 )
-        moved = any(str(part.scheme) != "sandwich" for part in record.placement)  # whose own norms add no mean at first
+        moved = any(part.scheme.name != "sandwich" for part in record.placement)  # whose own norms add no mean at first
         if moved and not centred:
             raise UnsupportedError(
                 "an earlier patch moved its norms (placement=), and what to centre is found before that: ask for both "

@@ -98,8 +98,7 @@ def repair(
     require_repairable(model, reference)
     by_itself = edits is None
     undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD) if by_itself else None
-    if edits is None:
-        edits = Transaction(None if undo_record else Journal())
+    edits = Transaction(None if undo_record else Journal()) if edits is None else edits
     if isinstance(calibration, str) and calibration == "self":
         calibration = sample_batches(reference)
     with (
