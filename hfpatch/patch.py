@@ -25,7 +25,7 @@ from .errors import NotPreservedWarning, NotReversibleError, OptionError, Verifi
 from .measure.text_batches import tokenizer_of
 from .outcome import Measurement, write_outcomes
 from .plan import Plan, checked_request, make_plan
-from .repairs.attention_maps import require_fit
+from .repairs.attention_maps import FITS, require_fit
 from .repairs.calibration import read_calibration, tried
 from .repairs.reference import reference_copy
 from .repairs.repair import repair
@@ -120,6 +120,8 @@ def patch_model(
             "the original. Leave it out, or start from the original checkpoint."
         )
     require_fit(fit)
+    if fit != FITS[0] and calibration is None:
+        raise OptionError(f"fit={fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither.")
     if compile:
         require_blocks(model)
     if optimizer is not None:

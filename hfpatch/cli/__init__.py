@@ -180,7 +180,7 @@ def patch(
         most = f"up to {sequences} sequences of {length} tokens"
         load_stored(built)
         typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-        request["calibration"] = (
+        request["fit"], request["calibration"] = fit, (
             sample_batches(built, sequences, length, seed)
             if calibration == "self"
             else texts_of(Path(calibration), built, processor, sequences, length)
@@ -188,7 +188,7 @@ def patch(
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    patch_model(built, **request, fit=fit, tokenizer=None if longest is None else tokenizer_of(processor))
+    patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")

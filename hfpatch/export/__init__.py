@@ -11,7 +11,7 @@ from ..checkpoint.weight_digest import has_adapters
 from ..core.holders import model_inside
 from ..errors import OptionError, WrappedModelError
 from ..runtime.lens import host_class
-from .files import require_plain_options, staged
+from .files import staged
 from .holders import can_be_measured, write_holder
 from .native import Exported, native_model, write_native
 from .remote import write_remote
@@ -32,7 +32,7 @@ def export_model(
     verify: bool = True,
     example_inputs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    **save_options: Any,
+    max_shard_size: str | int | None = None,
 ) -> Exported:
     """Write a patched model to a folder, in one of three forms.
 
@@ -56,14 +56,14 @@ def export_model(
             compared in any case.
         example_inputs: keyword arguments of that forward; None makes them from the model's signature and config.
         overwrite: replace a folder that isn't empty, once the export has succeeded.
-        save_options: for `save_pretrained`, such as `max_shard_size`.
+        max_shard_size: of the weights' files, as in `save_pretrained`.
 
     Returns:
         What was written; `str` of it is a summary.
 
     Raises:
         OptionError: no such form or runtime; an architecture or runtime for another form than "native", `verify` or
-            inputs for another than "remote"; an option that would save something else.
+            inputs for another than "remote".
         WrappedModelError: adapters of PEFT stand in the model.
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
@@ -76,7 +76,7 @@ def export_model(
         raise OptionError("serve= chooses what a native export becomes; pass to='native' with it.")
     if to != "remote" and (not verify or example_inputs is not None):
         raise OptionError("verify= and example_inputs= are of a remote export's check; pass to='remote' with them.")
-    require_plain_options(save_options)
+    save_options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     inner = model_inside(model)
     if to == "plugin" and has_adapters(inner):  # the other forms are compared with the model
         raise WrappedModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..core.staging import staged_folder
-from ..errors import OptionError
 from ..runtime.errors import PatchError
 
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
 _GENERIC = "PreTrainedTokenizerFast"  # reads tokenizer.json as it stands, whatever the model's type
-
-
-def require_plain_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of `save_pretrained` with which an export would save or publish something else.
-
-    Raises:
-        OptionError: names the option.
-    """
-    for option in ("push_to_hub", "state_dict", "distributed_checkpoint", "is_main_process", "mark_weights"):
-        if option in options:
-            raise OptionError(f"{option}= isn't an option here: what is saved is the model that was checked.")
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def checkpoint_of(
     native: bool,
     tokenizer: Any,
     scratch: Path,
-    save_options: dict[str, Any],
+    max_shard_size: str | int | None,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """The checkpoint of a model in a form, with its tokenizer; what isn't on disk yet is written to `scratch`.
@@ -122,7 +122,7 @@ def checkpoint_of(
         )
     if any(tensor.is_meta for tensor in inner.parameters()):
         raise CheckpointError(f"this {type(inner).__name__} has no weights: it is on the meta device. Load it first.")
-    export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, **save_options)
+    export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, max_shard_size=max_shard_size)
     written = read_checkpoint(scratch / "model", form == "native")
     written.patched = title_of(type(inner).__name__, Record.of(inner.config))
     if found is not None:

@@ -201,8 +201,7 @@ def push_patched(
     name = str(base_model or getattr(model_inside(model), "name_or_path", ""))
     base = base_of(name, base_model is not None, api) if name not in ("", branch.repo_id) else (None, None)
     with tempfile.TemporaryDirectory() as scratch:
-        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), shards, trust_remote_code)
+        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), max_shard_size, trust_remote_code)
         if report is not None and found.patched is not None:
             report.require_of(found.patched)
         if not dry_run:

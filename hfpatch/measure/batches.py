@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -108,7 +108,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         parameters = signature(self.model.forward).parameters
-        self.main = self.model.main_input_name
+        self.main, self.forward = self.model.main_input_name, f"{type(self.model).__name__}.forward"
         self.takes = parameters.keys() | {self.main}
         self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         # Without a mask a sequence would be read with its padding.
@@ -165,6 +165,8 @@ class _Reader:
         like = next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
         if like is not None and _count_axes(columns[like]) == _AXES[like]:
             row = {name: value for name, value in columns.items() if name in self.takes and value is not None}
+            for name in columns.keys() - row.keys():  # a column "label" is no input, and nobody's misspelt "labels"
+                self._require_spelt(name, self.takes - {"labels"}, f"{self.option}: item {number}")
             return [row] if len(row[like]) else []
         if like is not None and _are_tensors(columns[like]):
             raise OptionError(
@@ -260,10 +262,18 @@ class _Reader:
         """
         if name in self.takes:
             return
-        suggestion = nearest(name, self.takes, cutoff=0.85)
-        if suggestion or not self.takes_others:
-            hint = f"Did you mean {suggestion!r}?" if suggestion else "Leave it out."
-            raise OptionError(f"{place} has {name!r}, which {type(self.model).__name__}.forward doesn't take. {hint}")
+        self._require_spelt(name, self.takes, place)
+        if not self.takes_others:
+            raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. Leave it out.")
+
+    def _require_spelt(self, name: str, known: Set[str], place: str) -> None:
+        """Refuse a name that is nearly an input's.
+
+        Raises:
+            OptionError: names both.
+        """
+        if name not in known and (meant := nearest(name, known, cutoff=0.85)):
+            raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. Did you mean {meant!r}?")
 
 
 def _texts(value: Any) -> list[str] | None:

@@ -221,6 +221,7 @@ def test_what_a_tokenizer_adds_is_left_out() -> None:
             [{"input_ids": torch.ones(2, 3).long(), "attention_masks": torch.ones(2, 3)}],
             "Did you mean 'attention_mask'",
         ),
+        ([{"input_ids": [1, 2], "atention_mask": [1, 1]}], "item 0 has .* Did you mean 'attention_mask'"),
         ([{"input_ids": [[1, 2], ["a"]]}], "batch 0: input_ids can't be made a tensor"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', none of which GPT2LMHeadModel takes"),
         (DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), r"with_format\('torch'\)"),

@@ -234,4 +234,6 @@ def test_an_unknown_fit_is_refused_before_anything_changes(fit: Any) -> None:
         patch_model(model, pos="rope", calibration=batches(model), fit=fit)
     with pytest.raises(OptionError, match="fit"):
         repair(model, model, batches(model), fit=fit)
+    with pytest.raises(OptionError, match="calibration="):
+        patch_model(model, pos="rope", fit="bias")
     assert isinstance(model.transformer.wpe, nn.Embedding)
