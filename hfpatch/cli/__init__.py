@@ -180,10 +180,13 @@ def patch(
         most = f"up to {sequences} sequences of {length} tokens"
         load_stored(built)
         typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-        request["fit"], request["calibration"] = fit, (
-            sample_batches(built, sequences, length, seed)
-            if calibration == "self"
-            else texts_of(Path(calibration), built, processor, sequences, length)
+        request["fit"], request["calibration"] = (
+            fit,
+            (
+                sample_batches(built, sequences, length, seed)
+                if calibration == "self"
+                else texts_of(Path(calibration), built, processor, sequences, length)
+            ),
         )
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
