@@ -29,7 +29,7 @@ _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
 _SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is kept too, else the target's own default would count
 _SETTINGS = (
-    *("sep_token_id", "cls_token_id", "mask_token_id", "initializer_range"),
+    *("sep_token_id", "cls_token_id", "mask_token_id", "initializer_range", "use_cache"),
     *("id2label", "label2id", "problem_type", "classifier_dropout"),
 )
 

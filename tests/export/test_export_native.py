@@ -246,10 +246,11 @@ def test_settings_come_along(tmp_path: Path) -> None:
     model = patch(tiny("llama", LM, pad_token_id=None, bos_token_id=None), pos="nope")
     config = exported(model, tmp_path / "b", LM, architecture="smollm3").config
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (None, None, model.config.eos_token_id)
-    model = patch(tiny("gpt2", LM), pos="rope")
+    model = patch(tiny("gpt2", LM, use_cache=False), pos="rope")
     model.generation_config.num_beams, model.generation_config.repetition_penalty = 3, 1.5
-    found = exported(model, tmp_path / "c", LM).generation_config
-    assert (found.num_beams, found.repetition_penalty) == (3, 1.5)
+    opened = exported(model, tmp_path / "c", LM)
+    found = opened.generation_config
+    assert (found.num_beams, found.repetition_penalty, opened.config.use_cache) == (3, 1.5, False)
 
 
 def exported(model: Any, folder: Path, head: str, **options: Any) -> Any:
