@@ -115,9 +115,9 @@ class Plan(Result):
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: the model's class, the patch record that it will have, and all rows.
 
-        A row has the attributes of `Row`, and `expected`: "exact", "approximate" or, where it is kept, "".
+        A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
-        rows = [{**asdict(row), "expected": row.expected} for row in self.rows]
+        rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
         return plain({"version": 1, "model": self.model_name, "record": self.record.to_json(), "rows": rows})
 
     def to_dataframe(self) -> Any:
@@ -126,7 +126,7 @@ class Plan(Result):
         Raises:
             MissingPackageError: pandas isn't installed.
         """
-        return dataframe(Row, self.rows, expected=str)
+        return dataframe(Row, self.rows, action=str, expected=str)
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
         if not self.changes:
@@ -247,7 +247,7 @@ def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
     placements = norms if plan.conversion is None else others
     for change in plan.changes:
         if change.changes:
-            is_exact = change.row.loss is None and plan.conversion is not None
+            is_exact = change.row.exact is not None and plan.conversion is not None
             norm_phase = exact if is_exact else norms
             phase = {"stream": streams, "norm": norm_phase, "placement": placements}.get(change.row.kind, others)
             phase.append(change)

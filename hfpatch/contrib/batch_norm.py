@@ -51,7 +51,7 @@ def plan_batch_norms(
             change.edits += tuple(_padding(model, names))
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
-            kept = replace(row, action="keep", becomes=None, loss=None, reason=why)
+            kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
             change.row, change.edits, change.values = kept, (), None
     return Planned(part, changes)
 

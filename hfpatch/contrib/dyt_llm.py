@@ -221,10 +221,10 @@ def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
     for name, module in model.named_modules():
         if source is not None and module is source:
             scaled = f"has its {SCALE} already" if SCALED in vars(module) else "the model multiplies its output itself"
-            yield Change(Row("stream", "keep", name, module._get_name(), reason=scaled))
+            yield Change(Row("stream", name, module._get_name(), reason=scaled))
     for name, module in fresh:
         refuse_private_forward(name, module)
-        row = Row("stream", "replace", name, module._get_name(), f"{module._get_name()} x {SCALE}")
+        row = Row("stream", name, module._get_name())
         row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
-        row.loss = "parameters are reinitialised"
+        row.replace_by(f"{module._get_name()} x {SCALE}", loss="parameters are reinitialised")
         yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))

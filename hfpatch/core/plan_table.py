@@ -24,27 +24,43 @@ class Row:
 
     Attributes:
         kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
-        action: "replace" or "keep".
         module: its name in the model.
         now, becomes: what it is, and what it will be (None where it is kept).
         reason: why it is kept, or a note on the replacement.
         loss: what the replacement doesn't preserve; None where the function stays the same.
+        exact: why the function stays the same; None where it doesn't.
         aliases: further names of the same module.
     """
 
     kind: str
-    action: str
     module: str
     now: str
     becomes: str | None = None
     reason: str | None = None
     loss: str | None = None
+    exact: str | None = None
     aliases: tuple[str, ...] = ()
+
+    def replace_by(self, becomes: str, *, loss: str | None = None, exact: str | None = None) -> Row:
+        """The same row, of a module that is replaced: with what is lost, or else with why nothing is.
+
+        Raises:
+            ValueError: neither is given, or both. No replacement is exact by default.
+        """
+        if (loss is None) == (exact is None):
+            raise ValueError(f"{self.module}: say either what the replacement loses, or why it is exact")
+        self.becomes, self.loss, self.exact = becomes, loss, exact
+        return self
+
+    @property
+    def action(self) -> str:
+        """ "replace" or "keep"."""
+        return "keep" if self.becomes is None else "replace"
 
     @property
     def expected(self) -> str:
         """ "exact" or "approximate"; "" of what is kept."""
-        return "" if self.action == "keep" else "exact" if self.loss is None else "approximate"
+        return "" if self.becomes is None else "exact" if self.exact else "approximate"
 
     @property
     def losses(self) -> list[str]:
@@ -52,7 +68,7 @@ class Row:
 
         Those of positions are taken apart, since stacks that lose the same may differ in what else they lose.
         """
-        if not (self.loss and self.becomes):
+        if self.loss is None or self.becomes is None:
             return []
         if self.kind in ("position", "placement"):
             return self.loss.split("; ")

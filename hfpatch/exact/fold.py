@@ -20,6 +20,7 @@ from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
 from .centring import EMBEDDINGS, Centring
 
+_CENTRED = "all that reads the stream removes the mean over its channels"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -84,8 +85,10 @@ class _Place:
     def row(self, becomes: str) -> Row:
         """The plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
-            return Row("stream", "replace", self.name, "Parameter", becomes)
-        return Row("stream", "replace", self.name.rpartition(".")[0], self.module._get_name(), becomes)
+            row = Row("stream", self.name, "Parameter")
+        else:
+            row = Row("stream", self.name.rpartition(".")[0], self.module._get_name())
+        return row.replace_by(becomes, exact=_CENTRED)
 
 
 def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
@@ -157,7 +160,7 @@ def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]
             continue
         seen.add(id(module))
         refuse_private_forward(name, module)
-        row = Row("stream", "replace", name, module._get_name(), "centred in every forward")
+        row = Row("stream", name, module._get_name()).replace_by("centred in every forward", exact=_CENTRED)
         yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))
 
 
@@ -166,5 +169,5 @@ def _centred_embeddings(model: nn.Module, patterns: set[str]) -> Iterator[Change
     for name, module in model.named_modules():
         if pattern_of(name) in patterns:
             refuse_private_forward(name, module)
-            row = Row("stream", "replace", f"{name}.{EMBEDDINGS}".strip("."), "argument", "centred")
+            row = Row("stream", f"{name}.{EMBEDDINGS}".strip("."), "argument").replace_by("centred", exact=_CENTRED)
             yield Change(row, (Edit.of(f"{name}.{LENS_SLOT}".strip("."), Call.of("CentredArgument", EMBEDDINGS)),))

@@ -69,7 +69,7 @@ def attention_change(
     stack = item.stack
     rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
     now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
-    row = Row("position", "keep", name, now, reason=reason)
+    row = Row("position", name, now, reason=reason)
     if reason is not None:
         return Change(row)
     _require_build(name, module, stack)
@@ -91,17 +91,18 @@ def attention_change(
         row.reason = "has no positions of its own"
         return Change(row)
     refuse_private_forward(name, module)
-    row.action, row.becomes = "replace", scheme.describe(head_dim)
+    becomes = scheme.describe(head_dim)
     if new is not None:
-        row.loss = "queries and keys are rotated, which they were not trained for"
+        row.replace_by(becomes, loss="queries and keys are rotated, which they were not trained for")
     elif new_bias is not None:
-        row.loss = scheme.attends
+        row.replace_by(becomes, loss=scheme.attends)
     elif rotary is not None:
-        row.loss = NO_ROTATION
+        row.replace_by(becomes, loss=NO_ROTATION)
     elif bias is not None:
-        row.loss = "scores no longer fall with the distance of tokens"
+        row.replace_by(becomes, loss="scores no longer fall with the distance of tokens")
     else:
         row.reason = "its causal mask serves any length"
+        row.replace_by(becomes, exact="it neither rotates nor has a bias; the mask alone changes")
 
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]

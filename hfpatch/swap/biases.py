@@ -22,7 +22,7 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
     scheme, name = part.scheme, item.table_name
     assert isinstance(scheme, Position)
     reasons, why = reasons_to_keep(item, part, names)
-    row = Row("position", "keep", name, "biases by distance", reason=why)
+    row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
         row.now, row.reason = "no biases", "removed already"
     change = Change(row)
@@ -35,8 +35,7 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
             f"{name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
         )
     if row.reason is None:
-        row.action, row.becomes, row.loss = "replace", "removed", "relative biases are removed"
-        row.loss += loses_order(item, scheme)
+        row.replace_by("removed", loss="relative biases are removed" + loses_order(item, scheme))
         change.edits, _ = removal(model, item)
     if item.stack.projections is None or not left:
         return [change]
@@ -69,7 +68,7 @@ def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundSt
         where = name or type(module).__name__
         if id(module) in changed:
             raise UnsupportedError(f"{where}: its positions are relative biases, and they stay: {reason}.")
-        rows.append(Row("position", "keep", where, "relative positions", reason=reason))
+        rows.append(Row("position", where, "relative positions", reason=reason))
     return [Change(row) for row in rows]
 
 

@@ -80,7 +80,7 @@ def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iter
     for name, module in model.named_modules():
         facts = describe(module)
         if id(module) not in of_branches and facts is not None:
-            yield Change(Row(kind, "keep", name, norm_text(module, facts), reason="not the norm of a residual branch"))
+            yield Change(Row(kind, name, norm_text(module, facts), reason="not the norm of a residual branch"))
 
 
 def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
@@ -103,18 +103,22 @@ def _change(
     scheme, branch, name = part.scheme, site.branch, site.norm_name
     assert isinstance(scheme, DeepNorm)
     facts = describe(site.norm)
-    row = Row("norm", "keep", name, norm_text(site.norm, facts), reason=reasons[name])
+    row = Row("norm", name, norm_text(site.norm, facts), reason=reasons[name])
     if row.reason is not None:
         return Change(row)
     assert facts is not None
     refuse_private_forward(name, site.norm)
     a, norm = f"{alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
     before = f"{norm}(x + f(x))" if branch.placement == "post" else f"x + f({norm}(x))"
-    row.action, row.becomes, row.reason = "replace", f"{scheme.label}{size_of(facts)}", f"a = {a}"
-    row.loss = None if scheme.preserve else f"{norm}({a} x + f(x)) in place of {before}"
-    if part.init == "reset":
-        row.loss = "parameters are reinitialised"
-    afresh = part.init == "reset"
+    afresh, becomes, row.reason = part.init == "reset", f"{scheme.label}{size_of(facts)}", f"a = {a}"
+    if afresh:
+        row.replace_by(becomes, loss="parameters are reinitialised")
+    elif scheme.preserve:
+        row.replace_by(
+            becomes, exact="its branch is multiplied by a as well, and the norm divides by the size of the sum"
+        )
+    else:
+        row.replace_by(becomes, loss=f"{norm}({a} x + f(x)) in place of {before}")
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
     else:  # LN(a x + f(x)) from x + f(LN(x))
@@ -180,9 +184,15 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
     """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
     module = site.block.get_submodule(path)
     part = "" if which == "all" else "values "
-    row = Row("norm", "replace", f"{site.block_name}.{path}", module._get_name(), f"{part}x {factor:.4g}")
-    if bias != factor:
-        row.reason, row.loss = "biases start at zero", "parameters are reinitialised"
+    row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
+    if bias == factor:
+        row.replace_by(
+            becomes,
+            exact="the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum",
+        )
+    else:
+        row.reason = "biases start at zero"
+        row.replace_by(becomes, loss="parameters are reinitialised")
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     def values(edits: Transaction) -> None:

@@ -75,11 +75,11 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     if same and part.init != "reset":
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
-    row.action, row.becomes = "replace", f"Learned({rows} x {columns} patches, {method})"
-    row.reason = f"{IMAGE_SIZE}={size}"
-    row.loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
+    loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
     if part.init == "reset":
-        row.loss = "its rows start afresh"
+        loss = "its rows start afresh"
+    row.replace_by(f"Learned({rows} x {columns} patches, {method})", loss=loss)
+    row.reason = f"{IMAGE_SIZE}={size}"
 
     def resized(table: Tensor) -> Tensor:
         return layout.resized(table, scheme, rows, columns, usual)

@@ -39,7 +39,7 @@ def plan_mlp_request(
     named = names.matched_special(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
-        Change(Row("mlp", "keep", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
+        Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
         for name in mixtures(model)
     ]
     if not changes:
@@ -65,22 +65,26 @@ def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[st
 
 def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: str | None) -> Change:
     d, d_ff = site.sizes
-    row = Row("mlp", "keep", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
+    row = Row("mlp", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:
         return Change(row)
     first, last = model.get_submodule(site.name), model.get_submodule(str(site.last))
     for module in (first, site.act, last if part.init == "reset" else None):
         if isinstance(module, nn.Module):
             refuse_private_forward(site.name, module)
-    row.action, row.becomes = "replace", f"{scheme.label}({d}, {scheme.width(d_ff)})"
+    becomes = f"{scheme.label}({d}, {scheme.width(d_ff)})"
     if part.init == "reset":
         _require_resizable(model, site, scheme)
-        row.loss = "parameters are reinitialised"
+        row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
         return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
     start = _require_start(site, scheme)
-    if not start.exact:
-        row.loss = _approximation(site, scheme, start)
+    if start.exact:
+        row.replace_by(
+            becomes, exact="the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
+        )
+    else:
+        row.replace_by(becomes, loss=_approximation(site, scheme, start))
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     return Change(row, edits, lambda changes: _start_as_trained(changes, model, site, first))

@@ -93,7 +93,7 @@ def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings
 
 def _change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names, example_inputs: Any) -> Change:
     now = f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind
-    row = Row("position", "keep", rotation.name, now)
+    row = Row("position", rotation.name, now)
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
     if row.reason:
         return Change(row)
@@ -110,8 +110,7 @@ def _change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names
         row.reason = "dropped already"
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
-    row.action, row.becomes = "replace", "no rotation"
-    row.loss = NO_ROTATION
+    row.replace_by("no rotation", loss=NO_ROTATION)
     of_module = rotations_of(model, rotation.module)
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
@@ -132,12 +131,13 @@ def _settings_change(model: nn.Module, rotation: NativeRotation, part: Part, nam
     new = _new_settings(rotation, scheme)
     pairing = pairing_of(rotation, new)
     lenses = reordering(rotation, pairing, scheme.pairing)
-    row.action, row.becomes = "replace", _described(new, scheme.pairing or pairing.present)
+    becomes, note = _described(new, scheme.pairing or pairing.present), ""
     if new == old and not rotation.dropped and not lenses:
         row.reason = "its own settings"
+        row.replace_by(becomes, exact="it rotates like this already")
     else:
-        row.loss = "queries and keys are rotated by other angles than they were trained for"
-    note = f"rotates by {row.becomes}" if row.loss else ""
+        note = f"rotates by {becomes}"
+        row.replace_by(becomes, loss="queries and keys are rotated by other angles than they were trained for")
     found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
     return Change(row, (_rotary_edit(rotation, new, note), *found))
 

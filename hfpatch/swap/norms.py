@@ -26,6 +26,8 @@ _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
 )
 _FEATURES = re.compile(r"feature_(extractor|projection|encoder)|^cmvn$")
+_SAME = "the same arithmetic with the same gain, shift and eps"
+_NO_MEAN = "the mean over the channels of its input is zero"
 
 
 @dataclass
@@ -88,7 +90,8 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
     texts = {key: f"{loss} ({obstacle})" if loss and obstacle else loss for key, (loss, obstacle) in losses.items()}
     if changing and all(reasons[id(site)] for site in changing):
         raise not_exact(changing[0].names[0], scheme, str(texts[id(changing[0])]))
-    changes = [_change(model, site, part, reasons[id(site)], texts.get(id(site))) for site in sites]
+    exact = _SAME if conversion is None else _NO_MEAN
+    changes = [_change(model, site, part, reasons[id(site)], texts.get(id(site)), exact) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
@@ -169,17 +172,21 @@ def _reason_outside_stream(site: _Site, names: Names) -> str | None:
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, loss: str | None) -> Change:
-    """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it."""
+def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, loss: str | None, exact: str) -> Change:
+    """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
+
+    Args:
+        loss: what the swap loses; None: nothing, for the reason in `exact`.
+    """
     facts, scheme, name = site.facts, part.scheme, site.names[0]
-    row = Row("norm", "keep", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
+    row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
     if reason is not None:
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
     assert isinstance(scheme, Norm)
     new = size_of(scheme.remaining_facts(facts), replaced=facts)
-    row.action, row.becomes, row.loss = "replace", scheme.label + new, loss
+    row.replace_by(scheme.label + new, loss=loss, exact=exact if loss is None else None)
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edit = Edit.of(name, scheme.call(facts, site.module))
     return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)

@@ -45,15 +45,15 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: Part, names
     if reason is None and scheme.name == "nope" and hidden and rotary is None:
         reason = "dropped already"
     if reason is not None:
-        return Change(Row("position", "keep", path, now, reason=reason))
+        return Change(Row("position", path, now, reason=reason))
     if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
-        return Change(Row("position", "replace", path, now, described, reason="its own settings"))
+        row = Row("position", path, now, reason="its own settings")
+        return Change(row.replace_by(described, exact="it rotates like this already"))
     require_settings(item)
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
     change = attention_change(path, module, item, scheme)
     row, row.now = change.row, now
     if scheme.name == "nope":
-        row.action, row.becomes, row.reason = "replace", "no rotation", None
-        row.loss = NO_ROTATION
+        row.replace_by("no rotation", loss=NO_ROTATION).reason = None
     return change

@@ -77,14 +77,13 @@ def _change(model: nn.Module, site: Site, part: Part, reasons: dict[str, str | N
     facts = describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     now = host.formula
-    row = Row("placement", "keep", name, f"{norm_text(site.norm, facts)}: {now}", reason=reasons[name])
+    row = Row("placement", name, f"{norm_text(site.norm, facts)}: {now}", reason=reasons[name])
     if row.reason is not None:
         return Change(row)
     assert facts is not None
     require_joinable(site)
     refuse_private_forward(name, site.norm)
-    row.action, row.becomes = "replace", scheme.formula
-    row.loss = f"norms are placed as {scheme.formula} in place of {now}"
+    row.replace_by(scheme.formula, loss=f"norms are placed as {scheme.formula} in place of {now}")
     if site.branch.placement == "post":
         row.reason = "its stack ends without a norm of its own"
     edits = [*joins_kept(site, sites, reasons), site.join(scheme.name)]

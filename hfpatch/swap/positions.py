@@ -49,7 +49,7 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
     if not changes:
         raise _unsupported(model, staying)
     refused = _refused(model).items()
-    return changes + staying + [Change(Row("position", "keep", name, "positions", reason=why)) for name, why in refused]
+    return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
 def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:

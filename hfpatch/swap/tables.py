@@ -33,8 +33,8 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     assert isinstance(scheme, Position)
     if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
-        return Change(Row("position", "keep", item.table_name, "a constant", reason="its table is removed already"))
-    row = Row("position", "keep", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
+        return Change(Row("position", item.table_name, "a constant", reason="its table is removed already"))
+    row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)
     for path, _ in item.stack.limits:
@@ -43,9 +43,9 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
         return grid_table_change(item, part, row)
     if scheme.keeps_table:
         return kept_table_change(model, item, part, row)
-    row.action, row.becomes = "replace", NOTHING if item.stack.computes else MEAN_ROW
+    loss = "absolute positions are removed" + loses_order(item, scheme)
+    row.replace_by(NOTHING if item.stack.computes else MEAN_ROW, loss=loss)
     row.reason = "inputs of any length"
-    row.loss = "absolute positions are removed" + loses_order(item, scheme)
     edits, constants = removal(model, item, fresh=part.init == "reset")
 
     def values(changes: Transaction) -> None:
@@ -162,21 +162,24 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
         return Change(row)
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
-    row.action, row.becomes = "replace", scheme.describe(0)
+    becomes = scheme.describe(0)
     if not isinstance(scheme, Learned):
         same = _follows(table, scheme, first)
         row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
-        row.loss = None if same else "learned positions are replaced"
+        if same:
+            row.replace_by(becomes, exact="its rows follow this rule already")
+        else:
+            row.replace_by(becomes, loss="learned positions are replaced")
     elif part.init == "reset":
-        row.loss = "its rows are reinitialised"
+        row.replace_by(becomes, loss="its rows are reinitialised")
     elif new in (None, old):
-        row.action, row.becomes = "keep", None
         row.reason = (
             f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
         )
         return Change(row)
     else:
-        row.loss, row.reason = scheme.loss(old), scheme.note(old)
+        loss, row.reason = scheme.loss(old), scheme.note(old)
+        row.replace_by(becomes, loss=loss, exact="every position keeps its row" if loss is None else None)
     edits, values = _table_edits(item, part, first)
     longest = sys.maxsize if scheme.any_length else scheme.max_positions
     if longest is not None:

@@ -26,10 +26,10 @@ EVIL = "<script>alert('1')</script> & \"x\""
 
 def plan() -> Plan:
     rows = [
-        Row("norm", "replace", "h.0.ln", "LayerNorm(4)", "DynamicTanh(4)", loss="tanh is no norm", aliases=("a", "b")),
-        Row("norm", "replace", "h.1.ln", "LayerNorm(4)", "DynamicTanh(4)", loss="tanh is no norm"),
-        Row("norm", "keep", "ln_f", "LayerNorm(4)", reason=EVIL),
-        Row("norm", "replace", "ln_g", "LayerNorm(4)", "RMSNorm(4)"),
+        Row("norm", "h.0.ln", "LayerNorm(4)", aliases=("a", "b")).replace_by("DynamicTanh(4)", loss="tanh is no norm"),
+        Row("norm", "h.1.ln", "LayerNorm(4)").replace_by("DynamicTanh(4)", loss="tanh is no norm"),
+        Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
+        Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", exact="its input has no mean"),
     ]
     return Plan("Model", Record("gpt2"), {"norm": [Change(row) for row in rows]})
 
@@ -119,6 +119,12 @@ def test_a_real_plan_as_json() -> None:
     assert Record.from_json(stored["record"]) == planned.record
     assert [row["module"] for row in stored["rows"]] == [row.module for row in planned.rows]
     assert {row["expected"] for row in stored["rows"]} == {"", "exact", "approximate"}
+
+
+@pytest.mark.parametrize("said", [{}, {"loss": "a", "exact": "b"}])
+def test_a_replacement_says_what_it_loses_or_why_it_is_exact(said: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="ln_f"):
+        Row("norm", "ln_f", "LayerNorm(4)").replace_by("RMSNorm(4)", **said)
 
 
 @every_report
