@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -121,7 +120,8 @@ class AffineNorm(nn.Module):
         kind: str | None = None,
         **options: Any,
     ) -> AffineNorm:
-        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters.
+        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters, which are
+        frozen where all others of the parent are.
 
         Args:
             old, parent: the replaced norm (None for none), and the module that holds it.
@@ -132,12 +132,13 @@ class AffineNorm(nn.Module):
             options: further arguments of the class's constructor.
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
-        nearby = chain(old.parameters(recurse=False) if old is not None else (), parent.parameters())
-        like: Tensor = next(nearby, torch.zeros(()))
+        nearby = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
+        like: Tensor = next(iter(nearby), torch.zeros(()))
         parameters: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
         if old is None:
             size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
-            parameters = [None if name is None else nn.Parameter(size.clone()) for name in names]
+            trains = not nearby or any(one.requires_grad for one in nearby)
+            parameters = [None if name is None else nn.Parameter(size.clone(), trains) for name in names]
         if shape is None:
             shape = next((tuple(one.shape) for one in parameters if one is not None), None)
         if shape is None:

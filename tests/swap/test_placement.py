@@ -181,6 +181,12 @@ def test_reset_starts_the_norms_afresh() -> None:
     assert len(norms_of(model, AffineNorm)) == 8
 
 
+def test_a_frozen_model_stays_frozen() -> None:
+    model = patch(tiny("gpt2").requires_grad_(False), placement="sandwich")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in patch(tiny("gpt2"), placement="sandwich").parameters())
+
+
 @pytest.mark.parametrize("family", ["cohere", "convnext"])
 def test_refused_without_a_norm_for_every_branch(family: str) -> None:
     with pytest.raises(UnsupportedError):
