@@ -120,8 +120,9 @@ class AffineNorm(nn.Module):
         kind: str | None = None,
         **options: Any,
     ) -> AffineNorm:
-        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters, which are
-        frozen where all others of the parent are.
+        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters.
+
+        New ones are frozen where all others of the parent are.
 
         Args:
             old, parent: the replaced norm (None for none), and the module that holds it.
