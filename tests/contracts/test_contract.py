@@ -341,7 +341,9 @@ def test_control_save_and_load(tmp_path: Path) -> None:
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
 
 
-@pytest.mark.parametrize(("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 15), ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 15, slow=170), ids=case_id
+)
 def test_copies(name: str, request_: dict, how: str) -> None:
     model, given = patched(name, **request_), inputs(name)
     require_a_model_of_its_own(COPIES[how](model), model, lambda one: logits(one, given))

@@ -23,13 +23,20 @@ def sampled(cases: Sequence[Case], size: int) -> list[Case]:
     return [cases[place * len(cases) // size] for place in range(size)]
 
 
-def slow_but(cases: Iterable[Any], default: int | Iterable[Any]) -> list[Any]:
-    """All of the cases, as slow tests but for these, or for a sample of so many."""
+def slow_but(cases: Iterable[Any], default: int | Iterable[Any], slow: int | None = None) -> list[Any]:
+    """All of the cases, as slow tests but for these, or for a sample of so many.
+
+    Args:
+        cases: values of a parameter, or tuples of several parameters' values.
+        default: the cases that every run has, or their number.
+        slow: how many of all may be slow tests; the others are a sweep. None: all.
+    """
     cases = list(cases)
     chosen = sampled(cases, default) if isinstance(default, int) else list(default)
+    often = cases if slow is None else sampled(cases, slow)
     assert all(case in cases for case in chosen), "no such case"
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        pytest.param(*value, marks=() if case in chosen else pytest.mark.slow)
-        for case, value in zip(cases, values, strict=True)
-    ]
+
+    def marks(case: Any) -> Any:
+        return () if case in chosen else pytest.mark.slow if case in often else pytest.mark.sweep
+
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case)) for case in cases]
