@@ -657,9 +657,10 @@ def test_every_new_parameter_is_trained(family: str, init: str) -> None:
     assert not [name for name in still if "norm" in name or "ln_" in name]
 
 
-def test_an_optimizer_where_a_patch_replaces_a_buffer() -> None:
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_an_optimizer_where_a_patch_replaces_a_buffer(family: str) -> None:
     """Models that number their positions in a buffer get a longer one, which no optimizer trains."""
-    model = tiny("bert")
+    model, _ = zoo.tiny(family)
     optimizer = trained(model)
     numbers = model.embeddings.position_ids
     patch(model, pos="learned:max_positions=200", optimizer=optimizer, reversible=True)
