@@ -23,6 +23,7 @@ from hfpatch.measure.blocks import repeated_blocks
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import LENS
 
+EXACT = {"norm": "rms", "pos": "rope"}
 SCHEMES = [
     {},
     {"norm": "rms"},
@@ -30,7 +31,7 @@ SCHEMES = [
     {"norm": "derf"},
     {"pos": "rope"},
     {"pos": "nope"},
-    {"norm": "rms", "pos": "rope"},
+    EXACT,
     {"norm": "dyt", "pos": "alibi"},
     {"mlp": "geglu"},
 ]
@@ -178,7 +179,7 @@ def test_many_models_in_one_process():
 
 @pytest.mark.slow
 def test_generating_with_a_static_cache():
-    model, graphs = patch(deeper("gpt2"), norm="rms", pos="rope"), Graphs()
+    model, graphs = patch(deeper("gpt2"), **EXACT), Graphs()
     settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(**inputs(model), **settings)
@@ -191,7 +192,7 @@ def test_generating_with_a_static_cache():
 
 
 def test_blocks_with_a_cache_run_uncompiled_which_is_an_error_where_it_is_tried():
-    model = patch(deeper("gpt2"), norm="rms", pos="rope")
+    model = patch(deeper("gpt2"), **EXACT)
     given, expected = inputs(model), outputs(model)
     with pytest.raises(UnsupportedError, match=r"3 of 3.*transformer\.h\.0"):
         compile_model(model, backend="eager", example_inputs=given | {"use_cache": True})
@@ -222,22 +223,17 @@ def inside(names, part):
 
 
 @pytest.mark.slow
-def test_compiled_code_checks_no_more_of_a_norm_than_before():
+def test_compiled_code_checks_little_of_norms_and_lenses():
     """Where a token is decoded these checks take longer than the norm itself."""
-    model = deeper("gpt2")
-    after = checked(patch(copy.deepcopy(model), norm="rms"))
-    before, after = (inside(names, "._modules['1']._modules['ln_1']") for names in (checked(model), after))
-    assert {".eps", "._parameters['weight']"} <= before
-    assert "._parameters['weight']" in after
-    assert len(after) <= len(before)
-
-
-@pytest.mark.slow
-def test_compiled_code_checks_one_lens_for_all_attentions():
-    names = [name.replace(f".__dict__['{LENS}']", f".{LENS}") for name in checked(patch(deeper("gpt2"), pos="rope"))]
-    first, *others = (inside(names, f"['{layer}']._modules['attn'].{LENS}") for layer in range(3))
+    before = checked(deeper("gpt2"))
+    after = [name.replace(f".__dict__['{LENS}']", f".{LENS}") for name in checked(patch(deeper("gpt2"), **EXACT))]
+    norm_before, norm_after = (inside(names, "._modules['1']._modules['ln_1']") for names in (before, after))
+    assert {".eps", "._parameters['weight']"} <= norm_before
+    assert "._parameters['weight']" in norm_after
+    assert len(norm_after) <= len(norm_before)
+    first, *others = (inside(after, f"['{layer}']._modules['attn'].{LENS}") for layer in range(3))
     assert len(first) > 5
-    assert others == [{""}] * 2, "that it is the first one's"
+    assert others == [{""}] * 2, "that the lens of all attentions is the first one's"
 
 
 # In place
@@ -245,7 +241,7 @@ def test_compiled_code_checks_one_lens_for_all_attentions():
 
 @pytest.mark.parametrize("regions", ["blocks", "model"])
 def test_checkpoints_know_nothing_of_it(regions, tmp_path):
-    model = patch(deeper("bert"), norm="rms", pos="rope")
+    model = patch(deeper("bert"), **EXACT)
     keys, kind = list(model.state_dict()), type(model)
     expected, graphs = outputs(model), Graphs()
     compile_model(model, regions, backend=graphs)
@@ -259,13 +255,13 @@ def test_checkpoints_know_nothing_of_it(regions, tmp_path):
 
 
 def test_copies_are_not_compiled():
-    model = compile_model(patch(deeper("bert"), norm="rms", pos="rope"), backend=Graphs())
+    model = compile_model(patch(deeper("bert"), **EXACT), backend=Graphs())
     assert compiled_calls(copy.deepcopy(model)) == compiled_calls(pickle.loads(pickle.dumps(model))) == {}
     assert compiled_calls(model)
 
 
 def test_again_replaces_and_undone_is_as_before():
-    model = patch(deeper("bert"), norm="rms", pos="rope")
+    model = patch(deeper("bert"), **EXACT)
     first, second = Graphs(), Graphs()
     compile_model(model, backend=first)
     compile_model(model, "model", backend=second)
@@ -291,7 +287,7 @@ def test_regions_that_there_are_not(regions, error):
 
 @pytest.fixture
 def model():
-    return patch(deeper("gpt2", **NO_DROPOUT), norm="rms", pos="rope", init="copy")
+    return patch(deeper("gpt2", **NO_DROPOUT), **EXACT, init="copy")
 
 
 def gradients(model, given):
@@ -325,7 +321,7 @@ def test_training(model, backend, checkpointing):
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_hidden_states_and_attentions(family):
     """transformers leaves hooks behind that dynamo can't trace; what they record inside a block needs it eager."""
-    model = patch(deeper(family, attn_implementation="eager"), norm="rms", pos="rope", init="copy")
+    model = patch(deeper(family, attn_implementation="eager"), **EXACT, init="copy")
     given, graphs = inputs(model) | ({"use_cache": False} if family == "gpt2" else {}), Graphs()
     asked = {name: {f"output_{name}": True} for name in ("hidden_states", "attentions")}
     with torch.no_grad():

@@ -612,23 +612,20 @@ def held(optimizer: torch.optim.Optimizer, group: int) -> set[int]:
     return {id(parameter) for parameter in optimizer.param_groups[group]["params"]}
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    model.train()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(**inputs(model), labels=inputs(model)["input_ids"]).loss.backward()
-        optimizer.step()
-    model.eval()
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model.train()(**inputs(model), labels=inputs(model)["input_ids"]).loss.backward()
+    optimizer.step()
 
 
 def test_an_optimizer_follows_the_parameters() -> None:
+    """There, and back with `unpatch_model`."""
     model = tiny("gpt2", LM)
     optimizer = trained(model)
     table, gain = model.transformer.wpe.weight, model.transformer.ln_f.weight
-    momentum = optimizer.state[gain]["exp_avg"]
-    patch(model, **BOTH, optimizer=optimizer)
-    everything = held(optimizer, 0) | held(optimizer, 1)
-    assert everything == {id(parameter) for parameter in model.parameters()}
+    groups, momentum = [held(optimizer, 0), held(optimizer, 1)], optimizer.state[gain]["exp_avg"]
+    patch(model, **BOTH, optimizer=optimizer, reversible=True)
+    assert held(optimizer, 0) | held(optimizer, 1) == {id(parameter) for parameter in model.parameters()}
     assert table not in optimizer.state
     assert optimizer.state[gain]["exp_avg"] is momentum
     assert {id(m.alpha) for m in model.modules() if hasattr(m, "alpha")} <= held(optimizer, 1)  # no decay, like gains
@@ -638,23 +635,26 @@ def test_an_optimizer_follows_the_parameters() -> None:
     train(model, optimizer)
     assert not torch.equal(alpha, before)
     assert optimizer.state[alpha]["step"] == 1
-
-
-@pytest.mark.parametrize("family", ["gpt2", "olmo", "cohere"])
-@pytest.mark.parametrize("init", ["auto", "reset"])
-def test_every_new_parameter_is_trained(family: str, init: str) -> None:
-    """Also where nothing of the old norm is left, or it had no Parameters at all."""
-    model = tiny(family, LM)
-    optimizer = trained(model)
-    patch(model, norm="dyt", init=init, optimizer=optimizer)
-    assert held(optimizer, 0) | held(optimizer, 1) == {id(parameter) for parameter in model.parameters()}
-    if family != "olmo":
-        new = {id(p) for m in model.modules() if isinstance(m, AffineNorm) for p in m.parameters()}
-        assert new <= held(optimizer, 1)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    unpatch_model(model, optimizer=optimizer)
+    assert [held(optimizer, 0), held(optimizer, 1)] == groups
+    assert {id(parameter) for parameter in optimizer.state} <= groups[0] | groups[1]
+    before = table.detach().clone()
     train(model, optimizer)
-    still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
-    assert not [name for name in still if "norm" in name or "ln_" in name]
+    assert not torch.equal(model.transformer.wpe.weight, before)
+
+
+@pytest.mark.parametrize(("family", "init"), [("olmo", "auto"), ("cohere", "reset")])
+def test_every_new_parameter_is_trained(family: str, init: str) -> None:
+    """Also where the old norm had no Parameters at all, or nothing of it is left."""
+    model = tiny(family, LM)
+    optimizer, old = trained(model), set(model.parameters())
+    patch(model, norm="dyt", init=init, optimizer=optimizer)
+    new = {parameter: parameter.detach().clone() for parameter in model.parameters() if parameter not in old}
+    assert new
+    assert held(optimizer, 0) | held(optimizer, 1) == {id(parameter) for parameter in model.parameters()}
+    assert family == "olmo" or {id(parameter) for parameter in new} <= held(optimizer, 1)
+    train(model, optimizer)
+    assert not [parameter for parameter, before in new.items() if torch.equal(parameter, before)]
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
@@ -693,20 +693,6 @@ def test_an_optimizer_of_named_parameters() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(parameter)] for parameter in group["params"]] == group["param_names"]
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-def test_unpatch_brings_the_table_back_into_the_optimizer() -> None:
-    model = tiny("gpt2", LM)
-    optimizer = trained(model)
-    names = [held(optimizer, 0), held(optimizer, 1)]
-    patch(model, **BOTH, optimizer=optimizer, reversible=True)
-    train(model, optimizer)
-    unpatch_model(model, optimizer=optimizer)
-    assert [held(optimizer, 0), held(optimizer, 1)] == names
-    assert {id(parameter) for parameter in optimizer.state} <= names[0] | names[1]
-    before = model.transformer.wpe.weight.detach().clone()
-    train(model, optimizer)
-    assert not torch.equal(model.transformer.wpe.weight, before)
 
 
 @pytest.mark.parametrize(
