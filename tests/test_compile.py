@@ -23,6 +23,7 @@ from hfpatch.measure.blocks import repeated_blocks
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import LENS
 
+EXACT = {"norm": "rms", "pos": "rope"}
 SCHEMES = [
     {},
     {"norm": "rms"},
@@ -30,7 +31,7 @@ SCHEMES = [
     {"norm": "derf"},
     {"pos": "rope"},
     {"pos": "nope"},
-    {"norm": "rms", "pos": "rope"},
+    EXACT,
     {"norm": "dyt", "pos": "alibi"},
     {"mlp": "geglu"},
 ]
@@ -77,7 +78,7 @@ def deeper(family, **options):
 
 def cut(given, length):
     """The same inputs with `length` tokens; images and sound stay."""
-    return {name: x[:, :length] if x.ndim == 2 else x for name, x in given.items()}
+    return {name: x[:, :length] if torch.is_tensor(x) and x.ndim == 2 else x for name, x in given.items()}
 
 
 def without_cache(model):
@@ -109,8 +110,7 @@ def test_one_graph_per_class_of_block(family, request_):
         assert (family, request_.get("mlp")) in [("whisper", "geglu")] or request_.get("pos") == "alibi"
         pytest.skip("this scheme is refused for this family")
     given, graphs = inputs(model) | without_cache(model), Graphs()
-    lengths = {name: x.shape[1] for name, x in given.items() if torch.is_tensor(x) and x.ndim == 2}
-    batches = [given, *({**given, **cut({n: given[n] for n in lengths}, k)} for k in (7, 5) if lengths)]
+    batches = [given, *(cut(given, length) for length in (7, 5))]
     expected = [outputs(model, **batch) for batch in batches]
     blocks = dict(repeated_blocks(model))
     classes = Counter(type(block) for block in blocks.values())
@@ -146,83 +146,60 @@ def test_count_sees_a_graph_per_layer():
 
 def test_graph_breaks_are_errors():
     class Breaking(nn.Module):
-        def forward(self, x):
+        def forward(self, input):
             torch._dynamo.graph_break()
-            return x + 1
+            return input + 1
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Breaking(), Breaking()])
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = Model()
+    model = nn.Sequential(nn.Sequential(Breaking(), Breaking()))
     with pytest.raises(UnsupportedError, match="without a graph break"):
-        compile_model(model, backend="eager", example_inputs={"x": torch.ones(2)})
+        compile_model(model, backend="eager", example_inputs={"input": torch.ones(2)})
     assert compiled_calls(model) == {}, "the model is as it was"
 
 
 @pytest.mark.slow
 def test_many_models_in_one_process():
     """More graphs than torch's limit of eight recompilations: each model has its own."""
-    originals = {}
-    for i, request_ in enumerate(SCHEMES[1:5]):
-        model = patch(deeper("gpt2", **NO_DROPOUT), **request_, init="copy")
+    compiled = []
+    for request_ in SCHEMES[1:5]:
+        model, graphs = patch(deeper("gpt2", **NO_DROPOUT), **request_, init="copy"), Graphs()
         given = inputs(model) | {"use_cache": False}
         expected = outputs(model, **given)
-        graphs = Graphs()
         compile_model(model, backend=graphs)
         for train in (True, False):
-            model.train(train)
             for length in (12, 9):
-                model(**cut({"input_ids": given["input_ids"]}, length), use_cache=False).logits.sum().backward()
+                model.train(train)(**cut(given, length)).logits.sum().backward()
         assert difference(outputs(model, **given), expected) < 1e-5
         assert len(graphs) <= 6
-        originals[i] = (model, given, expected, len(graphs), graphs)
-    assert sum(len(graphs) for *_, graphs in originals.values()) > 8
-    for model, given, expected, count, graphs in originals.values():
+        compiled.append((model, given, expected, graphs, len(graphs)))
+    assert sum(len(graphs) for *_, graphs, _ in compiled) > 8
+    for model, given, expected, graphs, count in compiled:
         assert difference(outputs(model, **given), expected) < 1e-5
         assert len(graphs) == count, "the others didn't push its graphs out"
 
 
 @pytest.mark.slow
 def test_generating_with_a_static_cache():
-    model = patch(deeper("gpt2"), norm="rms", pos="rope")
-    ids = inputs(model)["input_ids"]
-    settings = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "cache_implementation": "static",
-        "return_dict_in_generate": True,
-    }
-    expected = model.generate(ids, output_logits=True, **settings)
-    graphs = Graphs()
+    model, graphs = patch(deeper("gpt2"), **EXACT), Graphs()
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**inputs(model), **settings)
     compile_model(model, "model", backend=graphs)
-    found = model.generate(ids, output_logits=True, **settings)
+    found = model.generate(**inputs(model), **settings)
     assert torch.equal(found.sequences, expected.sequences)
     assert (torch.stack(found.logits) - torch.stack(expected.logits)).abs().max() < 1e-4
     assert compiled_calls(model)[""] == 8
     assert len(graphs) <= 3, "prefill and decoding, once more where lengths become dynamic"
 
 
-def test_blocks_with_a_cache_run_uncompiled():
-    model = compile_model(patch(deeper("gpt2"), pos="rope"), backend=Graphs())
-    expected = outputs(uncompile_model(copy.deepcopy(model)))
-    assert difference(outputs(model), expected) == 0
-    assert set(compiled_calls(model).values()) == {0}
-
-
-def test_silently_uncompiled_is_an_error():
-    model = patch(deeper("gpt2"), norm="rms")
-    given = inputs(model)
+def test_blocks_with_a_cache_run_uncompiled_which_is_an_error_where_it_is_tried():
+    model = patch(deeper("gpt2"), **EXACT)
+    given, expected = inputs(model), outputs(model)
     with pytest.raises(UnsupportedError, match=r"3 of 3.*transformer\.h\.0"):
         compile_model(model, backend="eager", example_inputs=given | {"use_cache": True})
     assert compiled_calls(model) == {}
     compile_model(model, backend="eager", example_inputs=given | {"use_cache": False})
+    assert set(compiled_calls(model).values()) == {1}
+    assert difference(outputs(model), expected) == 0
     assert set(compiled_calls(model).values()) == {1}
 
 
@@ -246,167 +223,160 @@ def inside(names, part):
 
 
 @pytest.mark.slow
-def test_compiled_code_checks_no_more_of_a_norm_than_before():
+def test_compiled_code_checks_little_of_norms_and_lenses():
     """Where a token is decoded these checks take longer than the norm itself."""
-    model = deeper("gpt2")
-    after = checked(patch(copy.deepcopy(model), norm="rms"))
-    before, after = (inside(names, "._modules['1']._modules['ln_1']") for names in (checked(model), after))
-    assert {".eps", "._parameters['weight']"} <= before
-    assert "._parameters['weight']" in after
-    assert len(after) <= len(before)
+    before = checked(deeper("gpt2"))
+    after = [name.replace(f".__dict__['{LENS}']", f".{LENS}") for name in checked(patch(deeper("gpt2"), **EXACT))]
+    norm_before, norm_after = (inside(names, "._modules['1']._modules['ln_1']") for names in (before, after))
+    assert {".eps", "._parameters['weight']"} <= norm_before
+    assert "._parameters['weight']" in norm_after
+    assert len(norm_after) <= len(norm_before)
+    first, *others = (inside(after, f"['{layer}']._modules['attn'].{LENS}") for layer in range(3))
+    assert len(first) > 5
+    assert others == [{""}] * 2, "that the lens of all attentions is the first one's"
+
+
+# In place
+
+
+@pytest.mark.parametrize("regions", ["blocks", "model"])
+def test_checkpoints_know_nothing_of_it(regions, tmp_path):
+    model = patch(deeper("bert"), **EXACT)
+    keys, kind = list(model.state_dict()), type(model)
+    expected, graphs = outputs(model), Graphs()
+    compile_model(model, regions, backend=graphs)
+    assert list(model.state_dict()) == keys
+    assert type(model) is kind
+    model.save_pretrained(tmp_path)
+    assert not graphs, "the fingerprint's forward isn't compiled"
+    loaded = transformers.AutoModel.from_pretrained(tmp_path)
+    assert difference(outputs(loaded), expected) == 0
+    assert compiled_calls(loaded) == {}
+
+
+def test_copies_are_not_compiled():
+    model = compile_model(patch(deeper("bert"), **EXACT), backend=Graphs())
+    assert compiled_calls(copy.deepcopy(model)) == compiled_calls(pickle.loads(pickle.dumps(model))) == {}
+    assert compiled_calls(model)
+
+
+def test_again_replaces_and_undone_is_as_before():
+    model = patch(deeper("bert"), **EXACT)
+    first, second = Graphs(), Graphs()
+    compile_model(model, backend=first)
+    compile_model(model, "model", backend=second)
+    outputs(model)
+    assert (len(first), len(second)) == (0, 1)
+    assert compiled_calls(model) == {"": 1}
+    with pytest.raises(WrappedModelError, match="is compiled"):
+        patch(model, norm="dyt")
+    outputs(uncompile_model(model))
+    assert len(second) == 1
+    assert compiled_calls(model) == {}
+    assert set(compiled_calls(patch(model, norm="dyt", compile=True)).values()) == {0}
+
+
+@pytest.mark.parametrize(("regions", "error"), [("layers", OptionError), ("blocks", UnsupportedError)])
+def test_regions_that_there_are_not(regions, error):
+    with pytest.raises(error, match="regions"):
+        compile_model(nn.Linear(2, 2), regions)
+
+
+# Together with what users do with a model beside compiling it: compiled code runs, and computes the same
+
+
+@pytest.fixture
+def model():
+    return patch(deeper("gpt2", **NO_DROPOUT), **EXACT, init="copy")
+
+
+def gradients(model, given):
+    model.zero_grad()
+    (model(**given, labels=given["input_ids"]).loss * 10).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        assert (found[name] - gradient).abs().max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("backend", "checkpointing"), [("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)]
+)
+def test_training(model, backend, checkpointing):
+    given = inputs(model) | {"use_cache": False}
+    expected = gradients(model.train(), given)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_model(model, backend=backend)
+    assert_same(gradients(model, given), expected)
+    calls = set(compiled_calls(model).values())
+    assert min(calls) >= 1 if checkpointing else calls == {1}
 
 
 @pytest.mark.slow
-def test_compiled_code_checks_one_lens_for_all_attentions():
-    names = [name.replace(f".__dict__['{LENS}']", f".{LENS}") for name in checked(patch(deeper("gpt2"), pos="rope"))]
-    first, *others = (inside(names, f"['{layer}']._modules['attn'].{LENS}") for layer in range(3))
-    assert len(first) > 5
-    assert others == [{""}] * 2, "that it is the first one's"
-
-
-class TestInPlace:
-    @pytest.fixture
-    def model(self):
-        return patch(deeper("bert"), norm="rms", pos="rope")
-
-    @pytest.mark.parametrize("regions", ["blocks", "model"])
-    def test_checkpoints_know_nothing_of_it(self, model, regions, tmp_path):
-        keys, kind = list(model.state_dict()), type(model)
-        expected, graphs = outputs(model), Graphs()
-        compile_model(model, regions, backend=graphs)
-        assert list(model.state_dict()) == keys
-        assert type(model) is kind
-        model.save_pretrained(tmp_path)
-        assert not graphs, "the fingerprint's forward isn't compiled"
-        loaded = transformers.AutoModel.from_pretrained(tmp_path)
-        assert difference(outputs(loaded), expected) == 0
-        assert compiled_calls(loaded) == {}
-
-    def test_copies_are_not_compiled(self, model):
-        compile_model(model, backend=Graphs())
-        assert compiled_calls(copy.deepcopy(model)) == {}
-        assert compiled_calls(pickle.loads(pickle.dumps(model))) == {}
-        assert compiled_calls(model)
-
-    @pytest.mark.slow
-    def test_again_replaces_and_undone_is_as_before(self, model):
-        first, second = Graphs(), Graphs()
-        compile_model(model, backend=first)
-        compile_model(model, "model", backend=second)
-        outputs(model)
-        assert not first
-        assert len(second) == 1
-        assert compiled_calls(model) == {"": 1}
-        with pytest.raises(WrappedModelError, match="is compiled"):
-            patch(model, norm="dyt")
-        outputs(uncompile_model(model))
-        assert len(second) == 1
-        assert compiled_calls(model) == {}
-        assert set(compiled_calls(patch(model, norm="dyt", compile=True)).values()) == {0}
-        for regions, error in (("layers", OptionError), ("blocks", UnsupportedError)):
-            with pytest.raises(error, match="regions"):
-                compile_model(nn.Linear(2, 2), regions)
-
-
-class TestTogetherWith:
-    """What users do with a model beside compiling it; each checks that compiled code ran, and computes the same."""
-
-    @pytest.fixture
-    def model(self):
-        return patch(deeper("gpt2", **NO_DROPOUT), norm="rms", pos="rope", init="copy")
-
-    @staticmethod
-    def gradients(model, given):
-        model.zero_grad()
-        (model(**given, labels=given["input_ids"]).loss * 10).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    @staticmethod
-    def assert_same(found, expected, tolerance=1e-4):
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            scale = gradient.abs().max().clamp(min=1e-3)
-            assert (found[name] - gradient).abs().max() / scale < tolerance, name
-
-    @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
-    def test_training(self, model, checkpointing):
-        given = inputs(model) | {"use_cache": False}
-        expected = self.gradients(model.train(), given)
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        compile_model(model, backend="aot_eager")
-        self.assert_same(self.gradients(model, given), expected)
-        calls = set(compiled_calls(model).values())
-        assert min(calls) >= 1 if checkpointing else calls == {1}
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-    def test_hidden_states_and_attentions(self, family):
-        """transformers leaves hooks behind that dynamo can't trace; what they record inside a block needs it eager."""
-        model = patch(deeper(family, attn_implementation="eager"), norm="rms", pos="rope", init="copy")
-        given = inputs(model) | ({"use_cache": False} if family == "gpt2" else {})
-        asked = {name: {f"output_{name}": True} for name in ("hidden_states", "attentions")}
-        with torch.no_grad():
-            plain, expected = model(**given)[0], {name: model(**given, **ask)[name] for name, ask in asked.items()}
-        graphs = Graphs()
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_hidden_states_and_attentions(family):
+    """transformers leaves hooks behind that dynamo can't trace; what they record inside a block needs it eager."""
+    model = patch(deeper(family, attn_implementation="eager"), **EXACT, init="copy")
+    given, graphs = inputs(model) | ({"use_cache": False} if family == "gpt2" else {}), Graphs()
+    asked = {name: {f"output_{name}": True} for name in ("hidden_states", "attentions")}
+    with torch.no_grad():
+        plain, expected = model(**given)[0], {name: model(**given, **ask)[name] for name, ask in asked.items()}
         compile_model(model, backend=graphs)
-        with torch.no_grad():
-            for calls, name in ((1, "hidden_states"), (1, "attentions"), (2, "hidden_states")):
-                found = model(**given, **asked[name])[name]
-                assert len(found) == len(expected[name]) >= 2
-                assert max(difference(a, b) for a, b in zip(found, expected[name], strict=True)) < 1e-4
-                assert set(compiled_calls(model).values()) == {calls}
-            assert difference(model(**given)[0], plain) < 1e-4
-        assert len(graphs) <= 2, "what is asked for is an argument of some blocks"
-        self.gradients(model, given) if family == "gpt2" else None
-        assert set(compiled_calls(model).values()) == {3 + (family == "gpt2")}
+        for calls, name in ((1, "hidden_states"), (1, "attentions"), (2, "hidden_states")):
+            found = model(**given, **asked[name])[name]
+            assert len(found) == len(expected[name]) >= 2
+            assert max(difference(a, b) for a, b in zip(found, expected[name], strict=True)) < 1e-4
+            assert set(compiled_calls(model).values()) == {calls}
+        assert difference(model(**given)[0], plain) < 1e-4
+    assert len(graphs) <= 2, "what is asked for is an argument of some blocks"
+    assert set(compiled_calls(model).values()) == {3}
 
-    def test_adapters(self, model):
-        from peft import LoraConfig, get_peft_model
 
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
-        given, graphs = inputs(model) | {"use_cache": False}, Graphs()
-        expected = outputs(adapted, **given)
-        compile_model(adapted, backend=graphs)
-        assert difference(outputs(adapted, **given), expected) < 1e-5
-        assert len(graphs) == 1
-        assert not [name for name in adapted.state_dict() if "_orig_mod" in name]
+def test_adapters(model):
+    from peft import LoraConfig, get_peft_model
 
-    @pytest.mark.parametrize("first", ["compiled", "prepared"])
-    def test_accelerate_with_mixed_precision(self, model, first):
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    given, graphs = inputs(model) | {"use_cache": False}, Graphs()
+    expected = outputs(adapted, **given)
+    compile_model(adapted, backend=graphs)
+    assert difference(outputs(adapted, **given), expected) < 1e-5
+    assert len(graphs) == 1
+    assert not [name for name in adapted.state_dict() if "_orig_mod" in name]
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        given, graphs = inputs(model) | {"use_cache": False}, Graphs()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = outputs(model, **given)
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        if first == "compiled":
-            prepared = accelerator.prepare(compile_model(model, backend=graphs))
-        else:
-            prepared = compile_model(accelerator.prepare(model), backend=graphs)
-        assert difference(outputs(prepared, **given), expected) < 1e-2
-        assert set(compiled_calls(prepared).values()) == {1}
-        assert len(graphs) == 1
-        AcceleratorState._reset_state(reset_partial_state=True)
 
-    @pytest.mark.slow
-    def test_inductor(self, model):
-        """The real backend, once."""
-        given = inputs(model) | {"use_cache": False}
-        expected = self.gradients(model.train(), given)
-        compile_model(model)
-        self.assert_same(self.gradients(model, given), expected)
+@pytest.mark.parametrize("first", ["compiled", "prepared"])
+def test_accelerate_with_mixed_precision(model, first):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    @pytest.mark.slow
-    def test_fsdp2(self, tmp_path):
-        """Two processes over gloo: blocks compiled, then sharded; losses as in one process."""
-        script = Path(__file__).parent / "support/compiled_fsdp.py"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.count("same losses") == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given, graphs = inputs(model) | {"use_cache": False}, Graphs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = outputs(model, **given)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    if first == "compiled":
+        prepared = accelerator.prepare(compile_model(model, backend=graphs))
+    else:
+        prepared = compile_model(accelerator.prepare(model), backend=graphs)
+    assert difference(outputs(prepared, **given), expected) < 1e-2
+    assert set(compiled_calls(prepared).values()) == {1}
+    assert len(graphs) == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+def test_fsdp2():
+    """Two processes over gloo: blocks compiled, then sharded; losses as in one process."""
+    script = Path(__file__).parent / "support/compiled_fsdp.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("same losses") == 2
 
 
 @pytest.mark.parametrize(

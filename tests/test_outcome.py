@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny
+from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
 
 from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
@@ -39,7 +40,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(**example_inputs(model)).logits.double()
 
 
-@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": "layer"}, {"mlp": "geglu"}])
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"mlp": "geglu"}], ids=str)
 def test_exact_comes_with_the_largest_difference(request_: dict[str, str]) -> None:
     original = tiny("gpt2", LM)
     model = patch_model(copy.deepcopy(original), **request_)
@@ -52,19 +53,17 @@ def test_exact_comes_with_the_largest_difference(request_: dict[str, str]) -> No
     assert float(found[1]) <= float(found[2]) < 1e-3
 
 
-@pytest.mark.parametrize("request_", [{"norm": "dyt"}, {"pos": "rope"}, {"norm": "rms", "pos": "rope"}])
-def test_approximate_comes_with_the_error_and_what_is_lost(request_: dict[str, str]) -> None:
+def test_approximate_comes_with_the_error_and_what_is_lost() -> None:
     original = tiny("gpt2", LM)
-    model = patch(copy.deepcopy(original), **request_)
-    found = outcomes(model)
-    lossy = re.fullmatch(f"approximate: outputs differ by {NUMBER}; not preserved: (.+)", list(found.values())[-1])
-    assert lossy, found
+    model = patch(copy.deepcopy(original), norm="rms", pos="rope")
+    norm, positions = outcomes(model).values()
+    assert norm.startswith("exact: outputs differ by ")
+    lossy = re.fullmatch(f"approximate: outputs differ by {NUMBER}; not preserved: (.+)", positions)
+    assert lossy, positions
     truth = logits(original)
     error = (logits(model) - truth).square().mean().sqrt() / truth.square().mean().sqrt()
     assert float(lossy[1]) == pytest.approx(float(error), rel=0.1)
-    assert len(lossy[2]) > 20
-    if len(request_) == 2:
-        assert found["norm='rms'"].startswith("exact: outputs differ by ")
+    assert "absolute positions are removed" in lossy[2]
 
 
 def test_what_is_exact_by_chance_is_said_without_a_warning() -> None:
@@ -84,11 +83,12 @@ def test_what_is_exact_by_chance_is_said_without_a_warning() -> None:
 
 def test_what_is_exact_beside_what_isnt_is_not_called_measured() -> None:
     """And what is kept is told with the reason; without the patch there is nothing to tell."""
-    model = patch(tiny("gpt2", LM), mlp="geglu", norm="dyt", keep=["*.ln_f"], reversible=True)
+    model = patch(tiny("gpt2", LM), mlp="swiglu", norm="layer", keep=["*.ln_f"], reversible=True)
+    assert list(outcomes(model)) == ["norm='layer', keep=['*.ln_f']", "mlp='swiglu', keep=['*.ln_f']"]
+    assert model.config.hfpatch["request"][-1]["mlp"] == "swiglu:ratio=1.0,bias=true"  # in full
     norm, mlp = outcomes(model).values()
-    assert norm.startswith("approximate: outputs differ by ")
-    assert norm.endswith("; kept: 1 of 5 modules (keep)")
-    assert mlp == "exact as planned, not measured apart from norm"
+    assert norm == "exact as planned, not measured apart from mlp; kept: 1 of 5 modules (keep)"
+    assert mlp.startswith("approximate: outputs differ by ")
     assert outcomes(unpatch_model(model)) == {}
 
 
@@ -112,7 +112,6 @@ def test_a_later_repair_is_told_too() -> None:
     assert list(outcomes(model).values()) == [repaired, exact]
     assert repaired.startswith("repaired: KL divergence ")
     assert repaired.partition("; not preserved: ")[1:] == lossy.partition("; not preserved: ")[1:]
-    assert "differ by" not in repaired
     patch(model, norm="derf", calibration=calibration(original))
     assert outcomes(model)["norm='dyt'"] == repaired, "the second repair brought back the model with DyT"
     assert outcomes(model)["norm='derf'"].startswith("repaired: ")
@@ -134,21 +133,17 @@ def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
     monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
-    outcome = outcomes(patch(tiny("gpt2", LM), pos="rope"))["pos='rope'"]
-    assert outcome.startswith(
-        "approximate as planned, not measured: UnsupportedError: no inputs could be made for this"
-    )
-    outcome = outcomes(patch(tiny("gpt2", LM), norm="layer"))["norm='layer'"]
-    assert outcome.startswith("exact as planned, not measured: UnsupportedError")
+    unmeasured = "as planned, not measured: UnsupportedError: no inputs could be made for this one"
+    for request, kind in (({"pos": "rope"}, "approximate"), ({"norm": "layer"}, "exact")):
+        (outcome,) = outcomes(patch(tiny("gpt2", LM), **request)).values()
+        assert outcome.startswith(f"{kind} {unmeasured}")
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(VerificationError, match="example_inputs="):
         patch_model(model, norm="layer", init="exact")
     assert not changes(before, fingerprint(model))
-    exact = patch(copy.deepcopy(model), norm="layer", init="exact", example_inputs=inputs(model))
-    assert next(iter(outcomes(exact).values())).startswith("exact: outputs differ by ")
-    given = outcomes(patch(model, pos="rope", example_inputs=inputs(model)))["pos='rope'"]
-    assert given.startswith("approximate: outputs differ by ")
+    patch_model(model, norm="layer", init="exact", example_inputs=inputs(model))
+    assert next(iter(outcomes(model).values())).startswith("exact: outputs differ by ")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +155,6 @@ def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             {"pos": "nope"},
             "relative biases are removed; without a causal mask the stack can't tell the order of its tokens",
         ),
-        (
-            "bart",
-            {"pos": "nope"},
-            "absolute positions are removed; without a causal mask the stack can't tell the order of its tokens",
-        ),
         ("gpt2", {"norm": "dyt", "init": "reset"}, "DynamicTanh: parameters are reinitialised"),
     ],
 )
@@ -175,12 +165,10 @@ def test_what_was_lost_is_said_once(family: str, request_: dict[str, str], lost:
 
 def test_without_weights_it_says_so() -> None:
     with torch.device("meta"):
-        model = type(tiny("gpt2", LM))(tiny("gpt2", LM).config)
-    found = outcomes(patch(model, norm="rms", pos="rope"))
-    assert found["norm='rms'"].startswith("exact as planned, not measured")
-    assert found["pos='rope'"].startswith(
-        "approximate as planned, not measured: weights aren't in memory; not preserved"
-    )
+        model = GPT2LMHeadModel(tiny_config("gpt2"))
+    norm, positions = outcomes(patch(model, norm="rms", pos="rope")).values()
+    assert norm.startswith("exact as planned, not measured")
+    assert positions.startswith("approximate as planned, not measured: weights aren't in memory; not preserved")
 
 
 def test_a_forward_that_fails_after_the_patch_is_a_reason() -> None:
@@ -189,14 +177,12 @@ def test_a_forward_that_fails_after_the_patch_is_a_reason() -> None:
     assert outcome.startswith("approximate as planned, not measured: IndexError: ")
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_a_model_that_doesnt_run_any_more_is_left_as_it_was(calibrated: bool) -> None:
+def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
     """Batch norm needs the padding, which LongT5's local attention has in a mask of five axes."""
-    model, given = zoo.tiny("longt5")
+    model, _ = zoo.tiny("longt5")
     before = fingerprint(model)
-    more = {"calibration": [given] * 8} if calibrated else {}
     with pytest.raises(PatchError, match="padding"):
-        patch_model(model, norm="batch", **more)
+        patch_model(model, norm="batch")
     assert not changes(before, fingerprint(model))
 
 
@@ -239,12 +225,6 @@ def test_measuring_leaves_settings_that_a_forward_changes() -> None:
     assert model.attention_type == "original_full"  # control
 
 
-def test_a_request_is_shown_as_it_was_asked_for_and_recorded_in_full() -> None:
-    model = patch(tiny("gpt2", LM), mlp="swiglu")
-    assert list(outcomes(model)) == ["mlp='swiglu'"]
-    assert model.config.hfpatch["request"][0]["mlp"] == "swiglu:ratio=1.0,bias=true"
-
-
 def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
     model = tiny("gpt2", LM)
     patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
@@ -270,19 +250,15 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
 
 @pytest.mark.parametrize("first", ["rope", "alibi"])
 def test_dropping_what_an_earlier_patch_put_in_is_a_loss(first: str) -> None:
-    model = patch(tiny("gpt2", LM), pos=first)
-    assert plan_patch(model, pos="nope").losses()
-    assert outcomes(patch(model, pos="nope"))["pos='nope'"].startswith("approximate: ")
+    model = patch(patch(tiny("gpt2", LM), pos=first), pos="nope")
+    assert outcomes(model)["pos='nope'"].startswith("approximate: ")
 
 
-@pytest.mark.parametrize("placement", ["post", "olmo2"])
-def test_norms_that_an_earlier_patch_moved_arent_exact(placement: str) -> None:
-    model = patch(tiny("gpt2", LM), placement=placement)
+def test_norms_that_an_earlier_patch_moved_arent_exact() -> None:
+    model = patch(tiny("gpt2", LM), placement="olmo2")
     assert "placement=" in str(plan_patch(model, norm="rms").losses())
     with pytest.raises(PatchError, match="placement="):
         patch_model(model, norm="rms", init="exact")
-    exact = patch(patch(tiny("gpt2", LM), norm="rms"), placement=placement)  # the other way round it is
-    assert outcomes(exact)["norm='rms'"].startswith("exact: ")
 
 
 def test_nan_is_no_evidence() -> None:

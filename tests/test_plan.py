@@ -12,9 +12,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from tiny_models import RECORDED, changes, fingerprint, patch, tiny, tiny_config
+from tiny_models import RECORDED, changes, fingerprint, patch, tiny
 from torch import nn
-from transformers import EncoderDecoderModel, GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NoMatchError, NothingToPatchError, OptionError, UnknownNameError, WrappedModelError
@@ -75,15 +75,9 @@ def test_a_plan_on_a_patched_model_touches_nothing() -> None:
     met = plan_patch(model, norm="dyt", pos="rope")
     assert (met.empty, met.rows) == (True, [])
     assert str(met) == "GPT2Model: nothing to do, it is patched this way already."
+    partly = plan_patch(model, norm="dyt", pos="nope")
+    assert {row.kind for row in partly.rows} == {"position"}
     assert not changes(before, fingerprint(model, optimizer))
-
-
-def test_a_plan_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = GPT2Model(tiny_config("gpt2"))
-    before = fingerprint(model)
-    assert not plan_patch(model, norm="dyt", pos="rope", mlp="swiglu").empty
-    assert not changes(before, fingerprint(model))
 
 
 @pytest.mark.parametrize(
@@ -162,11 +156,6 @@ def test_the_table_says_what_is_kept_and_why() -> None:
         ("LayerNorm(32)", "LayerNorm(32, bias=False)")
     }
     assert table(plan)[-1] == "BertForMaskedLM: 4 of 6 modules change."
-    exact = plan_patch(model, norm="layer")
-    assert {row.loss for row in exact.rows} == {None}
-    assert "exact" in str(exact)
-    assert "approximate" not in str(exact)
-    assert exact.losses() == []
 
 
 @pytest.mark.parametrize("pos", ["nope", "sinusoidal", "learned:max_positions=128"])
@@ -195,32 +184,12 @@ def test_the_table_of_mlps() -> None:
     )
 
 
-def test_two_requests_make_one_table() -> None:
-    model = patch(tiny("gpt2"), norm="rms")
-    plan = plan_patch(model, norm="rms", pos="rope")  # the norm is there already
-    assert {row.kind for row in plan.rows} == {"position"}
-    assert [part.scheme.name for part in (*plan.record.norm, *plan.record.pos)] == ["rms", "rope"]
-
-
 def test_groups_show_gaps() -> None:
     plan = plan_patch(tiny("gpt2", n_layer=6), norm="rms", only=["h.[0134].ln_1"])
     assert any(line.startswith("h.{0-1,3-4}.ln_1 | x4") for line in table(plan))
     plan = plan_patch(tiny("gpt2"), norm="rms", only=["h.0.ln_1", "h.1.ln_2"])
     changed = [line for line in table(plan) if "RMSNorm" in line]
     assert not any("h.{0-1}.ln_{1-2}" in line for line in changed), "a group names no module that isn't in it"
-
-
-def test_names_and_counts_agree_with_the_model() -> None:
-    for family in RECORDED:
-        model = tiny(family)
-        modules = dict(model.named_modules())
-        plan = plan_patch(model, norm="dyt", pos="rope")
-        names = [row.module for row in plan.rows]
-        assert len(names) == len(set(names))
-        for row in plan.rows:
-            parent, _, attribute = row.module.rpartition(".")
-            assert hasattr(modules[parent], attribute), row.module  # vit's table is a Parameter
-        assert sum(row.becomes == "its mean row" for row in plan.rows) == (2 if family in ("bart", "whisper") else 1)
 
 
 # Where: only and keep
@@ -240,24 +209,20 @@ LN_1, LN_2 = {"h.0.ln_1", "h.1.ln_1"}, {"h.0.ln_2", "h.1.ln_2"}
         (NORM, {"only": "*.ln_1"}, LN_1),
         (NORM, {"only": ["h.0.*"]}, {"h.0.ln_1", "h.0.ln_2"}),
         (NORM, {"only": ("transformer.h.0.*",)}, {"h.0.ln_1", "h.0.ln_2"}),  # as the head calls them
-        (NORM, {"only": ["h.[01].ln_1"]}, LN_1),
         (NORM, {"only": ["*"], "keep": ["*.ln_2", "ln_f"]}, LN_1),
-        (NORM, {"keep": ["*ln_2", "transformer.ln_f"]}, LN_1),
-        (NORM, {"only": {"*.ln_1": 1}.keys()}, LN_1),
         (NORM, {"only": (name for name in ["*.ln_1"])}, LN_1),
         (NORM, {"only": []}, LN_1 | LN_2 | {"ln_f"}),
         (POS, {"only": ["h.0.*"]}, {"wpe", "h.0.attn"}),
         (POS, {"keep": ["h.0.attn"]}, {"wpe", "h.1.attn"}),
         (POS, {"keep": ["wpe"]}, {"h.0.attn", "h.1.attn"}),
         (BOTH, {"keep": ["ln_f"]}, {"wpe", "h.0.attn", "h.1.attn"} | LN_1 | LN_2),
-        (BOTH, {"keep": ["h.0.attn"]}, {"wpe", "h.1.attn", "ln_f"} | LN_1 | LN_2),
     ],
 )
 def test_only_and_keep_on_the_base_model(request_: dict[str, str], where: dict[str, Any], names: set[str]) -> None:
     assert replaced(plan_patch(tiny("gpt2"), **request_, **where)) == names
 
 
-@pytest.mark.parametrize("glob", ["transformer.h.0.ln_1", "h.0.ln_1", "*.h.0.ln_1", "*h.0.ln_1"])
+@pytest.mark.parametrize("glob", ["transformer.h.0.ln_1", "h.0.ln_1", "*h.0.ln_1"])
 def test_globs_mean_the_same_with_a_head(glob: str) -> None:
     with_head, base = tiny("gpt2", "AutoModelForCausalLM"), tiny("gpt2")
     assert replaced(plan_patch(with_head, norm="rms", only=glob)) == {"transformer.h.0.ln_1"}
@@ -265,26 +230,21 @@ def test_globs_mean_the_same_with_a_head(glob: str) -> None:
 
 
 def test_cross_attention_is_in_no_plan() -> None:
-    of_encoder = replaced(plan_patch(tiny("bart"), pos="rope", only=["encoder.*"]))
-    assert of_encoder == {"encoder.embed_positions", "encoder.layers.0.self_attn", "encoder.layers.1.self_attn"}
-    plan = plan_patch(tiny("bart"), pos="rope")
-    assert not any("encoder_attn" in row.module for row in plan.rows)
-    plan = plan_patch(tiny("gpt2", add_cross_attention=True), norm="rms", pos="rope")
-    assert not any("crossattention" in name for name in replaced(plan))
-    assert "h.0.ln_cross_attn" in replaced(plan)
+    of_decoder = replaced(plan_patch(tiny("bart"), pos="rope", only=["decoder.*"]))
+    assert of_decoder == {"decoder.embed_positions", "decoder.layers.0.self_attn", "decoder.layers.1.self_attn"}
+    of_gpt2 = replaced(plan_patch(tiny("gpt2", add_cross_attention=True), norm="rms", pos="rope"))
+    assert not any("crossattention" in name for name in of_gpt2)
+    assert "h.0.ln_cross_attn" in of_gpt2
 
 
-@pytest.mark.parametrize("option", ["only", "keep"])
-@pytest.mark.parametrize("patch_", [{"norm": "rms"}, {"pos": "rope"}, {"norm": "rms", "pos": "rope"}])
-@pytest.mark.parametrize("glob", ["*.ln_3", "h.7.*", "*.ln_F", "*.mlp.c_fc", "transformer.transformer.ln_f"])
-def test_a_glob_that_matches_nothing(option: str, patch_: dict[str, str], glob: str) -> None:
+@pytest.mark.parametrize("request_", [NORM, POS, BOTH], ids=str)
+def test_a_glob_that_matches_nothing_is_told_the_names_of_what_is_asked_for(request_: dict[str, str]) -> None:
     with pytest.raises(NoMatchError) as caught:
-        plan_patch(tiny("gpt2"), **patch_, **{option: [glob]})
+        plan_patch(tiny("gpt2"), **request_, keep=["*.ln_1" if "norm" in request_ else "*.attn", "*.mlp.c_fc"])
     message = str(caught.value)
-    assert message.startswith(f"{option}={glob!r} matches none of the")
-    assert "Their names look like: " in message
-    assert ("h.*.ln_1" in message) == ("norm" in patch_)
-    assert ("h.*.attn" in message) == ("pos" in patch_)
+    assert message.startswith("keep='*.mlp.c_fc' matches none of the")
+    assert ("h.*.ln_1" in message) == ("norm" in request_)
+    assert ("h.*.attn" in message) == ("pos" in request_)
 
 
 @pytest.mark.parametrize("value", [3, [3], [""], "", [None], [["*"]], 0, object()])
@@ -297,28 +257,28 @@ def test_what_is_no_glob(option: str, value: Any) -> None:
 # Norms that change only when they are named
 
 
-def test_head_norms_are_kept_unless_named() -> None:
-    model = tiny("bert", "AutoModelForMaskedLM")
+@pytest.mark.parametrize(
+    ("family", "head", "glob", "norms", "reason"),
+    [
+        ("bert", "AutoModelForMaskedLM", "cls.*", {"cls.predictions.transform.LayerNorm"}, "norm of a head"),
+        (
+            "cohere",
+            "AutoModel",
+            "*.q_norm",
+            {"layers.0.self_attn.q_norm", "layers.1.self_attn.q_norm"},
+            "norm of queries or keys",
+        ),
+    ],
+)
+def test_norms_that_are_kept_unless_named(family: str, head: str, glob: str, norms: set[str], reason: str) -> None:
+    model = tiny(family, head)
     rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
-    head = rows["cls.predictions.transform.LayerNorm"]
-    assert (head.action, head.reason) == ("keep", "norm of a head: only=['*', its name] changes it too")
-    assert replaced(plan_patch(model, norm="rms", only=["cls.*"])) == {"cls.predictions.transform.LayerNorm"}
-    both = replaced(plan_patch(model, norm="rms", only=["cls.*", "bert.*"]))
-    assert len(both) == 6
-    assert "cls.predictions.transform.LayerNorm" not in replaced(plan_patch(model, norm="rms", only=["*"]))
-    assert len(replaced(plan_patch(model, norm="rms", only=["*", head.module]))) == 6  # as the reason says
-
-
-def test_query_and_key_norms_are_kept_unless_named() -> None:
-    model = tiny("cohere")
-    rows = {row.module: row for row in plan_patch(model, norm="rms").rows}
-    for name in ("layers.0.self_attn.q_norm", "layers.1.self_attn.k_norm"):
-        assert rows[name].reason == "norm of queries or keys: only=['*', its name] changes it too"
-        assert rows[name].now == "CohereLayerNorm(8)"
-    assert replaced(plan_patch(model, norm="rms", only=["*.q_norm"])) == {
-        "layers.0.self_attn.q_norm",
-        "layers.1.self_attn.q_norm",
-    }
+    for name in norms:
+        assert (rows[name].action, rows[name].reason) == ("keep", f"{reason}: only=['*', its name] changes it too")
+    assert replaced(plan_patch(model, norm="rms", only=[glob])) == norms
+    without = replaced(plan_patch(model, norm="rms", only=["*"]))
+    assert without
+    assert replaced(plan_patch(model, norm="rms", only=["*", *norms])) == without | norms  # as the reason says
 
 
 def test_a_module_that_stands_in_two_places_is_one_row() -> None:
@@ -329,11 +289,6 @@ def test_a_module_that_stands_in_two_places_is_one_row() -> None:
     assert rows["h.0.ln_1"].aliases == ("h.1.ln_1",)
     assert rows["h.0.ln_1"].reason == "shared by 2 places"
     assert replaced(plan_patch(model, norm="dyt", only=["h.1.ln_1"])) == {"h.0.ln_1"}  # under either name
-
-
-def test_albert_has_one_row_for_its_repeated_layer() -> None:
-    plan = plan_patch(tiny("albert", num_hidden_layers=4), norm="rms")
-    assert len(replaced(plan)) == 3
 
 
 # Errors
@@ -356,6 +311,7 @@ REFUSED: list[tuple[dict[str, Any], type[PatchError], str]] = [
     ({"pos": "rope", "keep": ["*"]}, NothingToPatchError, "pos='rope'"),
     ({"pos": "rope", "init": "exact"}, UnsupportedError, r"pos='rope'.*init='auto'"),
     ({"pos": "nope", "init": "exact"}, UnsupportedError, r"pos='nope'.*init='auto'"),
+    ({"pos": "rope", "keep": "*wpe*", "init": "exact"}, UnsupportedError, r"h\.0\.attn: pos='rope' isn't exact here"),
     ({"norm": DyT(), "init": "exact"}, UnsupportedError, r"norm='dyt' isn't exact.*init='auto'"),
     ({"mlp": "swiglu", "init": "exact"}, UnsupportedError, "swiglu"),
     ({"norm": "rms", "mlp": "swiglu:d_ff=8"}, UnsupportedError, "d_ff"),
@@ -415,15 +371,6 @@ def test_families_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"`hfpatch families` lists the {len(ARCHITECTURES)} that have one" in str(caught.value)
 
 
-def test_exact_positions_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"pos='rope'.*init='auto'"):
-        plan_patch(tiny("gpt2"), pos="rope", init="exact")
-    with pytest.raises(UnsupportedError, match=r"pos='nope'.*init='auto'"):
-        plan_patch(tiny("gpt2"), pos="nope", init="exact")
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: pos='rope' isn't exact here"):  # nor where the table stays
-        plan_patch(tiny("gpt2"), pos="rope", keep="*wpe*", init="exact")
-
-
 def test_a_patched_config_in_an_unpatched_model() -> None:
     """LayerNorms under a config that says RMSNorm."""
     model = tiny("gpt2")
@@ -437,10 +384,6 @@ def test_a_patched_model_inside_another() -> None:
     patch(model.transformer, norm="rms")
     with pytest.raises(UnsupportedError, match="transformer inside GPT2LMHeadModel"):
         plan_patch(model, pos="rope")
-    encoder, decoder = tiny("bert"), tiny("bert", "AutoModelForCausalLM", is_decoder=True, add_cross_attention=True)
-    outer = EncoderDecoderModel(encoder=patch(encoder, norm="rms"), decoder=decoder)
-    with pytest.raises(UnsupportedError, match="encoder inside EncoderDecoderModel"):
-        plan_patch(outer, pos="rope")
 
 
 # Wrapped models
@@ -453,31 +396,29 @@ def with_lora(model: Any) -> Any:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
 
 
-def with_submodule(model: Any, change: Callable[[Any], Any]) -> Any:
-    """The model after a change of its first block: in place, or to what the change returns."""
-    changed = change(model.transformer.h[0])
-    if changed is not None:
-        model.transformer.h[0] = changed
+def with_first_block(model: Any, wrap: Callable[[Any], Any]) -> Any:
+    """The model with its first block wrapped."""
+    model.transformer.h[0] = wrap(model.transformer.h[0])
     return model
 
 
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+FIRST = r"\. Patch the model first, then "
 WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DataParallel": (
-        nn.DataParallel,
-        r"DataParallel wraps the model for distributed or parallel use\. Patch the model first, then wrap",
-    ),
-    "compiled": (torch.compile, r"wrapped by torch\.compile\. Patch the model first, then compile it"),
-    "compiled in place": (
-        lambda model: model.compile() or model,
-        r"GPT2LMHeadModel .*compiled.* Patch the model first, then compile it",
-    ),
-    "compiled block in place": (
-        lambda model: with_submodule(model, nn.Module.compile),
-        r"transformer\.h\.0 .*compiled.* Patch the model first, then compile it",
-    ),
+    "DataParallel": (nn.DataParallel, f"DataParallel wraps the model for distributed or parallel use{FIRST}wrap it"),
+    "compiled": (torch.compile, rf"wrapped by torch\.compile{FIRST}compile it"),
+    "compiled in place": (compiled_in_place, f"GPT2LMHeadModel .*compiled.*{FIRST}compile it"),
     "compiled block": (
-        lambda model: with_submodule(model, torch.compile),
-        r"transformer\.h\.0 .*compiled.* Patch the model first, then compile it",
+        lambda model: with_first_block(model, torch.compile),
+        rf"transformer\.h\.0 .*compiled.*{FIRST}compile it",
+    ),
+    "block compiled in place": (
+        lambda model: with_first_block(model, compiled_in_place),
+        rf"transformer\.h\.0 .*compiled.*{FIRST}compile it",
     ),
     "LoRA": (
         with_lora,
@@ -485,30 +426,14 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "dispatched": (
         lambda model: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
-        r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
+        f"accelerate.*{FIRST}dispatch.*remove_hook_from_module",
     ),
     "offloaded": (
         lambda model: accelerate.cpu_offload(model, torch.device("cpu")),
-        r"accelerate.* Patch the model first, then dispatch.*remove_hook_from_module",
+        f"accelerate.*{FIRST}dispatch.*remove_hook_from_module",
     ),
     "another module": (nn.Sequential, r"PreTrainedModel is needed, not Sequential.*pass the model inside it"),
 }
-
-
-@pytest.mark.parametrize(
-    ("not_a_model", "message"),
-    [
-        (GPT2LMHeadModel, "PreTrainedModel is needed, not <class .*Build the model first"),
-        (GPT2Config(), "PreTrainedModel is needed, not GPT2Config. Build the model first"),
-        ("gpt2", r"PreTrainedModel is needed, not 'gpt2'. Open the model first, .*from_pretrained"),
-        (None, "PreTrainedModel is needed, not NoneType. Open the model first"),
-        ({"weight": torch.zeros(2)}, "PreTrainedModel is needed, not dict. Open the model first"),
-    ],
-)
-def test_what_is_no_model(not_a_model: Any, message: str) -> None:
-    for call in (plan_patch, patch_model):
-        with pytest.raises(OptionError, match=message):
-            call(not_a_model, norm="rms")
 
 
 @pytest.mark.parametrize(("wrap", "message"), WRAPPED.values(), ids=WRAPPED)
@@ -519,31 +444,50 @@ def test_wrapped_models(wrap: Callable[[Any], Any], message: str) -> None:
             call(model, **request)
 
 
+def by_fsdp1(module: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def by_fsdp2(module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP1 inside", "FSDP2"])
-def test_distributed_models(kind: str) -> None:
-    model: Any = tiny("gpt2", "AutoModelForCausalLM")
-    message = "FSDP.* Patch the model first, then"
-    if kind == "DDP":
-        model = nn.parallel.DistributedDataParallel(model)
-        message = r"DistributedDataParallel wraps the model.* Patch the model first, then wrap it"
-    elif kind == "FSDP2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    else:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if kind == "FSDP1":
-                model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-                message = r"FullyShardedDataParallel wraps the model"
-            else:
-                model.transformer.h[0] = FullyShardedDataParallel(model.transformer.h[0], device_id=torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (nn.parallel.DistributedDataParallel, f"DistributedDataParallel wraps the model.*{FIRST}wrap it"),
+        (by_fsdp1, f"FullyShardedDataParallel wraps the model.*{FIRST}"),
+        (lambda model: with_first_block(model, by_fsdp1), f"FSDP{FIRST}"),
+        (by_fsdp2, f"FSDP{FIRST}"),
+    ],
+    ids=["DDP", "FSDP1", "FSDP1 inside", "FSDP2"],
+)
+def test_distributed_models(wrap: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(WrappedModelError, match=message):
-        plan_patch(model, norm="rms")
+        plan_patch(wrap(tiny("gpt2", "AutoModelForCausalLM")), norm="rms")
+
+
+@pytest.mark.parametrize(
+    ("not_a_model", "message"),
+    [
+        (GPT2LMHeadModel, "not <class .*Build the model first"),
+        (GPT2Config(), "not GPT2Config. Build the model first"),
+        ("gpt2", r"not 'gpt2'. Open the model first, .*from_pretrained"),
+        (None, "not NoneType. Open the model first"),
+    ],
+)
+def test_what_is_no_model(not_a_model: Any, message: str) -> None:
+    for call in (plan_patch, patch_model):
+        with pytest.raises(OptionError, match=f"PreTrainedModel is needed, {message}"):
+            call(not_a_model, norm="rms")
 
 
 def test_a_forward_of_its_own() -> None:

@@ -50,24 +50,10 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     assert run("from hfpatch import NORMS, POSITIONS; print('rms' in NORMS, 'rope' in POSITIONS)") == "True True"
 
 
-@pytest.mark.slow
-def test_a_patched_checkpoint_opens_after_the_import_alone(tmp_path: Path) -> None:
-    from tiny_models import patch, tiny
-
-    patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms").save_pretrained(tmp_path)
-    opened = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
-    code = f"import hfpatch; from transformers import AutoModelForCausalLM; print({opened}.transformer.ln_f)"
-    assert run(code).startswith("RMSNorm")
-
-
 def test_the_reference_lists_every_name_and_every_error() -> None:
-    from hfpatch import errors
-    from hfpatch.runtime import errors as runtime_errors
-
     pages = (Path(__file__).resolve().parent.parent / "docs/reference").glob("*.md")
     text = "".join(page.read_text() for page in pages)
     registries = {"ARCHITECTURES", "MLPS", "NORMS", "POSITIONS"}  # described by their class, in words
     assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
     assert [name for name in registries if f"`{name}`" not in text] == []
-    classes = [one for module in (errors, runtime_errors) for one in vars(module).values() if isinstance(one, type)]
-    assert [one.__name__ for one in classes if f".{one.__name__}\n" not in text] == []
+    assert [name for name in errors.__all__ if f".{name}\n" not in text] == []
