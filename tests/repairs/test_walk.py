@@ -30,9 +30,7 @@ def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None)
     return BlockReplay(model, Batches(data, model, folder), folder / "walk")
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", "bert", "bart", "whisper", "vit", "opt", "t5", "gptj", "gpt_neox", "mixtral"]
-)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "whisper", "vit", "t5", "gptj", "mixtral"])
 def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path) -> None:
     """Block after block is replaced by what it returned, the one before the last forgotten: nothing later moves."""
     model, given = zoo.tiny(family) if family not in ("whisper", "vit") else (tiny(family), inputs(tiny(family)))
@@ -128,15 +126,6 @@ def test_sequences_held_out(tmp_path: Path) -> None:
         mask = torch.cat([data.held_out(i) for i in range(len(data))])
         assert data.sequences == sum(sizes)
         assert mask.nonzero()[:, 0].tolist() == held
-
-
-def test_one_sequence_is_too_few(tmp_path: Path) -> None:
-    """None could be held out, and a repair that is judged on what it was fitted to is kept whatever it does."""
-    model, alone = tiny("gpt2"), [torch.ones(1, 4).long()]
-    with pytest.raises(OptionError, match="one sequence"):
-        Batches(iter(alone), model, tmp_path)
-    with pytest.raises(OptionError, match="one sequence"):
-        read_calibration(alone, model)
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
