@@ -126,15 +126,11 @@ def test_another_models_activations_dont_help() -> None:
     assert distance(right, original) < 0.2 * distance(wrong, original)
 
 
-HERE = dict.fromkeys(["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"], "cpu")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {**HERE, "transformer.h": "disk"}])
-def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(device_map: dict[str, str], tmp_path: Path) -> None:
+def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(tmp_path: Path) -> None:
     original = tiny("gpt2", LM)
     original.save_pretrained(tmp_path)
-    offload = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    offload = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
     offloaded = type(original).from_pretrained(tmp_path, **offload)
     assert all(p.is_meta for p in offloaded.transformer.h.parameters())
     here, there = swapped(original), swapped(original)
@@ -340,45 +336,26 @@ def test_a_single_number_as_output() -> None:
 # Both checks on held-out data
 
 
-def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
-    """Held-out tokens are of another kind: what fits the others doesn't fit them."""
-    original = tiny("gpt2", LM)
-    generator = torch.Generator().manual_seed(0)
-    data = [{"input_ids": torch.randint(5, 8, (7, 2), generator=generator)} for _ in range(4)]
-    held = torch.randint(40, 97, (4, 2), generator=generator)
-    data = [{"input_ids": torch.cat([given["input_ids"], held[i : i + 1]])} for i, given in enumerate(data)]
-    plain, model = (swapped(original), copy.deepcopy(original))
-    patch(model, norm="dyt", calibration=data)
+def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_no_help(fit: Callable) -> Callable:
+        def fitted(*args: Any) -> Any:
+            found = fit(*args)
+            one = found[0] if isinstance(found, tuple) else found
+            one.after = one.before
+            return found
+
+        return fitted
+
+    for name in ("fit_norm", "fit_ridge", "fit_maps"):
+        monkeypatch.setattr(engine, name, of_no_help(getattr(engine, name)))
+    monkeypatch.setattr(engine, "helps", lambda *_: True)  # so that it isn't the whole that is taken back
+    original, request = tiny("gpt2", LM, n_layer=1), {"norm": "dyt", "pos": "rope"}
+    model = repaired(original, [joined(batches(original))], **request)
     report = repair_report(model)
-    undone = [step for step in report.steps if step.after is not None and not step.kept]
-    assert undone
-    assert all(step.after >= step.before for step in undone)
-    assert all(step.after < step.before for step in report.steps if step.kept)
-    for step in undone:
-        if step.kind == "projection":
-            assert torch.equal(
-                model.get_parameter(f"{step.module}.weight"), plain.get_parameter(f"{step.module}.weight")
-            )
+    assert {step.kind for step in report.steps} == {"norm", "readers", "projection", "maps"}
+    assert not any(step.kept for step in report.steps)
+    assert largest(weights(model), weights(swapped(original, **request))) == 0
     assert "undone: it didn't help" in str(report)
-
-
-def test_a_norms_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine.fit_norm
-
-    def of_no_help(*args: Any) -> Any:
-        fit = real(*args)
-        fit.after = fit.before
-        return fit
-
-    monkeypatch.setattr(engine, "fit_norm", of_no_help)
-    original, plain = tiny("gpt2", LM), swapped(tiny("gpt2", LM))
-    model = patch(original, norm="dyt", calibration=[joined(batches(original))])
-    steps = [step for step in repair_report(model).steps if step.kind == "norm"]
-    assert steps
-    assert not any(step.kept for step in steps)
-    for step in steps:
-        for name, parameter in model.get_submodule(step.module).named_parameters():
-            assert torch.equal(parameter, plain.get_submodule(step.module).get_parameter(name)), step.module
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (math.nan, math.nan)])
@@ -505,10 +482,6 @@ def test_a_second_patch_and_a_repair_by_itself_can_be_undone() -> None:
 # Failures
 
 
-class StopHereError(Exception):
-    """What a user's stream raises."""
-
-
 def test_a_failing_forward_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a repair by itself; a patch that repairs is interrupted in tests/fuzz."""
     original = tiny("gpt2", LM)
@@ -535,21 +508,14 @@ def test_a_failing_forward_restores_everything(monkeypatch: pytest.MonkeyPatch) 
         assert not changes(before, fingerprint(model))
 
 
-def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
+def test_a_stream_whose_second_batch_is_wrong_restores_everything() -> None:
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-
-    def broken() -> Iterator[Batch]:
-        yield inputs(model)
-        raise StopHereError
 
     def wrong() -> Iterator[Any]:
         yield inputs(model)
         yield {"input_ids": torch.full((2, 3), 5000)}
 
-    with pytest.raises(StopHereError):
-        patch(model, norm="dyt", calibration=broken())
-    assert not changes(before, fingerprint(model))
     with pytest.raises(OptionError, match="batch 1"):
         patch(model, norm="dyt", calibration=wrong())
     assert not changes(before, fingerprint(model))
