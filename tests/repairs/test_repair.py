@@ -104,7 +104,7 @@ def test_a_repair_brings_the_original_back(family: str, head: str, request_: dic
 
 @pytest.mark.parametrize(
     ("family", "factor", "projections", "experts"),
-    [("gptj", 4, 4, 0), ("mixtral", 1, 2, 2)],
+    [("gptj", 4, 4, 0), ("mixtral", 1, 2, 2), ("phimoe", 1, 2, 2)],
 )
 def test_parallel_branches_and_experts(family: str, factor: float, projections: int, experts: int) -> None:
     """Of two blocks: attentions and MLPs have projections, experts have none, and that is said."""
