@@ -90,19 +90,6 @@ def test_segments_are_in_forward_order_with_shared_modules_apart(tmp_path: Path)
     assert any("full_layer_layer_norm" in name for name in several)
 
 
-def test_a_block_that_raises_leaves_no_replay_behind(tmp_path: Path) -> None:
-    model = tiny("gpt2")
-    walk = walk_of(model, tmp_path)
-    segments_of(walk, norms_in(model))
-    walk.freeze("h.0", 0)
-    before = fingerprint(model)
-    handle = model.ln_f.register_forward_hook(lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        walk.run(0, outputs=["ln_f"])
-    handle.remove()
-    assert not changes(before, fingerprint(model))
-
-
 def test_linear_maps() -> None:
     assert is_linear_map(nn.Linear(3, 4))
     assert is_linear_map(Conv1D(3, 4))

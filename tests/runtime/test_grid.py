@@ -20,6 +20,8 @@ from hfpatch.errors import OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.handing_down import HandedDown
+from hfpatch.runtime.lens import LENS
 from hfpatch.schemes.rope import RoPE
 
 LINE, GRID = RoPE(), RoPE(axes=2)
@@ -305,6 +307,15 @@ def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
 @pytest.mark.parametrize("model_type", ["vit", "dpt"])
 def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
     require_the_same_with_checkpointing(patched(model_type), [image(*WIDE), image(*TALL)])
+
+
+def test_beside_norms_that_stand_elsewhere() -> None:
+    """Lenses of norms and of positions are on the same layers, and each replaces what is in the same attention."""
+    model, given = patched("dpt", LINE, norm="deepnorm"), image(*WIDE)
+    handed = states(model, given)
+    assert difference(handed, states(patched("dpt", LINE), given)) > 1e-3
+    assert isinstance(model.__dict__.pop(LENS), HandedDown)  # attentions then count their tokens
+    assert torch.equal(handed, states(model, given))
 
 
 TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2", LINE), ("videomae", RoPE(axes=3))]

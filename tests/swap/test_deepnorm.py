@@ -258,7 +258,7 @@ def test_only_some_norms(name: str) -> None:
     """Branches that aren't chosen stay as they were, their dropout included."""
     model = with_dropout(make(name, **RATES[name])) if name in RATES else make(name)
     original = copy.deepcopy(model)
-    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "encoder.layer.[01].output.LayerNorm"}
+    chosen = {"gpt2": "*.ln_2", "bert": "encoder.layer.[01].output.LayerNorm"}
     patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen.get(name, "*.layers.?.final_layer_norm"))
     steps = [last_of(2, name), last_of(3, name)] if name == "bart" else [last_of(2, name)]
     with torch.no_grad():

@@ -299,9 +299,9 @@ PACKED = {"input_ids": torch.cat((ONE, TWO), 1), "position_ids": torch.tensor([[
 
 
 @torch.no_grad()
-def second_apart(model: Any, use_cache: bool = False, **options: Any) -> float:
+def second_apart(model: Any, **options: Any) -> float:
     """How far the second of two sequences in one row, told apart by position_ids, is from itself alone."""
-    out = model(**PACKED, use_cache=use_cache, **options).logits
+    out = model(**PACKED, use_cache=False, **options).logits
     assert difference(out[:, :9], model(ONE).logits) <= 1e-5
     return difference(out[:, 9:], model(TWO).logits)
 
@@ -320,12 +320,6 @@ def test_packed_sequences_with_a_mask_of_blocks(pos: str) -> None:
     """What every host takes: a mask (B, 1, T, T) of the caller's own."""
     blocks = torch.block_diag(torch.ones(9, 9), torch.ones(7, 7)).tril()[None, None].bool()
     assert second_apart(patched(make("opt"), pos=pos), attention_mask=blocks) <= 1e-5
-
-
-def test_nothing_is_packed_with_a_cache() -> None:
-    """transformers looks for packed sequences only where there is no cache: patched or not, pass use_cache=False."""
-    for model in (make("gpt2"), patched(make("gpt2"), pos="rope")):
-        assert second_apart(model, use_cache=True) > 1e-2
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_it_is_the_formula(name: str, placement: str) -> None:
     steps = {**STEPS, "deepnorm": deepnorm(ALPHA)}
     with torch.no_grad():
         result = run(model)
-        step = steps[placement] if placement != "sandwich" else in_forward_order(model, name)
+        step = steps[placement] if placement != "sandwich" else sandwich(model, original)
         assert error(result, reference(original, step)) < 1e-12
         for other in {*STEPS} - {placement}:  # control
             assert error(result, reference(original, STEPS[other])) > 1e-2
@@ -80,26 +80,12 @@ def test_it_is_the_formula(name: str, placement: str) -> None:
             assert error(result, reference(original, deepnorm(ALPHA + 0.01))) > 1e-4
 
 
-BRANCHES = {  # where blocks are, and the norms of their branches in forward order
-    "gpt2": (["h"], ("ln_1", "ln_2")),
-    "bert": (["encoder.layer"], ("attention.output.LayerNorm", "output.LayerNorm")),
-    "vit": (["layers"], ("layernorm_before", "layernorm_after")),
-    "bart": (
-        ["encoder.layers", "decoder.layers"],
-        ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-    ),
-}
+def sandwich(model: Any, original: Any) -> Callable:
+    """The sandwich's step: each branch of the original with the second norm that the model has beside its own."""
+    names = {module: name for name, module in original.named_modules()}
 
-
-def in_forward_order(model: Any, name: str) -> Callable:
-    """The sandwich's step with second norms in the order in which branches run."""
-    stacks, order = BRANCHES.get(name, (["decoder.layers"], ("self_attn_layer_norm", "final_layer_norm")))
-    modules = dict(model.named_modules())
-    names = [f"{stack}.{i}.{norm}_after" for stack in stacks for i in range(2) for norm in order]
-    seconds = iter([modules[key] for key in names if key in modules])
-
-    def step(x: Tensor, f: Callable, norm: Callable) -> Tensor:
-        second: Any = next(seconds)
+    def step(x: Tensor, f: Callable, norm: Any) -> Tensor:
+        second = model.get_submodule(f"{names[norm.keywords['norm']]}_after")
         return x + second(f(norm(x)))
 
     return step
