@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,6 @@ def test_arguments_that_a_component_refuses(arguments: str) -> None:
     edit = Edit.parse(f"h.*.attn.rotary_emb = RotaryEmbedding({arguments})")
     with pytest.raises(CheckpointError, match=r"RotaryEmbedding\("):
         apply([edit], tiny("gpt2"), fresh=True)
-
-
-def test_the_record_of_rms_and_rope_is_short(tmp_path: Path) -> None:
-    patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos="rope").save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text()
-    stored = json.loads(text)["hfpatch"]
-    assert len(json.dumps({"hfpatch": stored}, indent=2).splitlines()) - 2 <= 40
-    assert "fingerprint" in stored
-    assert "h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)" in stored["edits"]
 
 
 def test_a_later_edit_of_the_same_places_takes_the_place() -> None:

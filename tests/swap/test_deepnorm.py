@@ -258,7 +258,7 @@ def test_only_some_norms(name: str) -> None:
     """Branches that aren't chosen stay as they were, their dropout included."""
     model = with_dropout(make(name, **RATES[name])) if name in RATES else make(name)
     original = copy.deepcopy(model)
-    chosen = {"gpt2": "*.ln_2", "bert": "encoder.layer.[01].output.LayerNorm"}
+    chosen = {"gpt2": "*.ln_2", "vit": "*.layernorm_after", "bert": "encoder.layer.[01].output.LayerNorm"}
     patch(model, norm=DeepNorm(alpha=ALPHA), only=chosen.get(name, "*.layers.?.final_layer_norm"))
     steps = [last_of(2, name), last_of(3, name)] if name == "bart" else [last_of(2, name)]
     with torch.no_grad():
@@ -312,6 +312,7 @@ NOT_SAVED = "isn't the one that was saved"
     [
         ("bert", GAIN, "('dropout', 0, -1.0)", NOT_SAVED),
         ("bert", GAIN, "('nothing', 0, 'x')", NOT_SAVED),
+        ("bert", "'dropout', 0", "'dropout', -1", NOT_SAVED),
         ("bert", f"({GAIN},)", "", "Gains.*of its patch record can't be carried out: .*gains"),
         ("bert", "encoder.", "x" * 2000 + ".", "has no x+.*, which its patch record changes"),
         ("bert", EPS, "", "LayerNorm.*of its patch record can't be carried out: .*eps"),

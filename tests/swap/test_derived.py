@@ -17,7 +17,7 @@ from rope_proof import floating_tensors
 from hfpatch.core.transaction import Transaction
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.swap.config_diff import Derived, derive
+from hfpatch.swap.config_diff import Derived
 
 NEW = 512
 RELATIVE = {"relative_attention": True, "position_biased_input": True, "pos_att_type": ["c2p", "p2c"]}
@@ -100,12 +100,3 @@ def test_what_the_patch_has_changed_itself_stays() -> None:
     assert model.model.decoder.max_target_positions == 99
     edits.undo()
     assert model.model.decoder.max_target_positions == 32
-
-
-def test_the_same_settings_derive_nothing() -> None:
-    model, _ = zoo.tiny("clip")
-    config = model.config.vision_config
-    derived = derive(model, [(config, "image_size", config.image_size)], [])
-    assert (derived.attributes, derived.buffers) == ([], [])
-    with pytest.raises(UnsupportedError, match=r"position_embedding.weight.*image_size=96"):
-        derive(model, [(config, "image_size", 96)], [])

@@ -28,7 +28,6 @@ from hfpatch.runtime.record import KEY
 from hfpatch.schemes.learned import GRID_METHODS, Learned
 
 OLD, NEW = 64, 96  # the zoo's images, of 4 x 4 patches of 16 pixels, and 6 x 6
-RESIZED = f"learned:image_size={NEW}"
 # families whose hosts interpolate in every forward, when they are asked to
 INTERPOLATE = ["clip_vision_model", "deit", "dinov2", "dinov2_with_registers", "dpt", "pixio", "tipsv2_vision_model"]
 # of other builds: a Parameter or an Embedding, indices in buffers, packed images, frames, tuples for a size
@@ -149,14 +148,6 @@ def test_of_a_composite_the_tower_alone(tmp_path: Path) -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_other_tokens_stay() -> None:
-    for model_type, others in (("deit", 2), ("dinov2_with_registers", 1), ("pixio", 8)):
-        original, model = zoo.tiny(model_type)[0], zoo.tiny(model_type)[0]
-        patched(model, pos=Learned(image_size=NEW))
-        assert table_of(model).shape[1] == others + 36
-        assert torch.equal(table_of(model)[:, :others], table_of(original)[:, :others])
-
-
 def test_frames_are_interpolated_one_by_one() -> None:
     original, model = (zoo.tiny("vivit")[0] for _ in range(2))
     patched(model, pos=Learned(image_size=NEW))
@@ -216,40 +207,30 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         Learned(**options)
 
 
-ALREADY = r"image_size=|4 x 4"
+NOT_RESIZED = {
+    "sam_vision_model": r"rel_pos_h \(and 1 more\): the shape also depends on image_size=96",
+    "vitdet": r"its class builds it with shape \(1, 17, 64\) for",
+    "audio-spectrogram-transformer": "can't be told from ASTConfig",
+    "siglip2_vision_model": "can't be told from Siglip2VisionConfig",
+    "timesformer": "isn't the only one",
+    "videomae": "its rows are computed",
+    "vitpose_backbone": "17 rows aren't the 4 x 4 patches",
+}
 
 
 @pytest.mark.parametrize(
     ("model_type", "pos", "error", "message"),
     [
-        *(
-            ("vit", f"learned:{options}", NothingToPatchError, ALREADY)
-            for options in ("image_size=64", "max_positions=16")
-        ),
-        ("vit", "learned", NothingToPatchError, ALREADY),
-        ("gpt2", "learned:image_size=24", NothingToPatchError, "image_size"),
-        ("gpt2", "learned:max_positions=64,method=bicubic", OptionError, r"'bicubic'.*tile"),
-        ("vit", "learned:max_positions=36,method=tile", OptionError, "'tile'"),
+        ("vit", "learned", NothingToPatchError, "image_size="),
+        ("vit", "learned:image_size=64", NothingToPatchError, "4 x 4"),
+        ("vit", "learned:max_positions=16", NothingToPatchError, "4 x 4"),
         ("vit", "learned:max_positions=35", UnsupportedError, "image_size"),
-        (
-            "clip_vision_model",
-            "learned:image_size=[96, 160]",
-            UnsupportedError,
-            r"CLIPVisionModel.*image_size=\(96, 160\)",
-        ),
+        ("vit", "learned:max_positions=36,method=tile", OptionError, "'tile'"),
+        ("gpt2", "learned:max_positions=64,method=bicubic", OptionError, r"'bicubic'.*tile"),
+        ("gpt2", "learned:image_size=24", NothingToPatchError, "image_size"),
+        ("clip_vision_model", "learned:image_size=[96, 160]", UnsupportedError, r"CLIPVisionModel.*\(96, 160\)"),
         ("clip_vision_model", "learned:image_size=8", UnsupportedError, "8 x 8"),
-        (
-            "sam_vision_model",
-            RESIZED,
-            UnsupportedError,
-            r"rel_pos_h \(and 1 more\): the shape also depends on image_size=96",
-        ),
-        ("vitdet", RESIZED, UnsupportedError, r"its class builds it with shape \(1, 17, 64\) for"),
-        ("audio-spectrogram-transformer", RESIZED, UnsupportedError, "can't be told from ASTConfig"),
-        ("siglip2_vision_model", RESIZED, UnsupportedError, "can't be told from Siglip2VisionConfig"),
-        ("timesformer", RESIZED, UnsupportedError, "isn't the only one"),
-        ("videomae", RESIZED, UnsupportedError, "its rows are computed"),
-        ("vitpose_backbone", RESIZED, UnsupportedError, "17 rows aren't the 4 x 4 patches"),
+        *((name, f"learned:image_size={NEW}", UnsupportedError, message) for name, message in NOT_RESIZED.items()),
     ],
 )
 def test_refused_with_the_reason_before_anything_changes(

@@ -58,7 +58,7 @@ def rotations_only(model: Any) -> list[str]:
     return [rotation.name for rotation in find_rotations(model)]
 
 
-def built(model: Any, settings: dict[str, Any], **config_changes: Any) -> Any:
+def built(model: Any, settings: dict[str, Any]) -> Any:
     """The model that transformers builds with these settings everywhere, with the same weights."""
     config = copy.deepcopy(model.config)
 
@@ -72,8 +72,6 @@ def built(model: Any, settings: dict[str, Any], **config_changes: Any) -> Any:
                 change(value)
 
     change(config)
-    for name, value in config_changes.items():
-        setattr(config, name, value)
     with own_randomness(0):
         other = type(model)(config).float().eval()
     other.load_state_dict(model.state_dict())
