@@ -110,8 +110,8 @@ def test_padding_makes_no_difference() -> None:
     for filler in (7, 60):
         padded = []
         for batch in data:
-            ids = torch.cat([torch.full((32, 4), filler), batch["input_ids"]], 1)
-            padded.append({"input_ids": ids, "attention_mask": (torch.arange(14) > 3).long().expand(32, 14)})
+            ids = torch.cat([batch["input_ids"], torch.full((32, 4), filler)], 1)
+            padded.append({"input_ids": ids, "attention_mask": (torch.arange(14) < 10).long().expand(32, 14)})
         models.append(patch_model(copy.deepcopy(original), pos="rope", calibration=padded))
     a, b = (dict(model.named_parameters()) for model in models)
     assert fitted(repair_report(models[0]))
