@@ -164,7 +164,7 @@ FAULTS = [
         "repairs/repair.py",
         "kept = fit.after < fit.before\n        self.report.steps.append(Step(name, kind, fit.before, fit.after",
         "kept = True\n        self.report.steps.append(Step(name, kind, fit.before, fit.after",
-        ("repairs/test_repair.py::test_a_norms_fit_that_doesnt_help_isnt_written",),
+        ("repairs/test_repair.py::test_a_fit_that_doesnt_help_isnt_written",),
     ),
     Fault(
         "record",

@@ -49,12 +49,13 @@ def closed_form(x: Tensor, r: Tensor, penalty: float, bias: bool) -> tuple[Tenso
 
 
 @some
-@given(SEEDS, st.booleans(), st.sampled_from([1e-12, *PENALTIES]))
-def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float) -> None:
+@given(SEEDS, st.booleans(), st.sampled_from([1e-12, *PENALTIES]), st.integers(1, 40))
+def test_ridge_is_the_closed_form(seed: int, bias: bool, penalty: float, parts: int) -> None:
+    """In however many batches the rows arrive."""
     x, r, held_out = problem(seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(least_squares, "PENALTIES", (penalty,))
-        fit = ridge(x, r, held_out, bias)
+        fit = ridge(x, r, held_out, bias, parts)
     w, b = closed_form(x[~held_out], r[~held_out], penalty, bias)
     torch.testing.assert_close(fit.weight, w, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(fit.bias, b, rtol=1e-6, atol=1e-8)
@@ -81,17 +82,6 @@ def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_largest_that_
     assert not larger or larger[0] > most * (1 - 1e-6)
 
 
-@some
-@given(SEEDS, st.booleans(), st.integers(2, 40))
-def test_the_sums_dont_depend_on_the_batches(seed: int, bias: bool, parts: int) -> None:
-    x, r, held_out = problem(seed)
-    one, many = (ridge(x, r, held_out, bias, n) for n in (1, parts))
-    torch.testing.assert_close(one.weight, many.weight, rtol=1e-9, atol=1e-11)
-    assert one.after == pytest.approx(many.after, rel=1e-9)
-    single = ridge(x.float(), r.float(), held_out, bias, parts)
-    torch.testing.assert_close(one.weight, single.weight, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("mean", [30.0, 1000.0])
 def test_a_large_mean_costs_no_accuracy_in_float32(mean: float) -> None:
     """Channels of a residual stream have means far above their spread; centred sums would cancel."""
@@ -102,20 +92,6 @@ def test_a_large_mean_costs_no_accuracy_in_float32(mean: float) -> None:
     torch.testing.assert_close(fit.weight, w, rtol=1e-3, atol=1e-3)
     direct = (r[held_out].double() - x[held_out].double() @ fit.weight - fit.bias).square().mean()
     assert fit.after == pytest.approx(float(direct), rel=1e-3)
-
-
-def test_a_bias_is_only_fitted_where_there_is_one() -> None:
-    x, r, held_out = problem(1)
-    fit = ridge(x, r + 50, held_out, bias=False)
-    assert not fit.bias.any()
-    assert ridge(x, r + 50, held_out, bias=True).after < 0.01 * fit.after
-
-
-def test_an_exact_fit_has_no_negative_error() -> None:
-    for seed in range(20):
-        x, _, held_out = problem(seed)
-        fit = ridge(x, x @ torch.full((5, 3), 100.0, dtype=x.dtype), held_out, bias=False)
-        assert 0 <= fit.after <= 1e-5 * fit.before
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -132,11 +108,10 @@ def test_degenerate_inputs_give_finite_weights(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 3.3, 1e4])
-def test_an_input_without_spread_is_refused(value: float) -> None:
+def test_an_input_without_spread_gives_no_fit(value: float) -> None:
     _, r, held_out = problem(2)
     solver = Ridge(5, 3, True, CPU)
-    for part in (slice(0, 17), slice(17, None)):
-        solver.add(torch.full((60, 5), value)[part], r[part].float(), held_out[part])
+    solver.add(torch.full((60, 5), value), r.float(), held_out)
     assert solver.solve() is None
 
 
@@ -195,16 +170,6 @@ def test_affine_is_least_squares_channel_by_channel(seed: int, gain: bool, shift
         direct = (y[held_out] - gains[k] * h[held_out] - shifts[k]).square().mean()
         assert float(errors[k]) == pytest.approx(float(direct), rel=1e-7)
     assert fit.variance() == pytest.approx(float(y[~held_out].var(0, correction=0).mean()), rel=1e-7)
-
-
-def test_affine_judges_given_values_likewise() -> None:
-    x, r, held_out = problem(6, inputs=3)
-    gain, shift = torch.tensor([0.5, 2.0, 1.0]).double(), torch.tensor([1.0, 0.0, -3.0]).double()
-    error = affine([x], r, held_out, True, True).error(gain, shift)
-    direct = (r[held_out] - gain * x[held_out] - shift).square().mean()
-    assert float(error[0]) == pytest.approx(float(direct), rel=1e-9)
-    none = affine([x], r, torch.zeros_like(held_out), True, True).error(gain, shift)
-    assert float(none[0]) == 0  # without rows to judge by
 
 
 def test_affine_with_channels_that_dont_move_and_a_candidate_that_is_no_number() -> None:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import math
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from sampled import slow_but
 from tiny_models import changes, fingerprint, inputs, outputs, patch, tiny, tiny_config
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import linear_roles
@@ -88,14 +84,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("family", "head", "request_", "factor"),
     [
-        ("gpt2", LM, {"norm": "dyt"}, 4),
         ("gpt2", LM, {"norm": "derf", "pos": "rope"}, 2),
-        ("bert", "AutoModelForMaskedLM", {"norm": "dyt"}, 4),
         ("bert", "AutoModelForMaskedLM", {"norm": "rms"}, 10),  # compensated in closed form before
-        pytest.param("bart", "AutoModelForSeq2SeqLM", {"norm": "dyt"}, 4, marks=pytest.mark.slow),
-        pytest.param("whisper", "AutoModelForSpeechSeq2Seq", {"norm": "dyt"}, 3, marks=pytest.mark.slow),
         ("vit", "AutoModel", {"norm": "dyt"}, 3),
-        pytest.param("opt", LM, {"norm": "dyt"}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_repair_brings_the_original_back(family: str, head: str, request_: dict, factor: float) -> None:
@@ -113,7 +104,7 @@ def test_a_repair_brings_the_original_back(family: str, head: str, request_: dic
 
 @pytest.mark.parametrize(
     ("family", "factor", "projections", "experts"),
-    [("gpt_neox", 4, 4, 0), ("gptj", 4, 4, 0), ("phi", 4, 4, 0), ("mixtral", 1, 2, 2), ("phimoe", 1, 2, 2)],
+    [("gptj", 4, 4, 0), ("mixtral", 1, 2, 2), ("phimoe", 1, 2, 2)],
 )
 def test_parallel_branches_and_experts(family: str, factor: float, projections: int, experts: int) -> None:
     """Of two blocks: attentions and MLPs have projections, experts have none, and that is said."""
@@ -126,20 +117,6 @@ def test_parallel_branches_and_experts(family: str, factor: float, projections: 
     assert len(steps) - experts == projections
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pos", ["rope", "nope"])
-@pytest.mark.parametrize("norm", [None, "dyt"])
-def test_positions_alone_and_with_a_norm(pos: str, norm: str | None) -> None:
-    original = tiny("gpt2", LM)
-    model = repaired(original, [joined(batches(original, 32))], norm, pos=pos)
-    report = repair_report(model)
-    assert report.kept
-    assert report.measure == "KL divergence"
-    assert distance(model, original) < 0.9 * distance(swapped(original, norm, pos=pos), original)
-    projections = [step.module.rpartition("transformer.")[2] for step in report.steps if step.kind == "projection"]
-    assert projections == ["h.0.attn.c_proj", "h.0.mlp.c_proj", "h.1.attn.c_proj", "h.1.mlp.c_proj"]
-
-
 def test_another_models_activations_dont_help() -> None:
     """Control: fitted to a stranger, the model gets away from its original; so the reference matters."""
     original, stranger = tiny("gpt2", LM), tiny("gpt2", LM, seed=5)
@@ -150,23 +127,10 @@ def test_another_models_activations_dont_help() -> None:
 
 
 @pytest.mark.slow
-def test_a_repair_with_a_reference_is_the_repair_of_the_patch() -> None:
-    original = tiny("gpt2", LM)
-    inside, outside = repaired(original, batches(original)), swapped(original)
-    report = repair(outside, original, batches(original))
-    assert largest(weights(inside), weights(outside)) == 0
-    assert report.to_json() == repair_report(inside).to_json()
-
-
-HERE = dict.fromkeys(["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"], "cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {**HERE, "transformer.h": "disk"}])
-def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(device_map: dict[str, str], tmp_path: Path) -> None:
+def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(tmp_path: Path) -> None:
     original = tiny("gpt2", LM)
     original.save_pretrained(tmp_path)
-    offload = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    offload = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
     offloaded = type(original).from_pretrained(tmp_path, **offload)
     assert all(p.is_meta for p in offloaded.transformer.h.parameters())
     here, there = swapped(original), swapped(original)
@@ -236,24 +200,20 @@ def test_norms_are_fitted_to_the_originals_output() -> None:
 # What isn't fitted says why
 
 
-@pytest.mark.parametrize(
-    ("head", "kept"), [("AutoModel", True), pytest.param("AutoModelForMaskedLM", False, marks=pytest.mark.slow)]
-)
-def test_a_repair_that_repairs_little_says_why_and_warns(head: str, kept: bool) -> None:
+def test_a_repair_that_repairs_little_says_why_and_warns() -> None:
     """Layers that share their weights can't be fitted: the warning gives the distance that remains."""
-    original = tiny("albert", head)
-    message = "is repaired: .* -> " if kept else "approximate: a repair was undone"
-    with pytest.warns(NotPreservedWarning, match=message):
+    original = tiny("albert")
+    with pytest.warns(NotPreservedWarning, match="is repaired: .* -> "):
         patch_model(model := copy.deepcopy(original), norm="dyt", calibration=[joined(batches(original))])
     report = repair_report(model)
-    assert report.kept == kept
+    assert report.kept
     assert report.recovered < 0.5
     shared = [step for step in report.steps if "share" in step.note]
     assert len(shared) == 2
     assert all(step.before is None and not step.kept for step in shared)
     assert {step.kind for step in report.steps} == {"norm"}
     with pytest.warns(
-        NotPreservedWarning, match=r"Albert\w+: Repair on 16 sequences"
+        NotPreservedWarning, match="AlbertModel: Repair on 16 sequences"
     ) as caught:  # by itself it does too
         repair(swapped(original), original, batches(original))
     assert [warning.filename for warning in caught] == [__file__]
@@ -264,16 +224,11 @@ def test_a_repair_that_repairs_little_says_why_and_warns(head: str, kept: bool) 
     assert repair_report(model).recovered > 0.5
 
 
-@pytest.mark.slow
 def test_tied_weights_arent_touched() -> None:
-    original = tiny("gpt2", LM)
-    model = repaired(original, batches(original), pos="rope")
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert torch.equal(model.lm_head.weight, original.lm_head.weight)
     tied = tiny("gpt2", LM)
     tied.transformer.h[1].mlp.c_proj.weight = tied.transformer.h[0].mlp.c_proj.weight  # by a user
     before = tied.transformer.h[0].mlp.c_proj.weight.detach().clone()
-    patch(tied, norm="dyt", calibration=batches(original))
+    patch(tied, norm="dyt", calibration=[joined(batches(tied))])
     assert torch.equal(tied.transformer.h[0].mlp.c_proj.weight, before)
     assert tied.transformer.h[1].mlp.c_proj.weight is tied.transformer.h[0].mlp.c_proj.weight
 
@@ -281,40 +236,16 @@ def test_tied_weights_arent_touched() -> None:
 # Batches
 
 
-@pytest.mark.slow
 def test_the_result_doesnt_depend_on_how_sequences_are_batched() -> None:
-    original = tiny("gpt2", LM, dtype=torch.float64).double()
+    original = tiny("gpt2", LM, n_layer=1, dtype=torch.float64).double()
     parts = [{"input_ids": row[None]} for row in joined(batches(original, 4))["input_ids"]]
-    three = [joined(parts[:3]), parts[3], joined(parts[4:])]
     fits = []
-    for given in (parts, [joined(parts)], three, (part["input_ids"] for part in parts)):
+    for given in (parts, [joined(parts[:3]), joined(parts[3:])]):
         model = repaired(original, given)
         assert (repair_report(model).sequences, repair_report(model).held_out) == (8, 1)
         fits.append(weights(model))
-    for other in fits[1:]:
-        assert largest(fits[0], other) < 1e-6
-    less = weights(repaired(original, parts[:-1]))
-    assert largest(fits[0], less) > 1e-2  # control
-
-
-@pytest.mark.slow
-def test_batches_of_unequal_length() -> None:
-    original = tiny("bert", "AutoModelForMaskedLM")
-    data = [{"input_ids": given["input_ids"][:, : 12 - i]} for i, given in enumerate(batches(original, 8))]
-    assert distance(repaired(original, data), original) < 0.3 * distance(swapped(original), original)
-
-
-@pytest.mark.parametrize("sequences", [2, 16])
-@pytest.mark.slow
-def test_few_sequences(sequences: int) -> None:
-    original = tiny("gpt2", LM)
-    data = [{"input_ids": row[None]} for row in joined(batches(original, 8))["input_ids"][:sequences]]
-    model = repaired(original, data)
-    report = repair_report(model)
-    assert report.held_out == {2: 1, 16: 2}[sequences]
-    assert f"on {report.held_out} held-out sequence" in report.summary()
-    assert all(value.isfinite().all() for value in weights(model).values())
-    assert report.after < report.before or not report.kept
+    assert largest(*fits) < 1e-6
+    assert largest(fits[0], weights(repaired(original, parts[:-1]))) > 1e-2  # control
 
 
 def test_help_is_told_from_noise() -> None:
@@ -355,15 +286,18 @@ def test_the_reference_keeps_the_positions_of_an_earlier_patch() -> None:
     assert repair_report(model).recovered > 0.5
 
 
-def padded(original: PreTrainedModel, side: str, garbage: int, both: bool) -> list[Batch]:
+def padded(original: PreTrainedModel, side: str, garbage: int) -> list[Batch]:
+    """Batches of one padded sequence and one that isn't; a decoder's, of the same length, the other way round."""
     data = []
     for i, given in enumerate(batches(original, 3)):
-        for name in ("input_ids", "decoder_input_ids") if both else ("input_ids",):
-            mask = torch.ones_like(given[name])
+        if "decoder_input_ids" in given:
+            given["decoder_input_ids"] = given["input_ids"].flip(0)
+        for row, prefix in enumerate(name.removesuffix("input_ids") for name in list(given)):
+            mask = torch.ones_like(given["input_ids"])
             hidden = slice(0, 3 + i % 2) if side == "left" else slice(-3 - i % 2, None)
-            mask[0, hidden] = 0
-            given[name] = torch.where(mask == 1, given[name], garbage)
-            given["attention_mask" if name == "input_ids" else "decoder_attention_mask"] = mask
+            mask[row, hidden] = 0
+            given[f"{prefix}input_ids"] = torch.where(mask == 1, given[f"{prefix}input_ids"], garbage)
+            given[f"{prefix}attention_mask"] = mask
         data.append(given)
     return data
 
@@ -371,17 +305,17 @@ def padded(original: PreTrainedModel, side: str, garbage: int, both: bool) -> li
 @pytest.mark.parametrize(
     ("family", "head", "side"),
     [
-        ("gpt2", LM, "right"),
         ("gpt2", LM, "left"),
         ("bert", "AutoModelForMaskedLM", "right"),
-        pytest.param("bart", "AutoModelForSeq2SeqLM", "right", marks=pytest.mark.slow),
+        ("bart", "AutoModelForSeq2SeqLM", "right"),
     ],
 )
 def test_what_stands_at_padding_changes_nothing(family: str, head: str, side: str) -> None:
+    """The padding of an encoder is never taken for its decoder's, even where the shapes would allow it."""
     original = tiny(family, head, **ONE_LAYER).double()
     fits = []
     for garbage in (7, 60):
-        data = padded(original, side, garbage, family == "bart")
+        data = padded(original, side, garbage)
         model = repaired(original, data)
         fits.append((weights(model), repair_report(model)))
     assert largest(fits[0][0], fits[1][0]) < 1e-6
@@ -391,30 +325,8 @@ def test_what_stands_at_padding_changes_nothing(family: str, head: str, side: st
     assert largest(fits[0][0], weights(repaired(original, data))) > 1e-3  # control
 
 
-@pytest.mark.slow
-def test_encoder_and_decoder_of_one_length_have_masks_of_their_own() -> None:
-    """The padding of one side is never taken for the other's, even where the shapes would allow it."""
-    original = tiny("bart", "AutoModelForSeq2SeqLM", **ONE_LAYER).double()
-    fits = []
-    for garbage in (7, 60):
-        data = padded(original, "right", garbage, both=False)
-        for given in data:
-            given["decoder_input_ids"] = torch.cat([given["decoder_input_ids"], given["decoder_input_ids"][:, :3]], 1)
-        for name in ("input_ids", "attention_mask", "decoder_input_ids"):
-            data[-1][name] = data[-1][name].flip(0)  # the last sequence, one of the held-out, is padded then
-        model = repaired(original, data)
-        fits.append(weights(model))
-    assert largest(*fits) < 1e-6
-    held = {name: value[-1:] for name, value in data[-1].items()}
-    assert not held["attention_mask"].all()
-    p, q = (torch.log_softmax(m(**held).logits, -1) for m in (original, model))
-    assert repair_report(model).after == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
-
-
 def test_a_single_number_as_output() -> None:
     model = tiny("bert", "AutoModelForSequenceClassification", num_labels=1)
-    with pytest.raises(OptionError, match="Pass 64 sequences"):
-        patch_model(model, norm="dyt", calibration=[joined(batches(model))])
     patch(model, norm="dyt", calibration=[joined(batches(model, 32))])
     report = repair_report(model)
     assert math.isfinite(report.before)
@@ -424,45 +336,26 @@ def test_a_single_number_as_output() -> None:
 # Both checks on held-out data
 
 
-def test_a_step_that_doesnt_help_on_held_out_sequences_isnt_taken() -> None:
-    """Held-out tokens are of another kind: what fits the others doesn't fit them."""
-    original = tiny("gpt2", LM)
-    generator = torch.Generator().manual_seed(0)
-    data = [{"input_ids": torch.randint(5, 8, (7, 2), generator=generator)} for _ in range(4)]
-    held = torch.randint(40, 97, (4, 2), generator=generator)
-    data = [{"input_ids": torch.cat([given["input_ids"], held[i : i + 1]])} for i, given in enumerate(data)]
-    plain, model = (swapped(original), copy.deepcopy(original))
-    patch(model, norm="dyt", calibration=data)
+def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_no_help(fit: Callable) -> Callable:
+        def fitted(*args: Any) -> Any:
+            found = fit(*args)
+            one = found[0] if isinstance(found, tuple) else found
+            one.after = one.before
+            return found
+
+        return fitted
+
+    for name in ("fit_norm", "fit_ridge", "fit_maps"):
+        monkeypatch.setattr(engine, name, of_no_help(getattr(engine, name)))
+    monkeypatch.setattr(engine, "helps", lambda *_: True)  # so that it isn't the whole that is taken back
+    original, request = tiny("gpt2", LM, n_layer=1), {"norm": "dyt", "pos": "rope"}
+    model = repaired(original, [joined(batches(original))], **request)
     report = repair_report(model)
-    undone = [step for step in report.steps if step.after is not None and not step.kept]
-    assert undone
-    assert all(step.after >= step.before for step in undone)
-    assert all(step.after < step.before for step in report.steps if step.kept)
-    for step in undone:
-        if step.kind == "projection":
-            assert torch.equal(
-                model.get_parameter(f"{step.module}.weight"), plain.get_parameter(f"{step.module}.weight")
-            )
+    assert {step.kind for step in report.steps} == {"norm", "readers", "projection", "maps"}
+    assert not any(step.kept for step in report.steps)
+    assert largest(weights(model), weights(swapped(original, **request))) == 0
     assert "undone: it didn't help" in str(report)
-
-
-def test_a_norms_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine.fit_norm
-
-    def of_no_help(*args: Any) -> Any:
-        fit = real(*args)
-        fit.after = fit.before
-        return fit
-
-    monkeypatch.setattr(engine, "fit_norm", of_no_help)
-    original, plain = tiny("gpt2", LM), swapped(tiny("gpt2", LM))
-    model = patch(original, norm="dyt", calibration=[joined(batches(original))])
-    steps = [step for step in repair_report(model).steps if step.kind == "norm"]
-    assert steps
-    assert not any(step.kept for step in steps)
-    for step in steps:
-        for name, parameter in model.get_submodule(step.module).named_parameters():
-            assert torch.equal(parameter, plain.get_submodule(step.module).get_parameter(name)), step.module
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (math.nan, math.nan)])
@@ -504,7 +397,8 @@ def test_objects_modes_hooks_and_gradients_are_kept() -> None:
     model.train()
     model.transformer.h[0].mlp.eval()
     calls: list[int] = []
-    model.transformer.h[1].register_forward_hook(lambda *a: calls.append(1))
+    uncopyable = threading.Lock()  # as a user's hook may hold
+    model.transformer.h[1].register_forward_hook(functools.partial(lambda lock, *_: calls.append(1), uncopyable))
     model.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
     model.transformer.h[0].ln_1.weight.requires_grad_(False)
     before = {name: (p, p.requires_grad, p.grad) for name, p in model.named_parameters()}
@@ -540,20 +434,6 @@ def test_a_forward_that_somebody_put_on_a_block_stays() -> None:
     assert largest(weights(model), weights(repaired(tiny("gpt2", LM), data))) == 0
 
 
-def test_hooks_that_cant_be_copied_are_no_obstacle() -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-        def __call__(self, *args: Any) -> None:
-            pytest.fail("a user's hook ran")
-
-    model = tiny("gpt2", LM)
-    model.transformer.h[0].register_forward_hook(Counter())
-    patch(model, norm="dyt", calibration=[joined(batches(model))])
-    assert repair_report(model).kept
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
 def test_the_callers_context_makes_no_difference(context: Callable) -> None:
@@ -564,15 +444,6 @@ def test_the_callers_context_makes_no_difference(context: Callable) -> None:
     patch(other, norm="dyt", calibration=data)
     assert largest(weights(model), weights(other)) == 0
     model(**data[0]).logits.sum().backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions(dtype: torch.dtype) -> None:
-    original = tiny("gpt2", LM).to(dtype)
-    model = repaired(original, batches(original, 12))
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert distance(model, original) < 0.25 * distance(swapped(original), original)
 
 
 @pytest.mark.parametrize("drowned", [True, False])
@@ -594,24 +465,15 @@ def test_projections_are_found_in_half_precision(
     assert "projection" in {kind for _, kind in kinds[0]}
 
 
-def test_a_second_patch_can_be_undone() -> None:
-    model = tiny("gpt2", LM, n_layer=1)
-    before, original = fingerprint(model), weights(model)
-    patch(model, pos="rope", calibration=batches(model, 2), reversible=True)
-    patch(model, norm="dyt", calibration=batches(model, 2), reversible=True)
-    copied = copy.deepcopy(model)
-    unpatch_model(copied)
-    assert largest(weights(copied), original) == 0
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-    assert repair_report(model) is None
-
-
-def test_a_repair_by_itself_can_be_undone_with_the_patch() -> None:
+def test_a_repair_by_itself_and_a_second_patch_can_be_undone() -> None:
     model = tiny("gpt2", LM, n_layer=1)
     before, original = fingerprint(model), copy.deepcopy(model)
     patch(model, norm="dyt", reversible=True)
-    repair(model, original, batches(model, 2))
+    assert repair(model, original, batches(model, 2)).kept
+    patch(model, pos="rope", calibration=batches(model, 2), reversible=True)
+    copied = copy.deepcopy(model)
+    unpatch_model(copied)
+    assert largest(weights(copied), weights(original)) == 0
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
     assert repair_report(model) is None
@@ -620,88 +482,30 @@ def test_a_repair_by_itself_can_be_undone_with_the_patch() -> None:
 # Failures
 
 
-class StopHereError(Exception):
-    pass
-
-
-@pytest.mark.slow
-def test_a_failure_at_any_logged_change_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("gpt2", LM, n_layer=1)
-    data, original, count = batches(model, 2), Transaction._record, [0]
-    before = fingerprint(model)
-
-    def record(self: Transaction, kind: str, *inverse: Any) -> None:
-        count[0] += 1
-        if count[0] == stop:
-            raise StopHereError
-        original(self, kind, *inverse)
-
-    monkeypatch.setattr(Transaction, "_record", record)
-    stop = 0
-    patch(copy.deepcopy(model), norm="dyt", calibration=data)
-    steps = count[0]
-    assert steps > 11
-    for stop in range(11, steps + 1):
-        count[0] = 0
-        with pytest.raises(StopHereError):
-            patch(model, norm="dyt", calibration=data)
-        assert not changes(before, fingerprint(model)), f"change {stop} of {steps}"
-
-
-@pytest.mark.parametrize(
-    ("alone", "error"),
-    slow_but(product((False, True), (StopHereError, KeyboardInterrupt)), [(True, KeyboardInterrupt)]),
-)
-def test_a_failing_forward_restores_everything(alone: bool, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_forward_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a repair by itself; a patch that repairs is interrupted in tests/fuzz."""
     original = tiny("gpt2", LM)
-    model = swapped(original) if alone else copy.deepcopy(original)
+    model = swapped(original)
     data, before, count = batches(model, 2), fingerprint(model), [0]
     forward = GPT2MLP.forward
 
     def failing(self: nn.Module, x: Tensor) -> Tensor:
         count[0] += 1
         if count[0] == stop:
-            raise error
+            raise KeyboardInterrupt
         return forward(self, x)
 
     monkeypatch.setattr(GPT2MLP, "forward", failing)
-
-    def work(model: PreTrainedModel) -> None:
-        count[0] = 0
-        if alone:
-            repair(model, original, data)
-        else:
-            patch(model, norm="dyt", calibration=data)
-
     stop = 0
-    work(copy.deepcopy(model))
+    repair(copy.deepcopy(model), copy.deepcopy(original), data)
     calls = count[0]
     assert calls > 20
     for stop in (calls // 3, 2 * calls // 3, calls):
-        with pytest.raises(error):
-            work(model)
+        count[0] = 0
+        with pytest.raises(KeyboardInterrupt):
+            repair(model, original, data)
         assert count[0] == stop
         assert not changes(before, fingerprint(model))
-
-
-def test_a_stream_that_ends_in_an_error_restores_everything() -> None:
-    model = tiny("gpt2", LM)
-    before = fingerprint(model)
-
-    def broken() -> Iterator[Batch]:
-        yield inputs(model)
-        raise StopHereError
-
-    def wrong() -> Iterator[Any]:
-        yield inputs(model)
-        yield {"input_ids": torch.full((2, 3), 5000)}
-
-    with pytest.raises(StopHereError):
-        patch(model, norm="dyt", calibration=broken())
-    assert not changes(before, fingerprint(model))
-    with pytest.raises(OptionError, match="batch 1"):
-        patch(model, norm="dyt", calibration=wrong())
-    assert not changes(before, fingerprint(model))
 
 
 def ids(*rows: list[int]) -> Batch:
@@ -717,6 +521,7 @@ def ids(*rows: list[int]) -> Batch:
         ([ids([5], [6])], "Pass 64 sequences"),
         ([ids([*range(7)], [*range(7)])], "Pass 16 sequences"),
         ([ids([5000] * 3, [5000] * 3)], "batch 0"),
+        ([ids([*range(8)], [*range(8)]), ids([5000] * 3, [5000] * 3)], "batch 1"),
         ([{"labels": torch.ones(2, 3).long()}], "batch 0"),
     ],
 )
@@ -733,54 +538,53 @@ def test_just_enough_tokens_to_judge_by() -> None:
     assert repair_report(repaired(tiny("gpt2", LM), [ids([*range(8)], [*range(8)])])) is not None
 
 
-def test_fresh_parameters_are_not_fitted() -> None:
+def without_weights() -> PreTrainedModel:
+    with torch.device("meta"):
+        return GPT2LMHeadModel(tiny_config("gpt2"))
+
+
+NOT_PATCHED = "GPT2LMHeadModel isn't patched, so there is nothing to repair"
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda model: patch_model(model, norm="dyt", init="reset", calibration=batches(model)), "choose one"),
+        (lambda model: patch_model(model, norm="dyt", calibration=batches(model), fit="q"), "fit"),
+        (lambda model: patch_model(model, pos="rope", fit="bias"), "calibration="),
+        (lambda model: repair(model, model, batches(model), fit=None), "fit"),  # type: ignore[arg-type]
+        (lambda model: patch(without_weights(), norm="dyt", calibration=batches(model)), "has none yet"),
+        (lambda model: repair(swapped(model), without_weights(), batches(model)), "weights"),
+        (lambda model: repair(model, copy.deepcopy(model), "self"), NOT_PATCHED),
+        (lambda model: repair(model, swapped(model), batches(model)), NOT_PATCHED),  # in the wrong order
+    ],
+)
+def test_refused_before_anything_changes_or_is_drawn(
+    work: Callable, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "sample_batches", lambda *a: pytest.fail("sequences were drawn"))
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="choose one"):
-        patch_model(model, norm="dyt", init="reset", calibration=batches(model, 4))
-    assert changes(before, fingerprint(model)) == []
-
-
-def test_a_model_without_weights_is_refused() -> None:
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(tiny_config("gpt2"))
-    with pytest.raises(OptionError, match="has none yet"):
-        patch(model, norm="dyt", calibration=[ids([1, 1, 1], [1, 1, 1])])
-    with pytest.raises(OptionError, match="weights"):
-        repair(swapped(tiny("gpt2", LM)), model, [ids([1, 1, 1], [1, 1, 1])])
-
-
-def test_a_model_that_is_not_patched_is_refused_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tiny("gpt2", LM)
-    monkeypatch.setattr(engine, "sample_batches", lambda *a: pytest.fail("sequences were drawn"))
-    with pytest.raises(OptionError, match="GPT2LMHeadModel isn't patched, so there is nothing to repair"):
-        repair(copy.deepcopy(original), original, "self")
-    with pytest.raises(OptionError, match="isn't patched"):  # in the wrong order
-        repair(original, swapped(original), batches(original))
+    with pytest.raises(OptionError, match=message):
+        work(model)
+    assert not changes(before, fingerprint(model))
 
 
 # The report
 
 
 def test_the_report() -> None:
-    model = tiny("gpt2", LM)
-    patch(model, norm="dyt", calibration=[joined(batches(model))])
-    report = repair_report(model)
-    order = [step.module for step in report.steps]
-    place = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    assert order == sorted(order, key=lambda name: place[name])
-    assert sum(step.kind == "norm" for step in report.steps) == 5
-    assert json.loads(json.dumps(report.to_json()))["steps"][0]["kind"] == "norm"
-    text = str(report)
-    assert all(name in text for name in order)
-    assert report.summary() in text
-    assert all(0 <= step.after < step.before for step in report.steps if step.kept)
+    model = repaired(original := tiny("gpt2", LM, n_layer=1), [joined(batches(original))])
+    report, order = repair_report(model), [name for name, _ in model.named_modules()]
+    assert sum(step.kind == "norm" for step in report.steps) == 3
+    assert [step.module for step in report.steps] == sorted((s.module for s in report.steps), key=order.index)
+    assert all(step.module in str(report) for step in report.steps)
+    assert report.summary() in str(report)
 
 
-@pytest.mark.slow
 def test_the_reported_errors_are_those_of_the_model() -> None:
     """The whole's: KL divergence on the held-out sequences, computed here; the last norm's: likewise."""
-    original = tiny("gpt2", LM)
+    original = tiny("gpt2", LM, n_layer=1)
     data = batches(original, 8)
     plain, model = swapped(original), copy.deepcopy(original)
     patch(model, norm="dyt", calibration=data)

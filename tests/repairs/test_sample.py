@@ -77,9 +77,7 @@ def test_it_is_the_models_distribution() -> None:
         {"eos_token_id": [2, 3]},
         {"eos_token_id": None, "pad_token_id": None},
         {"bos_token_id": None},
-        {"pad_token_id": 2},  # pad == eos
         {"bos_token_id": 2},  # bos == eos
-        {"bos_token_id": None, "eos_token_id": [2, 4], "pad_token_id": None},
     ],
 )
 def test_special_tokens(tokens: dict[str, Any]) -> None:

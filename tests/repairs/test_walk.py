@@ -30,9 +30,7 @@ def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None)
     return BlockReplay(model, Batches(data, model, folder), folder / "walk")
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", "bert", "bart", "whisper", "vit", "opt", "t5", "gptj", "gpt_neox", "mixtral"]
-)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "whisper", "vit", "t5", "gptj", "mixtral"])
 def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path) -> None:
     """Block after block is replaced by what it returned, the one before the last forgotten: nothing later moves."""
     model, given = zoo.tiny(family) if family not in ("whisper", "vit") else (tiny(family), inputs(tiny(family)))
@@ -92,19 +90,6 @@ def test_segments_are_in_forward_order_with_shared_modules_apart(tmp_path: Path)
     assert any("full_layer_layer_norm" in name for name in several)
 
 
-def test_a_block_that_raises_leaves_no_replay_behind(tmp_path: Path) -> None:
-    model = tiny("gpt2")
-    walk = walk_of(model, tmp_path)
-    segments_of(walk, norms_in(model))
-    walk.freeze("h.0", 0)
-    before = fingerprint(model)
-    handle = model.ln_f.register_forward_hook(lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        walk.run(0, outputs=["ln_f"])
-    handle.remove()
-    assert not changes(before, fingerprint(model))
-
-
 def test_linear_maps() -> None:
     assert is_linear_map(nn.Linear(3, 4))
     assert is_linear_map(Conv1D(3, 4))
@@ -128,15 +113,6 @@ def test_sequences_held_out(tmp_path: Path) -> None:
         mask = torch.cat([data.held_out(i) for i in range(len(data))])
         assert data.sequences == sum(sizes)
         assert mask.nonzero()[:, 0].tolist() == held
-
-
-def test_one_sequence_is_too_few(tmp_path: Path) -> None:
-    """None could be held out, and a repair that is judged on what it was fitted to is kept whatever it does."""
-    model, alone = tiny("gpt2"), [torch.ones(1, 4).long()]
-    with pytest.raises(OptionError, match="one sequence"):
-        Batches(iter(alone), model, tmp_path)
-    with pytest.raises(OptionError, match="one sequence"):
-        read_calibration(alone, model)
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,51 +9,31 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from position_checks import RECORDED, base, changed_positions, difference, owners, patched, states, tokens
+from position_checks import base, difference, patched, states, tokens
 from position_families import make
 from rope_proof import CACHE
-from sampled import slow_but
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias, slopes_of
-from hfpatch.runtime.attention import BIAS
 from hfpatch.runtime.errors import PositionError, UnsupportedError
-from hfpatch.runtime.lens import LENS
 from hfpatch.schemes.positions import ALiBi
-
-REFUSED = {"mvp"}  # compares its mask's shape with one head's
-SERVED = [name for name in RECORDED if name not in REFUSED]
-
 
 # --- slopes and the bias ----------------------------------------------------------------------------------------------
 
 
-def test_slopes_of_the_paper() -> None:
-    assert slopes_of(8, 8.0) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    assert slopes_of(1, 8.0) == [1 / 256]
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 25, 32, 40])
 def test_slopes_of_any_number_of_heads_are_bloom_s(heads: int) -> None:
+    """Which are the paper's, and start at 1/2 for eight heads."""
+    assert slopes_of(8, 8.0)[0] == 1 / 2
     bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * j
     assert torch.allclose(torch.tensor(slopes_of(heads, 8.0)), bloom[:, 0, 1], rtol=1e-6)
     if heads & (heads - 1) == 0:  # MPT orders the others differently
         mpt = build_mpt_alibi_tensor(heads, 5, 16).reshape(heads, 1, 5)  # -slope * (T - 1 - j)
         assert torch.allclose(torch.tensor(slopes_of(heads, 16.0)), -mpt[:, 0, -2], rtol=1e-6)
-
-
-def test_the_bias_of_each_pair() -> None:
-    bias = ALiBi().score_bias(2).make()(torch.tensor([[3, 4]]), torch.arange(6))
-    assert bias.shape == (1, 2, 2, 6)
-    for h, slope in enumerate((1 / 16, 1 / 256)):
-        for i, query in enumerate((3, 4)):
-            for key in range(6):
-                assert bias[0, h, i, key] == -slope * abs(query - key)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, "8", None])
@@ -108,43 +88,19 @@ def test_an_attention_by_hand(name: str, implementation: str) -> None:
         assert difference(seen["y"], shifted) > 1e-2  # control
 
 
-# --- every record -----------------------------------------------------------------------------------------------------
+# --- in a model -------------------------------------------------------------------------------------------------------
+# that distances alone count, on every record: tests/contracts/test_schemes.py
 
 
-def with_positions(model: Any, inputs: dict[str, Any], owner: str, change: Any) -> Tensor:
-    """Hidden states when every bias below `owner` sees changed positions."""
-    with changed_positions(model, change, BIAS, owner):
-        return states(model, inputs)
-
-
-@pytest.mark.parametrize("model_type", slow_but(SERVED, 8))
-def test_only_distances_count_and_nothing_else_tells_positions(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["bert", "bart"])
+def test_padding_changes_nothing(model_type: str) -> None:
     model, inputs = base(model_type, "alibi")
-    expected = states(model, inputs)
-    found = owners(model, model_type)
-    assert len(found) == len(ARCHITECTURES[model_type].stacks)
-    for owner in found:
-        assert difference(with_positions(model, inputs, owner, lambda p: p + 10), expected) <= 1e-6
-        assert difference(with_positions(model, inputs, owner, torch.zeros_like), expected) >= 1e-2
-    without, _ = base(model_type, "nope")
-    assert difference(with_positions(model, inputs, "", torch.zeros_like), states(without, inputs)) <= 1e-6
-
-
-@pytest.mark.parametrize("model_type", slow_but([name for name in SERVED if name not in ("vit", "whisper")], 8))
-def test_any_length_and_padding(model_type: str) -> None:
-    model, inputs = base(model_type, "alibi")
-    length = 4 * zoo.tiny_config(model_type).max_position_embeddings
     key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    short, long = tokens(1, 9), {"input_ids": tokens(1, length, 1)}
-    if key != "input_ids":
-        long[key] = tokens(1, length, 2)
-    assert states(model, long).isfinite().all()
-    alone = states(model, {**({"input_ids": short} if key != "input_ids" else {}), key: short})
-    padded = torch.cat((short, tokens(1, 4, 3)), 1)  # right padding: masked, so its tokens don't matter
-    mask = torch.tensor([[1] * 9 + [0] * 4])
-    given = {"input_ids": padded, "attention_mask": mask}
+    short, padded = tokens(1, 9), torch.cat((tokens(1, 9), tokens(1, 4, 3)), 1)
+    given = {"input_ids": padded, "attention_mask": torch.tensor([[1] * 9 + [0] * 4]), key: padded}
     if key != "input_ids":
         given[key] = short
+    alone = states(model, {"input_ids": short, key: short})
     assert difference(states(model, given)[:, :9], alone) <= 1e-6
 
 
@@ -167,9 +123,10 @@ def test_half_precision_and_autocast(name: str, dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype=dtype):
             cast = model(**given).logits.float()
         half = model.to(dtype)(**given).logits.float()
-    for out in (cast[:1], half[:1], cast[1, :8], half[1, :8]):
-        wanted = expected[:1] if out.dim() == 3 else expected[1, :8]
-        assert torch.nn.functional.cosine_similarity(out.flatten(), wanted.flatten(), dim=0) > 0.98
+    for row, length in ((0, 12), (1, 8)):
+        for out in (cast, half):
+            pair = out[row, :length].flatten(), expected[row, :length].flatten()
+            assert torch.nn.functional.cosine_similarity(*pair, dim=0) > 0.98
     slopes = next(module.slopes for module in model.modules() if isinstance(module, LinearBias))
     assert slopes.dtype == torch.float32
     assert slopes.tolist() == slopes_of(4, 8.0)
@@ -178,18 +135,17 @@ def test_half_precision_and_autocast(name: str, dtype: torch.dtype) -> None:
 # --- what can't carry a bias ------------------------------------------------------------------------------------------
 
 
+def with_implementation(model: Any, implementation: str) -> Any:
+    model.config._attn_implementation_internal = implementation
+    return model
+
+
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "paged|sdpa"])
 def test_an_implementation_without_a_bias_is_refused(implementation: str) -> None:
-    model = make("gpt2")
-    model.config._attn_implementation_internal = implementation
+    """By the plan; by the forward, where another one was chosen later."""
     with pytest.raises(UnsupportedError, match=r"h\.0\.attn.*set_attn_implementation\('sdpa'\)"):
-        plan_patch(model, pos="alibi")
-
-
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
-def test_an_implementation_that_is_switched_later_is_refused_when_it_runs(implementation: str) -> None:
-    model = patched(make("gpt2"), pos="alibi")
-    model.config._attn_implementation_internal = implementation
+        plan_patch(with_implementation(make("gpt2"), implementation), pos="alibi")
+    model = with_implementation(patched(make("gpt2"), pos="alibi"), implementation)
     with pytest.raises(PositionError, match=r"ALiBi.*'eager'"):
         model.transformer.h[0].attn(torch.randn(1, 3, 32))
 
@@ -237,12 +193,6 @@ def test_an_attention_that_would_lose_the_bias_is_refused(added: Any, message: s
     assert not plan_patch(with_attentions(lambda _, mask: mask), pos="alibi").empty  # control
 
 
-@pytest.mark.parametrize(("family", "arguments"), [("bloom", "residual and alibi"), ("mpt", "position_bias")])
-def test_an_attention_that_is_handed_its_own_biases_is_refused_in_words(family: str, arguments: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"for every head \(its block hands it {arguments}\), so its scores"):
-        plan_patch(zoo.tiny(family)[0], pos="alibi")
-
-
 def test_an_attention_without_a_mask_argument_is_refused() -> None:
     model = with_attentions(lambda _, mask: 0.0)
     type(model.transformer.h[0].attn).forward = lambda self, hidden_states: hidden_states
@@ -250,30 +200,24 @@ def test_an_attention_without_a_mask_argument_is_refused() -> None:
         plan_patch(model, pos="alibi")
 
 
-@pytest.mark.parametrize("model_type", ["t5", "deberta-v2", "bloom"])
-def test_relative_biases_that_leave_no_place_for_it_are_named_with_what_works(model_type: str) -> None:
-    why = r"has relative biases of its own and .*pos='alibi'\. pos='rope' replaces those, pos='nope' drops them"
-    with pytest.raises(UnsupportedError, match=why):
-        plan_patch(zoo.tiny(model_type)[0], pos="alibi")
-    for works in ("rope", "nope"):
+INSTEAD = r"has relative biases of its own and .*pos='alibi'\. pos='rope' replaces those, pos='nope' drops them"
+ROTATES = r"rope:theta=\.\.\.' changes that rotation, pos='nope' drops it"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pos", "error", "message"),
+    [
+        ("bloom", "alibi", UnsupportedError, r"every head \(its block hands it residual and alibi\), so its scores"),
+        ("mpt", "alibi", UnsupportedError, r"every head \(its block hands it position_bias\), so its scores"),
+        *((model_type, "alibi", UnsupportedError, INSTEAD) for model_type in ("t5", "deberta-v2", "bloom")),
+        *(("llama", pos, NothingToPatchError, ROTATES) for pos in ("alibi", "sinusoidal")),
+    ],
+)
+def test_hosts_that_leave_no_place_for_it_are_named_with_what_works(
+    model_type: str, pos: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_patch(zoo.tiny(model_type)[0], pos=pos)
+    for works in ("rope:theta=500", "nope"):
         assert not plan_patch(zoo.tiny(model_type)[0], pos=works).empty
     assert not plan_patch(zoo.tiny("umt5")[0], pos="alibi").empty  # control: biases beside a mask
-
-
-@pytest.mark.parametrize("pos", ["alibi", "sinusoidal"])
-def test_a_model_that_rotates_by_itself_is_told_what_works(pos: str) -> None:
-    with pytest.raises(NothingToPatchError, match=r"rope:theta=\.\.\.' changes that rotation, pos='nope' drops it"):
-        plan_patch(zoo.tiny("llama")[0], pos=pos)
-
-
-def test_alibi_and_rope_replace_one_another() -> None:
-    given = {"input_ids": tokens(2, 9)}
-    for first, second in (("alibi", "rope"), ("rope", "alibi")):
-        model = patched(patched(make("gpt2"), pos=first), pos=second)
-        direct = patched(make("gpt2"), pos=second)
-        with torch.no_grad():
-            assert torch.equal(model(**given).logits, direct(**given).logits)
-        assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in direct.modules()}
-    model = patched(patched(make("gpt2"), pos="alibi"), pos="nope")
-    assert not any(isinstance(module, LinearBias) for module in model.modules())
-    assert all(LENS in block.attn.__dict__ for block in model.transformer.h)

@@ -20,8 +20,12 @@ from hfpatch.verification.verify import verify
 FACTS = NormFacts("layer", (4,), 1e-5)
 
 
+def dyt(alpha: float = 0.5) -> DynamicTanh:
+    return DynamicTanh(FACTS, nn.Parameter(torch.ones(4)), None, alpha=alpha, like=torch.ones(4))
+
+
 class Slopes(AffineNorm):
-    """One slope for every channel; the names of its parameters say nothing of gain and shift."""
+    """One slope for every channel."""
 
     kind = "slopes"
     names = ("gain", "shift")
@@ -34,10 +38,6 @@ class Slopes(AffineNorm):
         return {**super().initial_values(), "slope": 2.0}
 
 
-def dyt(alpha: float = 0.5) -> DynamicTanh:
-    return DynamicTanh(FACTS, nn.Parameter(torch.ones(4)), None, alpha=alpha, like=torch.ones(4))
-
-
 def written(module: nn.Module, **values: object) -> nn.Module:
     with torch.no_grad():
         for name, value in values.items():
@@ -46,12 +46,13 @@ def written(module: nn.Module, **values: object) -> nn.Module:
 
 
 def test_the_present_values() -> None:
-    assert repr(dyt()) == "DynamicTanh(4, alpha=0.5)"
-    assert repr(written(dyt(), alpha=0.21)) == "DynamicTanh(4, alpha=0.21)"
+    assert repr(RMSNorm(FACTS, nn.Parameter(torch.ones(4)), None)) == "RMSNorm(4, eps=1e-05)"
     assert repr(written(dyt().to(torch.bfloat16), alpha=0.21)) == "DynamicTanh(4, alpha=0.21)"
     derf = DynamicErf(FACTS, None, None, alpha=0.5, s=0.0, like=torch.ones(4))
     assert repr(written(derf, alpha=0.123456, s=-0.03)) == "DynamicErf(4, alpha=0.1235, s=-0.03)"
-    assert repr(RMSNorm(FACTS, nn.Parameter(torch.ones(4)), None)) == "RMSNorm(4, eps=1e-05)"
+    old = KINDS["ConvNeXt, channels first"].make()
+    new = DynamicTanh.replacing(old, old, eps=1e-6, channels_first=True, alpha=0.5)
+    assert repr(new).endswith(", channels_first=True, alpha=0.5)")
 
 
 def test_a_vector_has_a_range() -> None:
@@ -59,12 +60,6 @@ def test_a_vector_has_a_range() -> None:
     assert repr(slopes) == "Slopes(4, eps=1e-05, slope=0.5)"
     assert repr(written(slopes, slope=[0.25, 1, 2, 1])) == "Slopes(4, eps=1e-05, slope=0.25 to 2)"
     assert repr(slopes.to("meta")) == "Slopes(4, eps=1e-05, slope0=2.0)"
-
-
-def test_the_axis_is_told() -> None:
-    old = KINDS["ConvNeXt, channels first"].make()
-    new = DynamicTanh.replacing(old, old, eps=1e-6, channels_first=True, alpha=0.5)
-    assert repr(new).endswith(", channels_first=True, alpha=0.5)")
 
 
 def test_without_values_the_start() -> None:

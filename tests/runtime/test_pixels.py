@@ -7,10 +7,10 @@ from typing import Any
 import proof
 import pytest
 import torch
-from proof import DIFFERENT, EXACT, HOMES, STACKS
+from proof import EXACT, HOMES, STACKS
 from sampled import slow_but
 from tiny_models import patch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfpatch.runtime.grid import Grid
 
@@ -46,20 +46,6 @@ def padding(convolution: Any) -> tuple[int, ...]:
     return (0, 0) if convolution.padding == "valid" else convolution.padding[-2:]
 
 
-def owner_states(model: Any, given: dict[str, Any], owner: nn.Module) -> Tensor:
-    """The owner's hidden states (B, T, d)."""
-    seen: list[Any] = []
-    hook = owner.register_forward_hook(lambda _, args, output: seen.append(output))
-    try:
-        proof.run(model, given)
-    finally:
-        hook.remove()
-    output = seen[0]
-    states = output if isinstance(output, Tensor) else output[0]
-    assert states.dim() == 3
-    return states
-
-
 @pytest.mark.parametrize("owner", slow_but(ON_A_GRID, 12))
 def test_any_size_and_aspect_ratio(owner: str) -> None:
     model, inputs, found, convolution = cut(owner, "rope")
@@ -73,40 +59,6 @@ def test_any_size_and_aspect_ratio(owner: str) -> None:
         result = dict(proof.floating_tensors(proof.run(model, {**inputs, grid.argument: given})))
         assert result
         assert all(value.isfinite().all() for value in result.values())
-
-
-def mixed(pixels: Tensor, convolution: Any, order: Tensor) -> Tensor:
-    """An image whose patches change places."""
-    rows, columns = (side // kernel for side, kernel in zip(pixels.shape[-2:], convolution.kernel_size, strict=True))
-    tiles = pixels.unflatten(-2, (rows, -1)).unflatten(-1, (columns, -1)).transpose(-3, -2).flatten(-4, -3)
-    tiles = tiles[..., order, :, :].unflatten(-3, (rows, columns)).transpose(-3, -2)
-    return tiles.flatten(-2, -1).flatten(-3, -2)
-
-
-NOT_MIXED = (
-    *("VivitModel", "ASTModel", "VitPoseBackbone"),  # videos, and patches that overlap
-    *("Dinov2Backbone", "Dinov2WithRegistersBackbone", "Tipsv2VisionBackbone"),  # return maps
-    "Phi4MultimodalVisionModel",  # attends to earlier patches only, where it is given no mask
-)
-MIXABLE = [owner for owner in ON_A_GRID if owner not in NOT_MIXED]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("owner", MIXABLE)
-def test_without_positions_patches_may_change_places(owner: str) -> None:
-    """No second table, no bias was left in: states change places as the patches do. With rotation they don't."""
-    for pos, blind in (("nope", True), ("rope", False)):
-        model, inputs, found, convolution = cut(owner, pos)
-        grid = found.stack.grid
-        pixels, count = of_size(inputs[grid.argument], convolution, 4, 4), 16
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-        before = owner_states(model, {**inputs, grid.argument: pixels}, found.owner)
-        after = owner_states(model, {**inputs, grid.argument: mixed(pixels, convolution, order)}, found.owner)
-        leading = grid.tokens(found.owner, grid.before)
-        tokens = torch.arange(before.shape[1])
-        tokens[leading : leading + count] = leading + order
-        change = proof.difference({"states": after}, {"states": before[:, tokens]})
-        assert change <= EXACT if blind else change >= DIFFERENT
 
 
 RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("VitDetModel", "VitDetBackbone")}

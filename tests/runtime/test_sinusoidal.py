@@ -108,23 +108,15 @@ def test_a_patched_model_is_the_original_with_another_table(model_type: str) -> 
 
 
 def test_marian_s_own_table_is_kept_as_a_function() -> None:
-    model = make("bart")  # learned
-    assert "approximate" in str(plan_patch(model, pos="sinusoidal:layout=half"))
-    import transformers as hf
-
-    config = zoo.tiny_config("marian")
-    marian = hf.MarianMTModel(config).eval()
-    given = {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 7, 1)}
-    with torch.no_grad():
-        expected = marian(**given).logits
-    plan = plan_patch(marian, pos="sinusoidal:layout=half")
+    assert "approximate" in str(plan_patch(make("bart"), pos="sinusoidal:layout=half"))  # whose table is learned
+    marian, given = zoo.tiny("marian")
+    expected, plan = states(marian, given), plan_patch(marian, pos="sinusoidal:layout=half")
     assert not plan.losses()
     assert "any length (the table's own rule)" in str(plan)
     patched(marian, pos="sinusoidal:layout=half")
-    with torch.no_grad():
-        assert difference(marian(**given).logits, expected) <= 1e-4
-        long = tokens(1, 2 * config.max_position_embeddings)
-        assert marian(input_ids=long, decoder_input_ids=long).logits.isfinite().all()
+    assert difference(states(marian, given), expected) <= 1e-4
+    long = tokens(1, 2 * marian.config.max_position_embeddings)
+    assert states(marian, {"input_ids": long, "decoder_input_ids": long}).isfinite().all()
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -164,11 +156,6 @@ def test_initialising_weights_again_keeps_the_rows() -> None:
 # --- what it can't serve ----------------------------------------------------------------------------------------------
 
 
-def test_a_grid_of_patches_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
-        plan_patch(make("vit"), pos="sinusoidal")
-
-
 @pytest.mark.parametrize("pos", ["rope", "nope", "alibi"])
 def test_a_table_that_is_gone_is_refused(pos: str) -> None:
     model = patched(make("gpt2"), pos=pos)
@@ -176,6 +163,8 @@ def test_a_table_that_is_gone_is_refused(pos: str) -> None:
         plan_patch(model, pos="sinusoidal")
     with pytest.raises(UnsupportedError, match="earlier patch"):
         plan_patch(model, pos="sinusoidal", keep="*wpe*")
+    with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
+        plan_patch(make("vit"), pos="sinusoidal")  # a grid of patches
     with pytest.raises(NothingToPatchError):
         plan_patch(model, pos="sinusoidal", keep="*attn*")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def blocks_of(stack: list[nn.Module], x: Tensor, step: Step, branches: Callable[
             def dropped(x: Tensor, f: Callable = f, training: bool = block.training) -> Tensor:
                 return F.dropout(f(x), RATE, training)
 
-            x = step(x, dropped, lambda x, norm=norm, eps=eps: layer_norm(x, norm, eps))
+            x = step(x, dropped, partial(layer_norm, norm=norm, eps=eps))
     return x
 
 

@@ -28,7 +28,7 @@ def test_no_class_is_recorded_twice_or_refused_as_well() -> None:
     assert sorted(owners) == sorted(set(owners) - REFUSED.keys())
 
 
-@pytest.mark.parametrize("model_type", ["convbert", "fnet", "ibert", "reformer", "mra"])
+@pytest.mark.parametrize("model_type", ["convbert", "reformer"])
 def test_a_refusal_says_what_and_why_and_changes_nothing(model_type: str) -> None:
     model, _ = zoo.tiny(model_type)
     before = tiny_models.fingerprint(model)
@@ -123,13 +123,3 @@ def test_a_host_that_adds_to_its_positions_in_place() -> None:
     assert torch.equal(table.constant, before)
     model(**inputs).last_hidden_state.sum().backward()  # nor is a leaf written to
     assert table.constant.grad is not None
-
-
-def test_one_of_two_towers() -> None:
-    model, inputs = proof.tiny("clip")
-    patched(model, only="text_model.*")
-    rotated = [name for name, module in model.named_modules() if "rotary_emb" in module._modules]
-    assert rotated
-    assert all(name.startswith("text_model.") for name in rotated)
-    with torch.no_grad():
-        model(**inputs)

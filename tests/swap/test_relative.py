@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from position_checks import difference
+from position_checks import changed_positions, difference
 from rope_proof import decodes_alike
 from sampled import slow_but
 from tiny_models import patch
@@ -23,7 +23,6 @@ from torch import Tensor
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.records.biases import BIASES
@@ -118,23 +117,10 @@ def states(model: Any, given: dict[str, Tensor]) -> Tensor:
         return model(**given)[0]
 
 
-def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tensor], part: str = "") -> Tensor:
+def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tensor], part: str) -> Tensor:
     """States when the rotations of one stack see other positions."""
-
-    def other(module: Any, args: tuple) -> tuple:
-        return (change(args[0]), *args[1:]) if len(args) == 1 else (args[0], change(args[1]), *args[2:])
-
-    hooks = [
-        module.register_forward_pre_hook(other)
-        for path, module in model.named_modules()
-        if path.endswith(ROTARY) and part in path
-    ]
-    assert hooks, "no rotation"
-    try:
+    with changed_positions(model, change, below=part):
         return states(model, given)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def test_every_record_has_a_case() -> None:
@@ -208,12 +194,9 @@ def test_longer_inputs(name: str) -> None:
     model = patched(name)
     length = 4 * (getattr(model.config, "max_position_embeddings", None) or 16)
     assert states(model, inputs(name, model, length)).isfinite().all()
-
-
-def test_control_longer_inputs() -> None:
-    model = make("mpt")
-    with pytest.raises(RuntimeError, match="size"):
-        states(model, inputs("mpt", model, 64))
+    if name == "mpt":  # control
+        with pytest.raises(RuntimeError, match="size"):
+            states(make(name), inputs(name, model, length))
 
 
 @pytest.mark.parametrize(("name", "pos"), slow_but(product(SAVED, ("rope", "nope")), 6))
