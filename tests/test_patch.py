@@ -154,13 +154,14 @@ def test_shared_norms_stay_shared() -> None:
 
 
 @pytest.mark.parametrize("made_under", [torch.enable_grad, torch.inference_mode])
-def test_patching_under_inference_mode(made_under: Any) -> None:
+@pytest.mark.parametrize("request_", [BOTH, EXACT], ids=str)
+def test_patching_under_inference_mode(made_under: Any, request_: dict[str, str]) -> None:
     """New Parameters are ordinary ones, and the others stay of the kind that they were."""
     with made_under():
-        model, other = tiny("gpt2"), patch(tiny("gpt2"), **BOTH)
+        model, other = tiny("gpt2"), patch(tiny("gpt2"), **request_)
     old = set(model.parameters())
     with torch.inference_mode():
-        patch(model, **BOTH, reversible=True)
+        patch(model, **request_, reversible=True)
     present = set(model.parameters())
     assert {parameter.is_inference() for parameter in present & old} == {made_under is torch.inference_mode}
     assert made_under is torch.inference_mode or {parameter.is_inference() for parameter in present - old} == {False}

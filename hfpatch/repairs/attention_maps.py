@@ -84,7 +84,7 @@ def map_in(returned: Any) -> Tensor | None:
 def in_float32(call: Call) -> Call:
     """A call with all floats among its arguments in float32; float64's least value, a mask's, becomes float32's."""
     limits = torch.finfo(torch.float32)
-    return recursively_apply(lambda x: x.clamp(limits.min, limits.max).float() if x.is_floating_point() else x, call)
+    return recursively_apply(lambda x: x.float().clamp(limits.min, limits.max) if x.is_floating_point() else x, call)
 
 
 def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> FittedValues | None:

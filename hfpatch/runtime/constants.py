@@ -103,7 +103,8 @@ def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
 
 def mean_row(table: Tensor, first: int = 0) -> Tensor:
     """The mean (width,) of a table's rows (rows, width) from row `first` on."""
-    return table.detach()[first:].double().mean(0).to(table.dtype)
+    rows = table.detach().to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
+    return rows[first:].mean(0).to(table.dtype)
 
 
 def mean_rows(table: Tensor) -> Tensor:

@@ -118,6 +118,16 @@ def test_padding_makes_no_difference() -> None:
     assert max(float((a[name] - b[name]).detach().abs().max()) for name in a) < 1e-3
 
 
+def test_queries_that_see_nothing_in_float64() -> None:
+    """Padding on the left masks all that the first queries see, by a value that float32 hasn't."""
+    original = tiny("gpt2", LM, n_layer=1).double()
+    [batch] = batches(original, 1)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[::2, :3] = 0
+    model = patch_model(copy.deepcopy(original), pos="rope", calibration=[{**batch, "attention_mask": mask}])
+    assert fitted(repair_report(model))
+
+
 def test_it_is_put_back_after_an_error() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     before = model.config._attn_implementation
