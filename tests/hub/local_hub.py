@@ -28,10 +28,8 @@ class Fault:
     """Something that goes wrong with requests whose "METHOD path" fits a pattern.
 
     Attributes:
-        status: answer this instead of doing it; with `late`, after doing it.
+        status: answer this instead of doing it.
         drop: "before" reads a part of the body and closes the connection; "after" does what was asked and closes it.
-        cut: send only so many bytes of the body; the length says how many there should be.
-        spoil: large files arrive with a byte flipped.
         before: is called first.
         skip, times: let so many pass, then act on so many.
         headers: of the answer.
@@ -39,10 +37,7 @@ class Fault:
 
     pattern: str
     status: int | None = None
-    late: bool = False
     drop: str | None = None
-    cut: int | None = None
-    spoil: bool = False
     before: Callable[[], None] | None = None
     skip: int = 0
     times: int = 1
@@ -54,7 +49,6 @@ class Fault:
 class Request:
     host: str  # "hub" or "storage"
     line: str  # "METHOD path"
-    status: int
     token: bool
 
 
@@ -69,8 +63,6 @@ class LocalHub:
         self.unexpected: list[str] = []
         self.waits: list[float] = []  # the seconds that the client, in this process, wanted to sleep
         self.links: dict[str, tuple[Repo, str]] = {}  # storage links: (repository, sha256)
-        self.before_commit: Callable[[Repo], None] | None = None
-        self.page = 1000  # entries of a file listing
         self._servers = {host: self._listener(host) for host in ("hub", "storage")}
         self.url = f"http://127.0.0.1:{self._servers['hub'].server_port}"
         self.storage = f"http://localhost:{self._servers['storage'].server_port}"  # older clients go by the name alone
@@ -94,7 +86,6 @@ class LocalHub:
         """Without faults and memories of requests; repositories stay."""
         for noted in (self.faults, self.requests, self.unexpected, self.waits):
             noted.clear()
-        self.page, self.before_commit = 1000, None
 
     def fault(self, pattern: str, **how: Any) -> Fault:
         """Order a fault; it stays until it has acted `times` times."""
@@ -109,9 +100,9 @@ class LocalHub:
                     return fault
         return None
 
-    def count(self, pattern: str, status: int | None = None) -> int:
-        """How many requests "METHOD path" fit, of those answered with `status`."""
-        return sum(bool(re.search(pattern, one.line)) for one in self.requests if status in (None, one.status))
+    def count(self, pattern: str) -> int:
+        """How many requests "METHOD path" fit."""
+        return sum(bool(re.search(pattern, one.line)) for one in self.requests)
 
     def link(self, repo: Repo, sha256: str) -> str:
         key = secrets.token_hex(8)
@@ -139,7 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
     host: str
-    fault: Fault | None
 
     def log_message(self, *_: object) -> None:
         """Silent; requests are kept in `LocalHub.requests`."""
@@ -147,44 +137,33 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         address = urlsplit(self.path)
         self.route, self.query = address.path, {name: values[0] for name, values in parse_qs(address.query).items()}
-        line = f"{self.command} {self.route}"
-        self.fault, self.body = self.hub.due(line), b""
-        reply = None
+        line, self.body = f"{self.command} {self.route}", b""
+        self.hub.requests.append(Request(self.host, line, "Authorization" in self.headers))
         try:
-            reply = self._answer()
+            self._send(self._answer(self.hub.due(line) or Fault("")))
         except _DroppedError:
-            pass
+            self._hang_up()
         except RefusedError as refused:
             code = {"X_Error_Code": refused.code} if refused.code else {}
-            reply = _json({"error": refused.message}, refused.status, X_Error_Message=refused.message, **code)
-        status = 0 if reply is None else reply.status
-        self.hub.requests.append(Request(self.host, line, status, "Authorization" in self.headers))
-        if reply is None:
-            self._hang_up()
-        else:
-            self._send(reply)
+            self._send(_json({"error": refused.message}, refused.status, X_Error_Message=refused.message, **code))
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request  # noqa: N815
 
-    def _answer(self) -> _Reply:
-        fault = self.fault or Fault("")
+    def _answer(self, fault: Fault) -> _Reply:
         if fault.before:
             fault.before()
         self._read(half=fault.drop == "before")
         if fault.drop == "before":
             raise _DroppedError
-        broken = _Reply(
-            fault.status or 500, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers
-        )
-        if fault.status and not fault.late:
-            return broken
+        if fault.status:
+            return _Reply(fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers)
         for method, pattern, action in _STORAGE if self.host == "storage" else _HUB:
             match = re.fullmatch(pattern, self.route) if self.command in method.split("|") else None
             if match:
                 reply = action(self, **{name: unquote(value) for name, value in match.groupdict(default="").items()})
                 if fault.drop == "after":
                     raise _DroppedError
-                return broken if fault.late else reply
+                return reply
         self.hub.unexpected.append(f"{self.host}: {self.command} {self.path}")
         return _json({"error": "Not Found"}, 404)
 
@@ -205,12 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.fault and self.fault.cut is not None:
-            self.wfile.write(reply.body[: self.fault.cut])
-            self._hang_up()
-        else:
+        if self.command != "HEAD":
             self.wfile.write(reply.body)
 
     def _hang_up(self) -> None:
@@ -276,17 +250,12 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, id: str, rev: str, path: str = "") -> _Reply:
         if path:  # the client looks for folders that no model of these tests has
             raise RefusedError(404, f"{path} does not exist on {rev}", "EntryNotFound")
-        commit, start = self.readable(id).resolve(rev), int(self.query.get("cursor", 0))
-        listed = []
+        commit, listed = self.readable(id).resolve(rev), []
         for path, blob in sorted(commit.files.items()):
             size = len(blob.content)
             lfs = {"lfs": {"oid": blob.sha256, "size": size, "pointerSize": 130}} if blob.sha256 else {}
             listed.append({"type": "file", "oid": blob.oid, "size": size, "path": path, **lfs})
-        reply = _json(listed[start : start + self.hub.page])
-        if (following := start + self.hub.page) < len(listed):
-            url = f"{self.hub.url}{urlsplit(self.path).path}?recursive=True&cursor={following}"
-            reply.headers["Link"] = f'<{url}>; rel="next"'
-        return reply
+        return _json(listed)
 
     def branch(self, id: str, rev: str) -> _Reply:
         repo = self.writable(id)
@@ -312,29 +281,19 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.writable(id, pull_request=True)
         objects = []
         for one in json.loads(self.body)["objects"]:
-            key = self.hub.link(repo, one["oid"])
-            upload = {"href": f"{self.hub.storage}/upload/{key}", "header": {}}
-            verify = {"href": f"{self.hub.url}/verify/{key}", "header": {}}
-            actions = {} if one["oid"] in repo.objects else {"actions": {"upload": upload, "verify": verify}}
+            upload = {"href": f"{self.hub.storage}/upload/{self.hub.link(repo, one['oid'])}", "header": {}}
+            actions = {} if one["oid"] in repo.objects else {"actions": {"upload": upload}}
             objects.append({"oid": one["oid"], "size": one["size"], "authenticated": True, **actions})
         return _json({"transfer": "basic", "objects": objects})
 
     def put(self, key: str) -> _Reply:
         repo, sha256 = self.hub.links[key]
-        spoilt = self.fault is not None and self.fault.spoil
-        repo.arrived[sha256] = self.body[:-1] + bytes([self.body[-1] ^ spoilt])
+        repo.store(sha256, self.body)
         return _Reply()
-
-    def verified(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        repo.verify(sha256)
-        return _json({"success": True})
 
     def commit(self, id: str, rev: str) -> _Reply:
         create_pr = "create_pr" in self.query
         repo = self.writable(id, create_pr)
-        if self.hub.before_commit:
-            self.hub.before_commit(repo)
         commit, ref = repo.commit(rev, [json.loads(line) for line in self.body.splitlines()], create_pr)
         url = f"{self.hub.url}/{id}"
         pull_request = {"pullRequestUrl": f"{url}/discussions/{ref.rpartition('/')[2]}"} if create_pr else {}
@@ -373,7 +332,6 @@ _HUB: list[tuple[str, str, Callable[..., _Reply]]] = [
     ("POST", rf"{_API}/branch/(?P<rev>[^/]+)", _Handler.branch),
     ("POST", rf"{_API}/preupload/(?P<rev>[^/]+)", _Handler.preupload),
     ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", _Handler.batch),
-    ("POST", r"/verify/(?P<key>\w+)", _Handler.verified),
     ("POST", rf"{_API}/commit/(?P<rev>[^/]+)", _Handler.commit),
     ("GET|HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler.resolve),
 ]
