@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import patch, tiny
 from transformers import AutoModel, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.errors import FingerprintWarning, HubError, OptionError
+from hfpatch.errors import FingerprintWarning, HubError, OptionError, WrappedModelError
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.push import push_patched
 from hfpatch.runtime.errors import CheckpointError
