@@ -1,15 +1,14 @@
 """A Hub for tests: an HTTP server that speaks to the genuine client, with faults to order.
 
-Two listeners, as in the world outside: the Hub itself, and the storage that large files are sent to and fetched from by
-links that need no token. The shapes of requests and replies are those that huggingface_hub sends and reads. What the
-server doesn't know is answered 404 and noted in `unexpected`, which every test asserts to be empty.
+The shapes of requests and replies are those that huggingface_hub sends and reads, but that large files lie beside the
+others, not in a storage of their own. What the server doesn't know is answered 404 and noted in `unexpected`, which
+every test asserts to be empty.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -45,13 +44,6 @@ class Fault:
     hits: int = 0
 
 
-@dataclass(frozen=True)
-class Request:
-    host: str  # "hub" or "storage"
-    line: str  # "METHOD path"
-    token: bool
-
-
 class LocalHub:
     """The server. Use as a context manager; `url` is what HF_ENDPOINT would say."""
 
@@ -59,28 +51,20 @@ class LocalHub:
         self.users = users  # by token: the name, and "write" or "read"
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
-        self.requests: list[Request] = []
+        self.requests: list[str] = []  # "METHOD path"
         self.unexpected: list[str] = []
         self.waits: list[float] = []  # the seconds that the client, in this process, wanted to sleep
-        self.links: dict[str, tuple[Repo, str]] = {}  # storage links: (repository, sha256)
-        self._servers = {host: self._listener(host) for host in ("hub", "storage")}
-        self.url = f"http://127.0.0.1:{self._servers['hub'].server_port}"
-        self.storage = f"http://localhost:{self._servers['storage'].server_port}"  # older clients go by the name alone
-
-    def _listener(self, host: str) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "host": host}))
-        server.daemon_threads = True
-        return server
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> LocalHub:
-        for server in self._servers.values():
-            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers.values():
-            server.shutdown()
-            server.server_close()
+        self._server.shutdown()
+        self._server.server_close()
 
     def reset(self) -> None:
         """Without faults and memories of requests; repositories stay."""
@@ -102,12 +86,7 @@ class LocalHub:
 
     def count(self, pattern: str) -> int:
         """How many requests "METHOD path" fit."""
-        return sum(bool(re.search(pattern, one.line)) for one in self.requests)
-
-    def link(self, repo: Repo, sha256: str) -> str:
-        key = secrets.token_hex(8)
-        self.links[key] = repo, sha256
-        return key
+        return sum(bool(re.search(pattern, line)) for line in self.requests)
 
 
 class _DroppedError(Exception):
@@ -129,7 +108,6 @@ def _json(value: Any, status: int = 200, **headers: str) -> _Reply:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
-    host: str
 
     def log_message(self, *_: object) -> None:
         """Silent; requests are kept in `LocalHub.requests`."""
@@ -138,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         self.route, self.query = address.path, {name: values[0] for name, values in parse_qs(address.query).items()}
         line, self.body = f"{self.command} {self.route}", b""
-        self.hub.requests.append(Request(self.host, line, "Authorization" in self.headers))
+        self.hub.requests.append(line)
         try:
             self._send(self._answer(self.hub.due(line) or Fault("")))
         except _DroppedError:
@@ -157,14 +135,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise _DroppedError
         if fault.status:
             return _Reply(fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers)
-        for method, pattern, action in _STORAGE if self.host == "storage" else _HUB:
+        for method, pattern, action in _ROUTES:
             match = re.fullmatch(pattern, self.route) if self.command in method.split("|") else None
             if match:
                 reply = action(self, **{name: unquote(value) for name, value in match.groupdict(default="").items()})
                 if fault.drop == "after":
                     raise _DroppedError
                 return reply
-        self.hub.unexpected.append(f"{self.host}: {self.command} {self.path}")
+        self.hub.unexpected.append(f"{self.command} {self.path}")
         return _json({"error": "Not Found"}, 404)
 
     def _read(self, half: bool = False) -> None:
@@ -281,14 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.writable(id, pull_request=True)
         objects = []
         for one in json.loads(self.body)["objects"]:
-            upload = {"href": f"{self.hub.storage}/upload/{self.hub.link(repo, one['oid'])}", "header": {}}
+            upload = {"href": f"{self.hub.url}/{id}/upload/{one['oid']}", "header": {}}
             actions = {} if one["oid"] in repo.objects else {"actions": {"upload": upload}}
             objects.append({"oid": one["oid"], "size": one["size"], "authenticated": True, **actions})
         return _json({"transfer": "basic", "objects": objects})
 
-    def put(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        repo.store(sha256, self.body)
+    def put(self, id: str, sha256: str) -> _Reply:
+        self.hub.repos[id].store(sha256, self.body)
         return _Reply()
 
     def commit(self, id: str, rev: str) -> _Reply:
@@ -302,27 +279,17 @@ class _Handler(BaseHTTPRequestHandler):
     # A pull
 
     def resolve(self, id: str, rev: str, path: str) -> _Reply:
-        repo = self.readable(id)
-        commit = repo.resolve(rev)
+        commit = self.readable(id).resolve(rev)
         known = {"X-Repo-Commit": commit.oid}
         if (blob := commit.files.get(path)) is None:
             reply = _json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
             return _Reply(reply.status, reply.body, reply.headers | known)
-        size = str(len(blob.content))
-        if blob.sha256 is None:
-            return _Reply(200, blob.content, {**known, "ETag": f'"{blob.oid}"'})
-        linked = {"X-Linked-Size": size, "X-Linked-ETag": f'"{blob.sha256}"', "ETag": f'"{blob.oid}"'}
-        link = f"{self.hub.storage}/download/{self.hub.link(repo, blob.sha256)}"
-        return _Reply(302, b"", {**known, **linked, "Location": link})
-
-    def download(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        return _Reply(200, repo.objects[sha256], {"ETag": f'"{sha256}"'})
+        return _Reply(200, blob.content, {**known, "ETag": f'"{blob.sha256 or blob.oid}"'})
 
 
 _ID = r"(?P<id>[^/]+/[^/]+)"
 _API = rf"/api/models/{_ID}"
-_HUB: list[tuple[str, str, Callable[..., _Reply]]] = [
+_ROUTES: list[tuple[str, str, Callable[..., _Reply]]] = [
     ("GET", r"/api/whoami-v2", _Handler.whoami),
     ("POST", r"/api/repos/create", _Handler.create),
     ("POST", r"/api/validate-yaml", _Handler.validate),
@@ -333,9 +300,6 @@ _HUB: list[tuple[str, str, Callable[..., _Reply]]] = [
     ("POST", rf"{_API}/preupload/(?P<rev>[^/]+)", _Handler.preupload),
     ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", _Handler.batch),
     ("POST", rf"{_API}/commit/(?P<rev>[^/]+)", _Handler.commit),
+    ("PUT", rf"/{_ID}/upload/(?P<sha256>\w+)", _Handler.put),
     ("GET|HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler.resolve),
-]
-_STORAGE: list[tuple[str, str, Callable[..., _Reply]]] = [
-    ("PUT", r"/upload/(?P<key>\w+)", _Handler.put),
-    ("GET|HEAD", r"/download/(?P<key>\w+)", _Handler.download),
 ]

@@ -21,7 +21,7 @@ from hfpatch.hub.changes import changes_by_config
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
-from hfpatch.verification.verify import verify
+from hfpatch.verification.report import Report
 
 RESULT = EvalResult(
     task_type="text-generation",
@@ -63,7 +63,8 @@ def facts(folder: Checkpoint, **known: Any) -> CardFacts:
 
 def test_what_it_says(folder: Checkpoint) -> None:
     base = ModelCardData(license="mit", language="en", tags=["theirs"], pipeline_tag="other")
-    text, notes = card(facts(folder, base_model="openai/gpt2", base_card=base), None)
+    report = Report("GPT2LMHeadModel (norm=dyt)", "GPT2LMHeadModel", "none", notes=["random inputs"])
+    text, notes = card(facts(folder, base_model="openai/gpt2", base_card=base, report=report), None)
     read = parsed(text)
     assert read.data.to_dict() == {
         "base_model": "openai/gpt2",
@@ -83,6 +84,7 @@ def test_what_it_says(folder: Checkpoint) -> None:
     assert "hfpatch.patch_model(model, pos='rope:theta=500.0')\n```" in text
     assert "h.0.ln_1 | h.0.ln_2 = DynamicTanh(" in text
     assert "import hfpatch\nfrom transformers import AutoModelForCausalLM\n\nmodel = AutoModel" in text
+    assert f"```\n{report}\n```" in text
     assert "trust_remote_code" not in text
     assert "`mit`, carried over from the base model's card." in text
 
@@ -163,18 +165,6 @@ def test_task_and_class(family: str, auto: str, task: str | None) -> None:
     text, _ = card(CardFacts(config, None, "me/model"), None)
     assert f"{auto}.from_pretrained" in text
     assert parsed(text).data.pipeline_tag == task
-
-
-def test_what_was_measured(folder: Checkpoint, checkpoint: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    report = verify(AutoModelForCausalLM.from_pretrained(checkpoint), tiny("gpt2", "AutoModelForCausalLM"))
-    text, _ = card(facts(folder, report=report, eval_results=(RESULT,)), None)
-    assert f"```\n{report}\n```" in text
-    assert "Note: random inputs" in text
-    data = parsed(text).data
-    assert data.model_name == "gpt2-dyt"
-    assert data.eval_results == [RESULT]
 
 
 # A card that is there already

@@ -24,7 +24,6 @@ from hub_checks import (
 )
 from local_hub import LocalHub
 from local_store import Blob, Repo
-from sampled import slow_but
 from tiny_models import difference, load, tiny, word_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -87,10 +86,7 @@ def test_weights_of_an_earlier_push_dont_stay_behind(hub: LocalHub, saved: Path,
     assert "model.safetensors.index.json" in [file.path for file in back.changed]
 
 
-PLACES = [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}]
-
-
-@pytest.mark.parametrize("where", slow_but(PLACES, PLACES[:1]), ids=str)
+@pytest.mark.parametrize("where", [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}], ids=str)
 def test_other_places(hub: LocalHub, saved: Path, name: str, where: dict[str, str]) -> None:
     done = push_patched(saved, name, **where)
     repo, revision, folder = hub.repos[name], where.get("revision", "main"), where.get("subfolder")
@@ -131,7 +127,7 @@ def test_one_may_leave_ones_own_name_out(hub: LocalHub, saved: Path, name: str) 
 def test_a_dry_run_sends_nothing(hub: LocalHub, saved: Path, name: str) -> None:
     done = push_patched(saved, name, dry_run=True)
     assert name not in hub.repos
-    assert {one.line.split()[0] for one in hub.requests} <= {"GET", "HEAD"}
+    assert {line.split()[0] for line in hub.requests} <= {"GET", "HEAD"}
     assert done.commit is None
     for part in ("Would push", "a push would create it", f"{(saved / 'config.json').stat().st_size:,}"):
         assert part in str(done)
@@ -157,15 +153,6 @@ def test_a_tokenizer_travels_along(hub: LocalHub, saved: Path, name: str, tmp_pa
     assert str(tmp_path).encode() not in b"".join(hub.repos[name].files().values())
 
 
-def test_a_native_export(hub: LocalHub, name: str, tmp_path: Path) -> None:
-    tiny("gpt2", HEAD).save_pretrained(tmp_path / "stock")
-    push_patched(tmp_path / "stock", name, native=True)
-    repo = hub.repos[name]
-    require_identical(repo, tmp_path / "stock")
-    assert "With transformers alone" in repo.files()[CARD].decode()
-    assert "GPT2LMHeadModel" in repo.head.title
-
-
 @pytest.mark.parametrize("form", ["plugin", "native", pytest.param("remote", marks=pytest.mark.slow)])
 def test_a_model_in_memory_in_each_form(hub: LocalHub, name: str, form: str) -> None:
     model = made(norm=None)
@@ -184,7 +171,7 @@ def test_a_model_in_memory_in_each_form(hub: LocalHub, name: str, form: str) -> 
 
 
 @pytest.mark.slow
-def test_a_folder_in_another_form(hub: LocalHub, saved: Path, copied: Path, name: str) -> None:
+def test_a_folder_in_another_form(hub: LocalHub, copied: Path, name: str) -> None:
     word_tokenizer().save_pretrained(copied)
     (copied / CARD).write_text("# Mine\n")
     before = sent(copied)
@@ -193,15 +180,12 @@ def test_a_folder_in_another_form(hub: LocalHub, saved: Path, copied: Path, name
     assert {"modeling_hfpatch.py", "tokenizer.json", "model.safetensors"} <= {file.path for file in done.changed}
     files = hub.repos[name].files()
     assert "---\n# Mine\n" in files[CARD].decode()
-    assert outputs(name) == outputs(saved)
+    assert outputs(name) == outputs(copied)
     pulled = copied.with_name("pulled")
     pulled.mkdir()
     for path, content in files.items():
         (pulled / path).write_bytes(content)
     assert push_patched(pulled, name, form="remote").changed == []  # it has that form already
-    push_patched(pulled, f"{name}-plugin", form="plugin")
-    assert "modeling_hfpatch.py" not in hub.repos[f"{name}-plugin"].files()
-    assert outputs(f"{name}-plugin") == outputs(saved)
 
 
 def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Path) -> None:
