@@ -63,7 +63,6 @@ def opened(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     again = folder / "again" / case["name"]
     model.save_pretrained(again)
     found = {
-        "class": type(model).__name__,
         "module": type(model).__module__,
         "difference": difference(outputs(model, case["inputs"]), case["outputs"]),
         "again": difference(outputs(load(again, case["auto"]), case["inputs"]), case["outputs"]),
