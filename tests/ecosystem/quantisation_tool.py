@@ -3,7 +3,8 @@
     python quantisation_tool.py JOBS ANSWER
 
 JOBS: a file of `{"hfpatch": bool, "step": "quantise" or "reopen", "jobs": {name: job}}`; hfpatch is imported only if
-the first is true. ANSWER: the file that gets, by name, what came of each job: `{"figure": ...}` or `{"error": ...}`.
+the first is true. ANSWER: the file that gets, by name, what came of each job by step: a relative difference or, as
+text, what failed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,8 @@ def torchao_config(scheme: str) -> Any:
 
     if scheme == "int8":
         return quantization.Int8WeightOnlyConfig()
-    if scheme == "int4":  # runs everywhere; no packing of Int4WeightOnlyConfig runs on a CPU
-        return quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(32))
-    return quantization.Int4WeightOnlyConfig(group_size=32, int4_packing_format=scheme.removeprefix("int4 "))
+    # runs everywhere; no packing of Int4WeightOnlyConfig runs on a CPU
+    return quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(32))
 
 
 def quanto_class(auto: str) -> Any:
@@ -100,21 +100,20 @@ def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 def quantise(job: dict[str, Any]) -> dict[str, Any]:
     """How far the quantised model is from the one in the folder; it is saved, with what it computes."""
-    truth, model = logits(opened(job, job["folder"])), quantised(job)
-    unsaved = None
+    truth, model, unsaved = logits(opened(job, job["folder"])), quantised(job), {}
     try:
         save(model, job)  # first: on a CPU a forward changes what bitsandbytes writes of 4 bits
     except Exception as error:
-        unsaved = described(error)
+        unsaved = {"reopen": described(error)}
     found = logits(model)
-    if unsaved is None:
+    if not unsaved:
         torch.save(found, Path(job["saved"]) / "logits.pt")
-    return {"figure": relative(found, truth), "unsaved": unsaved}
+    return {"quantise": relative(found, truth), **unsaved}
 
 
 def reopen(job: dict[str, Any]) -> dict[str, Any]:
     """How far the reopened model is from the one that was saved."""
-    return {"figure": relative(logits(reopened(job)), torch.load(Path(job["saved"]) / "logits.pt"))}
+    return {"reopen": relative(logits(reopened(job)), torch.load(Path(job["saved"]) / "logits.pt"))}
 
 
 def described(error: Exception) -> str:
@@ -132,7 +131,7 @@ def main(jobs: str, answer: str) -> None:
             try:
                 found[name] = step(job)
             except Exception as error:
-                found[name] = {"error": described(error)}
+                found[name] = {"reopen": "not quantised", work["step"]: described(error)}
     Path(answer).write_text(json.dumps(found))
 
 

@@ -6,14 +6,14 @@ plugin form, and reopened in a fresh process. HFPATCH_ECOSYSTEM_RESULTS names a 
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from record import record
 from safetensors.torch import load_file
 from tiny_models import patch, randomise
 
+from hfpatch import patch_model, verify
 from hfpatch.checkpoint.marker import MARKER
 from hfpatch.export import export_model
 from hfpatch.runtime.errors import PatchError
@@ -31,14 +32,18 @@ from hfpatch.runtime.errors import PatchError
 pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).with_name("quantisation_tool.py")
-MODULES = {"torchao": "torchao", "optimum-quanto": "optimum.quanto", "bitsandbytes": "bitsandbytes"}
-QUANTISERS = [
-    *[("torchao", scheme, way) for way in ("transformers", "own") for scheme in ("int8", "int4")],
-    *[("optimum-quanto", scheme, way) for way in ("transformers", "own") for scheme in ("int8", "int4")],
+STEPS = {"quantise": "quantised", "reopen": "reopened"}
+WAYS = {"transformers": "transformers", "own": "the package itself"}
+QUANTISERS = [  # package, scheme, and who quantises
+    *[
+        (package, scheme, way)
+        for package in ("torchao", "optimum-quanto")
+        for way in WAYS
+        for scheme in ("int8", "int4")
+    ],
     *[("bitsandbytes", scheme, "transformers") for scheme in ("int8", "nf4", "fp4")],
 ]
-NOT_ON_A_CPU = [("torchao", f"int4 {packing}", "own") for packing in ("plain", "plain_int32", "tile_packed_to_4d")]
-NAMED = {"transformers": "transformers", "own": "the package itself"}
+each_quantiser = pytest.mark.parametrize("quantiser", QUANTISERS, ids=" ".join)
 FACTOR = 3.0  # at most, between the patched and the unpatched model's differences
 SIZES = {
     "gpt2": {"n_embd": 64},
@@ -46,56 +51,31 @@ SIZES = {
     **{family: {"hidden_size": 64, "intermediate_size": 128} for family in ("llama", "bert", "gpt_neox")},
 }
 PARAMETRIZED = {"norm": "rms:mode=parametrize"}
-
-
-@dataclass(frozen=True)
-class Host:
-    """A model to patch, and the family of an unpatched one that its native export is compared with."""
-
-    family: str
-    head: str
-    patches: tuple[dict[str, Any], ...]
-    native: str | None = None
-
-    @property
-    def name(self) -> str:
-        return " ".join([self.family, *(f"{name}={value}" for one in self.patches for name, value in one.items())])
-
-
-HOSTS = [
-    Host("gpt2", LM, (RMS_, ROPE), "gpt_neox"),
-    Host("llama", LM, (NOPE,), "llama"),
-    Host("llama", LM, ({"norm": "dyt:alpha=0.5"},)),
-    Host("bert", MASKED, (RMS_, ROPE)),
-    Host("opt", LM, (PARAMETRIZED,)),
+HOSTS: list[tuple[str, str, tuple[dict[str, Any], ...], str | None]] = [
+    # family, head, patches, and the family of an unpatched model that the native export is compared with
+    ("gpt2", LM, (RMS_, ROPE), "gpt_neox"),
+    ("llama", LM, (NOPE,), "llama"),
+    ("llama", LM, ({"norm": "dyt:alpha=0.5"},), None),
+    ("bert", MASKED, (RMS_, ROPE), None),
+    ("opt", LM, (PARAMETRIZED,), None),
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """One patched checkpoint, quantised in one way.
+    """One checkpoint, quantised in one way.
 
     Attributes:
-        quantised, reopened: what the tool answers for it, and for the unpatched model in `controls`.
+        job, control: what the tool is asked to do with it and with an unpatched model, and by step what came of that: a
+            relative difference of logits, or what failed, as text.
+        refused: optimum-quanto replaces linear layers, and a parametrized model's do more than multiply.
     """
 
-    host: Host
-    form: str
+    name: str
     quantiser: tuple[str, str, str]
-    jobs: dict[bool, dict[str, Any]] = field(default_factory=dict)  # by whether it is the control's
-    answers: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.host.name}, {self.form}: {' '.join(self.quantiser)}"
-
-    def outcome(self, step: str, control: bool) -> str:
-        """The figure, or what failed, as text."""
-        answer = self.answers.get((step, control))
-        if answer is None:
-            answer = self.answers["quantise", control]
-            return str(answer.get("unsaved") or "not quantised")
-        return str(answer["error"]) if "error" in answer else f"{answer['figure']:.2g}"
+    job: dict[str, Any]
+    control: dict[str, Any]
+    refused: bool
 
 
 def tiny(family: str, head: str) -> Any:
@@ -104,84 +84,49 @@ def tiny(family: str, head: str) -> Any:
     return randomise(getattr(transformers, head).from_config(config))
 
 
-def write_checkpoints(folder: Path) -> Iterator[tuple[Host, str, Path, Path]]:
-    """Every host in every form that it has, and its control."""
-    for index, host in enumerate(HOSTS):
-        place, model = folder / str(index), tiny(host.family, host.head)
+def rows_of_checkpoints(folder: Path, quantisers: list[tuple[str, str, str]]) -> Iterator[Row]:
+    """Every host in every form that it has, saved beside its control."""
+    for index, (family, head, patches, stock) in enumerate(HOSTS):
+        place, model = folder / str(index), tiny(family, head)
         model.save_pretrained(place / "control")
-        if host.native is not None:
-            tiny(host.native, host.head).save_pretrained(place / "native-control")
-        for asked in host.patches:
+        if stock is not None:
+            tiny(stock, head).save_pretrained(place / "native-control")
+        for asked in patches:
             patch(model, **asked)
-        for form in ("plugin", "remote", "native"):
-            if form == "native" and host.native is None:
-                continue
-            options = {"architecture": host.native} if form == "native" else {}
-            export_model(model, place / form, to=form, **options)
-            yield host, form, place / form, place / ("native-control" if form == "native" else "control")
+        for form in ("plugin", "remote", "native")[: 2 if stock is None else 3]:
+            export_model(model, place / form, to=form, **({"architecture": stock} if form == "native" else {}))
+            control = place / ("native-control" if form == "native" else "control")
+            for package, scheme, way in quantisers:
+                asked = {"auto": head, "quantiser": package, "scheme": scheme, "way": way}
+                job, control_job = (
+                    {**asked, "form": kind, "folder": str(source), "saved": f"{source}-{package}-{scheme}-{way}"}
+                    for kind, source in ((form, place / form), ("stock", control))
+                )
+                refused = package == "optimum-quanto" and PARAMETRIZED in patches and form != "native"
+                name = f"{family} {patches}, {form}: {package} {scheme} {way}"
+                yield Row(name, (package, scheme, way), job, control_job, refused)
 
 
-@cache
-def measure(folder: Path) -> list[Row]:
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """All rows, measured, and recorded where a file for that is named."""
-    rows, jobs = [], {}
-    installed = [one for one in (*QUANTISERS, *NOT_ON_A_CPU) if is_installed(one[0])]
-    for host, form, patched, control in write_checkpoints(folder):
-        for quantiser in installed:
-            row = Row(host, form, quantiser)
-            for is_control, source in ((False, patched), (True, control)):
-                kind = "stock" if is_control else form
-                saved = folder / "saved" / f"{source.relative_to(folder)}-{'-'.join(quantiser)}".replace("/", "-")
-                package, scheme, way = quantiser
-                job = {"folder": source, "auto": host.head, "form": kind, "quantiser": package, "scheme": scheme}
-                row.jobs[is_control] = json.loads(json.dumps(job | {"way": way, "saved": saved}, default=str))
-                jobs[row.jobs[is_control]["saved"]] = row.jobs[is_control]
-            rows.append(row)
-    for step in ("quantise", "reopen"):
-        found: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("quantised")
+    installed = [one for one in QUANTISERS if is_installed(one[0])]
+    rows = list(rows_of_checkpoints(folder, installed))
+    jobs = [job for row in rows for job in (row.job, row.control)]
+    for step in STEPS:
         for plugin in (True, False):
-            chosen = {name: job for name, job in jobs.items() if (job["form"] == "plugin") == plugin}
-            if step == "reopen":
-                chosen = {name: job for name, job in chosen.items() if (Path(name) / "logits.pt").exists()}
-            found |= run(step, plugin, chosen, folder)
-        for row in rows:
-            for is_control, job in row.jobs.items():
-                if job["saved"] in found:
-                    row.answers[step, is_control] = found[job["saved"]]
+            chosen = {job["saved"]: job for job in jobs if (job["form"] == "plugin") == plugin and step not in job}
+            answers = run(step, plugin, chosen, folder) if chosen else {}
+            for job in jobs:
+                job.update(answers.get(job["saved"], {}))
     for quantiser in installed:
-        tried = [row for row in rows if row.quantiser == quantiser]
-        runs = {control: [row.outcome("quantise", control)[0].isdigit() for row in tried] for control in (False, True)}
-        refused = sum(control and not patched for patched, control in zip(runs[False], runs[True], strict=True))
-        package, scheme, way = quantiser
-        what = f"{scheme} by {NAMED[way]}: {len(tried)} checkpoints of {len(HOSTS)} patched hosts in their forms"
-        result = f"{len(tried) - refused} as the control, {refused} refused"
-        record(package, what, result, summary(tried, False), summary(tried, True))
+        record_rows(quantiser, [row for row in rows if row.quantiser == quantiser])
     return rows
-
-
-def summary(rows: list[Row], control: bool) -> str:
-    """What was measured of some rows, as text: the range of differences, and what failed."""
-    parts = []
-    for step, word in (("quantise", "quantised"), ("reopen", "reopened")):
-        found = [row.outcome(step, control) for row in rows]
-        figures = sorted((float(one), one) for one in found if one[0].isdigit())
-        failed = {one.partition(".")[0][:80].replace("|", "/") for one in found if not one[0].isdigit()}
-        span = [f"off by {figures[0][1]} to {figures[-1][1]}"] if figures else []
-        parts.append(f"{word}: {', '.join([*span, *sorted(failed)])}")
-    return "; ".join(parts)
-
-
-def is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(MODULES[package]) is not None
-    except ModuleNotFoundError:  # of what it is in
-        return False
 
 
 def run(step: str, plugin: bool, jobs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What the tool answers."""
-    if not jobs:
-        return {}
     task, answer = folder / f"{step}-{plugin}.json", folder / f"{step}-{plugin}-answer.json"
     task.write_text(json.dumps({"hfpatch": plugin, "step": step, "jobs": jobs}))
     env = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "TRANSFORMERS_VERBOSITY": "error"}
@@ -191,88 +136,78 @@ def run(step: str, plugin: bool, jobs: dict[str, Any], folder: Path) -> dict[str
     return json.loads(answer.read_text())
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    return measure(tmp_path_factory.mktemp("quantised"))
+def record_rows(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
+    package, scheme, way = quantiser
+    refused = sum(isinstance(row.control["quantise"], float) and isinstance(row.job["quantise"], str) for row in rows)
+    what = f"{scheme} by {WAYS[way]}: {len(rows)} checkpoints of {len(HOSTS)} patched hosts in their forms"
+    result = f"{len(rows) - refused} as the control, {refused} refused"
+    record(package, what, result, summary([row.job for row in rows]), summary([row.control for row in rows]))
 
 
-def rows_of(rows: list[Row], quantiser: tuple[str, str, str]) -> list[Row]:
+def summary(jobs: list[dict[str, Any]]) -> str:
+    """What was measured, as text: the range of differences, and what failed."""
+    parts = []
+    for step, word in STEPS.items():
+        figures = [job[step] for job in jobs if isinstance(job[step], float) and math.isfinite(job[step])]
+        failed = {str(job[step]).partition(".")[0][:80] for job in jobs if job[step] not in figures}
+        span = [f"off by {min(figures):.2g} to {max(figures):.2g}"] if figures else []
+        parts.append(f"{word}: {', '.join([*span, *sorted(failed)])}")
+    return "; ".join(parts)
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def rows_of(rows: list[Row], quantiser: tuple[str, str, str], refused: bool = False) -> list[Row]:
     if not is_installed(quantiser[0]):
         pytest.skip(f"{quantiser[0]} isn't installed")
-    return [row for row in rows if row.quantiser == quantiser]
+    return [row for row in rows if row.quantiser == quantiser and row.refused == refused]
 
 
-def is_refused(row: Row) -> bool:
-    """optimum-quanto replaces linear layers, and a parametrized model's do more than multiply."""
-    return row.quantiser[0] == "optimum-quanto" and PARAMETRIZED in row.host.patches and row.form != "native"
-
-
-@pytest.mark.parametrize("quantiser", QUANTISERS, ids=" ".join)
+@each_quantiser
 def test_as_near_as_the_unpatched_model(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
-    chosen = [row for row in rows_of(rows, quantiser) if not is_refused(row)]
+    """And reopened, a fresh process computes what the saving one did, or the unpatched model isn't reopened either."""
+    chosen = rows_of(rows, quantiser)
     for row in chosen:
-        patched, control = row.answers["quantise", False], row.answers["quantise", True]
-        assert ("error" in patched) == ("error" in control), (row.name, patched, control)
-        if "error" not in patched:
-            assert patched["figure"] <= FACTOR * control["figure"] + 1e-12, (row.name, patched, control)
-    figures = [row.answers["quantise", False].get("figure", 0.0) for row in chosen]
+        patched, control = row.job["quantise"], row.control["quantise"]
+        assert isinstance(patched, float) == isinstance(control, float), row
+        assert isinstance(patched, str) or patched <= FACTOR * control + 1e-12, row
+        if isinstance(row.control["reopen"], float) and row.control["reopen"] < 1e-6:
+            assert isinstance(row.job["reopen"], float), row
+            assert row.job["reopen"] < 1e-6, row
+    figures = [row.job["quantise"] for row in chosen if isinstance(row.job["quantise"], float)]
     assert sum(figure > 1e-3 for figure in figures) >= 5  # of GPT-2 some packages quantise nothing
 
 
-@pytest.mark.parametrize("quantiser", QUANTISERS, ids=" ".join)
-def test_saved_and_reopened(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
-    """A fresh process computes what the saving one did, or the unpatched model isn't saved or reopened either."""
-    for row in rows_of(rows, quantiser):
-        if is_refused(row):
-            continue
-        saved, control = ((row.answers.get(("reopen", one)) or {}).get("figure") for one in (False, True))
-        if control is not None and control < 1e-6:
-            assert saved is not None, (row.name, row.answers)
-            assert saved < 1e-6, (row.name, saved)
-
-
-@pytest.mark.parametrize("quantiser", QUANTISERS, ids=" ".join)
+@each_quantiser
 def test_refused_where_layers_are_replaced(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
-    for row in rows_of(rows, quantiser):
-        if is_refused(row):
-            assert "is centred in every forward" in row.outcome("quantise", False)
-            assert "figure" in row.answers["quantise", True]  # control
-
-
-@pytest.mark.parametrize("quantiser", NOT_ON_A_CPU, ids=" ".join)
-def test_what_runs_on_no_cpu(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
-    """The table says that torchao's own int4 packings don't run: once one does, it belongs among the rows."""
-    for row in rows_of(rows, quantiser):
-        assert all("error" in row.answers["quantise", one] for one in (False, True)), row.name
+    for row in rows_of(rows, quantiser, refused=True):
+        assert "is centred in every forward" in row.job["quantise"]
+        assert isinstance(row.control["quantise"], float)  # control
 
 
 def test_what_a_quantised_checkpoint_says(rows: list[Row]) -> None:
     """It has the marker among its weights, and no fingerprint: the weights aren't numbers to compare."""
     for row in rows_of(rows, ("torchao", "int8", "transformers")):
-        folder = Path(row.jobs[False]["saved"])
-        if row.form == "plugin":
+        folder = Path(row.job["saved"])
+        if row.job["form"] == "plugin":
             assert "fingerprint" not in (folder / "config.json").read_text()
             assert MARKER in load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("quantiser", [one for one in QUANTISERS if one[1] in ("int8", "nf4")], ids=" ".join)
-def test_a_quantised_model_is_not_patched(quantiser: tuple[str, str, str], rows: list[Row], tmp_path: Path) -> None:
+def test_a_quantised_model_is_not_patched(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
+    """tests/core/test_bare.py has all calls that refuse it."""
     from quantisation_tool import quantised
 
-    from hfpatch import patch_model, plan_patch, repair, verify
-
-    row = next(row for row in rows_of(rows, quantiser) if row.host.family == "llama" and row.form == "plugin")
-    patched, control = (quantised(row.jobs[one]) for one in (False, True))
+    row = next(row for row in rows_of(rows, quantiser) if row.name.startswith("llama") and row.job["form"] == "plugin")
+    patched, control = (quantised(job) for job in (row.job, row.control))
     patched, control = (getattr(one, "_wrapped", one) for one in (patched, control))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(row.jobs[True]["folder"])
-    refused = [
-        lambda: patch_model(control, norm="dyt"),
-        lambda: plan_patch(control, pos="nope"),
-        lambda: repair(patched, reference, "self"),
-        lambda: export_model(patched, tmp_path / "remote", to="remote"),
-        lambda: export_model(patched, tmp_path / "native", to="native"),
-        lambda: verify(patched, reference),
-    ]
-    for call in refused:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(row.control["folder"])
+    for call in (lambda: patch_model(control, norm="dyt"), lambda: verify(patched, reference)):
         with pytest.raises(PatchError, match="quantized"):
             call()

@@ -63,7 +63,6 @@ def opened(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     again = folder / "again" / case["name"]
     model.save_pretrained(again)
     found = {
-        "class": type(model).__name__,
         "module": type(model).__module__,
         "difference": difference(outputs(model, case["inputs"]), case["outputs"]),
         "again": difference(outputs(load(again, case["auto"]), case["inputs"]), case["outputs"]),
@@ -84,34 +83,6 @@ def opened(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 # One model in many ways
-
-
-def probe_generation(model: Any, case: dict[str, Any]) -> Any:
-    ids = case["inputs"]["input_ids"]
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    found = [model.generate(ids, **options), model.generate(ids, use_cache=False, **options)]
-    found.append(model.generate(ids, cache_implementation="static", **options))
-    return [one.tolist() for one in found]
-
-
-def probe_beyond_the_old_length(model: Any, case: dict[str, Any]) -> Any:
-    ids = torch.arange(80)[None] % 90 + 5
-    return outputs(model, {"input_ids": ids})[0].sum().item()
-
-
-def probe_dtypes(model: Any, case: dict[str, Any]) -> Any:
-    half = load(case["folder"], case["auto"], dtype=torch.bfloat16)
-    direct = copy.deepcopy(model).to(torch.bfloat16)
-    rotary = half.transformer.h[0].attn.rotary_emb.inv_freq
-    same = difference(outputs(half, case["inputs"]), outputs(direct, case["inputs"]))
-    return {str(p.dtype) for p in half.parameters()} == {"torch.bfloat16"}, same, str(rotary.dtype)
-
-
-def probe_shards(model: Any, case: dict[str, Any]) -> Any:
-    folder = Path(case["folder"]).parent / "shards"
-    model.save_pretrained(folder, max_shard_size="20KB")
-    many = len(list(folder.glob("*.safetensors"))) > 3
-    return many, difference(outputs(load(folder, case["auto"]), case["inputs"]), case["outputs"])
 
 
 def probe_copies(model: Any, case: dict[str, Any]) -> Any:
@@ -144,24 +115,9 @@ def probe_opened_config(model: Any, case: dict[str, Any]) -> Any:
     return found
 
 
-def probe_missing_values(model: Any, case: dict[str, Any]) -> Any:
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(case["folder"]).parent / "missing"
-    model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    kept = {name: value for name, value in weights.items() if not name.endswith(".alpha")}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return sorted({module.alpha.item() for module in load(folder, case["auto"]).modules() if hasattr(module, "alpha")})
-
-
 def probe_pipeline(model: Any, case: dict[str, Any]) -> Any:
     generate = transformers.pipeline("text-generation", model=case["folder"], trust_remote_code=True)
     return generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-
-
-def probe_tokenizer(model: Any, case: dict[str, Any]) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(case["folder"])("w3 w9")["input_ids"]
 
 
 def probe_loading_info(model: Any, case: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from exported_models import HEADS, REQUESTS, build, own_scheme
 from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny, word_tokenizer
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.core.registry import NORMS, POSITIONS
+from hfpatch.core.registry import NORMS
 from hfpatch.errors import VerificationError
 from hfpatch.export import export_model, remote
 from hfpatch.export.modeling import FILE
@@ -94,42 +94,22 @@ def _spoilt(case: dict[str, Any], name: str, folder: Path, file: str, old: str, 
     return {**case, "name": name, "folder": str(folder / name)}
 
 
-@pytest.fixture(scope="module")
-def here(opened: dict[str, Any]) -> Any:
-    """The probed model as hfpatch opens it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(opened["probed"]["folder"])
-
-
 EXPECTED: dict[str, Any] = {
-    "dtypes": [True, 0.0, "torch.float32"],
-    "shards": [True, 0.0],
     "copies": [0.0, 0.0],
     "from_config": [pytest.approx(0.4), 0.0, 9],
     "opened_config": [0.0] * 4,
-    "missing_values": [pytest.approx(0.4)],
-    "tokenizer": [3, 9],
     "loading_info": True,
     "without_trust": [True] * 6,
     "host_with_patched_config": [True, "opened"],
 }
 
 
-@pytest.mark.parametrize("request_", [{"pos": "nope"}, {"norm": "layer"}], ids=str)
-@pytest.mark.parametrize("form", ["plugin", "remote"])
-def test_no_registry_knows_the_architecture(form: str, request_: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "options"), [("plugin", {}), ("remote", {"verify": False})])
+def test_no_registry_knows_the_architecture(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Converters and servers that go by the name in config.json would take the host's class, which has all weights."""
-    model = patch(tiny("llama", "AutoModelForCausalLM"), **request_)
-    assert hasattr(transformers, host_class(type(model)).__name__)  # control
-    if form == "remote":
-        export_model(model, tmp_path, "remote", verify=False)
-    else:
-        model.save_pretrained(tmp_path)
-    (name,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    export_model(patch(tiny("llama", "AutoModelForCausalLM"), pos="nope"), tmp_path / form, form, **options)
+    (name,) = json.loads((tmp_path / form / "config.json").read_text())["architectures"]
     assert name == "HfpatchLlamaForCausalLM"
-    answer = getattr(
-        transformers, name, None
-    )  # what looks it up there gets the patched class, where hfpatch is imported
-    assert answer is None or (answer.hfpatch_model and answer is not host_class(answer))
 
 
 @pytest.mark.slow
@@ -170,46 +150,27 @@ class TestWithoutHfpatch:
         """It isn't there when the checkpoint is opened."""
         found = opened["cases"]["third party"]
         assert (found["difference"], found["again"]) == (0, 0)
-        written = Path(opened["probed"]["folder"]).parent / "third party"
-        text = (written / "own_norm_of_a_test.py").read_text()
-        assert "def half(h)" in text
-        assert "FACTOR = 2.0" in text
-        assert "from .norms import AffineNorm" in text
-        assert "from .own_norm_of_a_test import" in (written / FILE).read_text()
-        assert not (written / "own_norm_of_a_test_scheme.py").exists()
 
     def test_other_heads_open(self, opened: dict[str, Any]) -> None:
-        assert all(found["hidden"] == 0 for found in opened["cases"].values() if found["heads"])
         heads = {name: found["heads"] for name, found in opened["cases"].items() if found["heads"]}
-        assert len(heads) == len(WITH_HEADS)
-        assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
-        assert heads["llama-dyt"]["AutoModelForTokenClassification"] == "LlamaForTokenClassification"
-        assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
         assert all("AutoModel" in found for found in heads.values())
-
-    def test_hfpatch_was_never_imported(self, opened: dict[str, Any]) -> None:
-        assert opened["imported"] == []
+        assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
+        assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
+        assert all(opened["cases"][name]["hidden"] == 0 for name in heads)
 
     def test_a_changed_line_is_seen(self, opened: dict[str, Any]) -> None:
-        """Controls: what is compared goes through the file, and nothing there can import hfpatch."""
+        """Controls: what is compared goes through the file, and nothing there can import hfpatch, or did."""
+        assert opened["imported"] == []
         assert opened["controls"]["another norm"] > 1e-3
         assert "hfpatch must not be needed here" in opened["controls"]["an import"]
         assert opened["controls"]["nothing"] > 1e-3
-
-    def test_generation(self, opened: dict[str, Any], here: Any) -> None:
-        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-        expected = here.generate(opened["probed"]["inputs"]["input_ids"], **options).tolist()
-        assert opened["probes"]["generation"] == [expected] * 3
-
-    def test_inputs_beyond_the_old_length(self, opened: dict[str, Any], here: Any) -> None:
-        ids = torch.arange(80)[None] % 90 + 5
-        assert opened["probes"]["beyond_the_old_length"] == outputs(here, input_ids=ids)[0].sum().item()
 
     @pytest.mark.parametrize("probe", EXPECTED)
     def test_one_model_in_many_ways(self, probe: str, opened: dict[str, Any]) -> None:
         assert opened["probes"][probe] == EXPECTED[probe]
 
-    def test_pipelines(self, opened: dict[str, Any], here: Any) -> None:
+    def test_pipelines(self, opened: dict[str, Any]) -> None:
+        here = transformers.AutoModelForCausalLM.from_pretrained(opened["probed"]["folder"])
         generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
         expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
         assert opened["probes"]["pipeline"] == expected
@@ -286,12 +247,3 @@ def test_another_files_classes_stay_in_a_config() -> None:
     stored = {"auto_map": {"AutoModel": "me/it--modeling_hfpatch.A", "AutoConfig": "other.B"}, "x": 1}
     assert without_remote_code(stored) == {"auto_map": {"AutoConfig": "other.B"}, "x": 1}
     assert without_remote_code({"auto_map": {"AutoModel": "modeling_hfpatch.A"}}) == {}
-
-
-def test_every_scheme_is_tried() -> None:
-    """A scheme that joins hfpatch joins these tests."""
-    tried = [scheme for request in REQUESTS.values() for scheme in request.values()]
-    names = {
-        str(scheme).partition(":")[0] if isinstance(scheme, str) else getattr(scheme, "name", None) for scheme in tried
-    }
-    assert set(NORMS) | set(POSITIONS) <= names

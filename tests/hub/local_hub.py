@@ -1,15 +1,14 @@
 """A Hub for tests: an HTTP server that speaks to the genuine client, with faults to order.
 
-Two listeners, as in the world outside: the Hub itself, and the storage that large files are sent to and fetched from by
-links that need no token. The shapes of requests and replies are those that huggingface_hub sends and reads. What the
-server doesn't know is answered 404 and noted in `unexpected`, which every test asserts to be empty.
+The shapes of requests and replies are those that huggingface_hub sends and reads, but that large files lie beside the
+others, not in a storage of their own. What the server doesn't know is answered 404 and noted in `unexpected`, which
+every test asserts to be empty.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -28,10 +27,8 @@ class Fault:
     """Something that goes wrong with requests whose "METHOD path" fits a pattern.
 
     Attributes:
-        status: answer this instead of doing it; with `late`, after doing it.
+        status: answer this instead of doing it.
         drop: "before" reads a part of the body and closes the connection; "after" does what was asked and closes it.
-        cut: send only so many bytes of the body; the length says how many there should be.
-        spoil: large files arrive with a byte flipped.
         before: is called first.
         skip, times: let so many pass, then act on so many.
         headers: of the answer.
@@ -39,23 +36,12 @@ class Fault:
 
     pattern: str
     status: int | None = None
-    late: bool = False
     drop: str | None = None
-    cut: int | None = None
-    spoil: bool = False
     before: Callable[[], None] | None = None
     skip: int = 0
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
     hits: int = 0
-
-
-@dataclass(frozen=True)
-class Request:
-    host: str  # "hub" or "storage"
-    line: str  # "METHOD path"
-    status: int
-    token: bool
 
 
 class LocalHub:
@@ -65,36 +51,25 @@ class LocalHub:
         self.users = users  # by token: the name, and "write" or "read"
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
-        self.requests: list[Request] = []
+        self.requests: list[str] = []  # "METHOD path"
         self.unexpected: list[str] = []
         self.waits: list[float] = []  # the seconds that the client, in this process, wanted to sleep
-        self.links: dict[str, tuple[Repo, str]] = {}  # storage links: (repository, sha256)
-        self.before_commit: Callable[[Repo], None] | None = None
-        self.page = 1000  # entries of a file listing
-        self._servers = {host: self._listener(host) for host in ("hub", "storage")}
-        self.url = f"http://127.0.0.1:{self._servers['hub'].server_port}"
-        self.storage = f"http://localhost:{self._servers['storage'].server_port}"  # older clients go by the name alone
-
-    def _listener(self, host: str) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "host": host}))
-        server.daemon_threads = True
-        return server
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> LocalHub:
-        for server in self._servers.values():
-            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers.values():
-            server.shutdown()
-            server.server_close()
+        self._server.shutdown()
+        self._server.server_close()
 
     def reset(self) -> None:
         """Without faults and memories of requests; repositories stay."""
         for noted in (self.faults, self.requests, self.unexpected, self.waits):
             noted.clear()
-        self.page, self.before_commit = 1000, None
 
     def fault(self, pattern: str, **how: Any) -> Fault:
         """Order a fault; it stays until it has acted `times` times."""
@@ -109,14 +84,9 @@ class LocalHub:
                     return fault
         return None
 
-    def count(self, pattern: str, status: int | None = None) -> int:
-        """How many requests "METHOD path" fit, of those answered with `status`."""
-        return sum(bool(re.search(pattern, one.line)) for one in self.requests if status in (None, one.status))
-
-    def link(self, repo: Repo, sha256: str) -> str:
-        key = secrets.token_hex(8)
-        self.links[key] = repo, sha256
-        return key
+    def count(self, pattern: str) -> int:
+        """How many requests "METHOD path" fit."""
+        return sum(bool(re.search(pattern, line)) for line in self.requests)
 
 
 class _DroppedError(Exception):
@@ -138,8 +108,6 @@ def _json(value: Any, status: int = 200, **headers: str) -> _Reply:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
-    host: str
-    fault: Fault | None
 
     def log_message(self, *_: object) -> None:
         """Silent; requests are kept in `LocalHub.requests`."""
@@ -147,45 +115,34 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         address = urlsplit(self.path)
         self.route, self.query = address.path, {name: values[0] for name, values in parse_qs(address.query).items()}
-        line = f"{self.command} {self.route}"
-        self.fault, self.body = self.hub.due(line), b""
-        reply = None
+        line, self.body = f"{self.command} {self.route}", b""
+        self.hub.requests.append(line)
         try:
-            reply = self._answer()
+            self._send(self._answer(self.hub.due(line) or Fault("")))
         except _DroppedError:
-            pass
+            self._hang_up()
         except RefusedError as refused:
             code = {"X_Error_Code": refused.code} if refused.code else {}
-            reply = _json({"error": refused.message}, refused.status, X_Error_Message=refused.message, **code)
-        status = 0 if reply is None else reply.status
-        self.hub.requests.append(Request(self.host, line, status, "Authorization" in self.headers))
-        if reply is None:
-            self._hang_up()
-        else:
-            self._send(reply)
+            self._send(_json({"error": refused.message}, refused.status, X_Error_Message=refused.message, **code))
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request  # noqa: N815
 
-    def _answer(self) -> _Reply:
-        fault = self.fault or Fault("")
+    def _answer(self, fault: Fault) -> _Reply:
         if fault.before:
             fault.before()
         self._read(half=fault.drop == "before")
         if fault.drop == "before":
             raise _DroppedError
-        broken = _Reply(
-            fault.status or 500, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers
-        )
-        if fault.status and not fault.late:
-            return broken
-        for method, pattern, action in _STORAGE if self.host == "storage" else _HUB:
+        if fault.status:
+            return _Reply(fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers)
+        for method, pattern, action in _ROUTES:
             match = re.fullmatch(pattern, self.route) if self.command in method.split("|") else None
             if match:
                 reply = action(self, **{name: unquote(value) for name, value in match.groupdict(default="").items()})
                 if fault.drop == "after":
                     raise _DroppedError
-                return broken if fault.late else reply
-        self.hub.unexpected.append(f"{self.host}: {self.command} {self.path}")
+                return reply
+        self.hub.unexpected.append(f"{self.command} {self.path}")
         return _json({"error": "Not Found"}, 404)
 
     def _read(self, half: bool = False) -> None:
@@ -205,12 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.fault and self.fault.cut is not None:
-            self.wfile.write(reply.body[: self.fault.cut])
-            self._hang_up()
-        else:
+        if self.command != "HEAD":
             self.wfile.write(reply.body)
 
     def _hang_up(self) -> None:
@@ -276,17 +228,12 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, id: str, rev: str, path: str = "") -> _Reply:
         if path:  # the client looks for folders that no model of these tests has
             raise RefusedError(404, f"{path} does not exist on {rev}", "EntryNotFound")
-        commit, start = self.readable(id).resolve(rev), int(self.query.get("cursor", 0))
-        listed = []
+        commit, listed = self.readable(id).resolve(rev), []
         for path, blob in sorted(commit.files.items()):
             size = len(blob.content)
             lfs = {"lfs": {"oid": blob.sha256, "size": size, "pointerSize": 130}} if blob.sha256 else {}
             listed.append({"type": "file", "oid": blob.oid, "size": size, "path": path, **lfs})
-        reply = _json(listed[start : start + self.hub.page])
-        if (following := start + self.hub.page) < len(listed):
-            url = f"{self.hub.url}{urlsplit(self.path).path}?recursive=True&cursor={following}"
-            reply.headers["Link"] = f'<{url}>; rel="next"'
-        return reply
+        return _json(listed)
 
     def branch(self, id: str, rev: str) -> _Reply:
         repo = self.writable(id)
@@ -312,29 +259,18 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.writable(id, pull_request=True)
         objects = []
         for one in json.loads(self.body)["objects"]:
-            key = self.hub.link(repo, one["oid"])
-            upload = {"href": f"{self.hub.storage}/upload/{key}", "header": {}}
-            verify = {"href": f"{self.hub.url}/verify/{key}", "header": {}}
-            actions = {} if one["oid"] in repo.objects else {"actions": {"upload": upload, "verify": verify}}
+            upload = {"href": f"{self.hub.url}/{id}/upload/{one['oid']}", "header": {}}
+            actions = {} if one["oid"] in repo.objects else {"actions": {"upload": upload}}
             objects.append({"oid": one["oid"], "size": one["size"], "authenticated": True, **actions})
         return _json({"transfer": "basic", "objects": objects})
 
-    def put(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        spoilt = self.fault is not None and self.fault.spoil
-        repo.arrived[sha256] = self.body[:-1] + bytes([self.body[-1] ^ spoilt])
+    def put(self, id: str, sha256: str) -> _Reply:
+        self.hub.repos[id].store(sha256, self.body)
         return _Reply()
-
-    def verified(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        repo.verify(sha256)
-        return _json({"success": True})
 
     def commit(self, id: str, rev: str) -> _Reply:
         create_pr = "create_pr" in self.query
         repo = self.writable(id, create_pr)
-        if self.hub.before_commit:
-            self.hub.before_commit(repo)
         commit, ref = repo.commit(rev, [json.loads(line) for line in self.body.splitlines()], create_pr)
         url = f"{self.hub.url}/{id}"
         pull_request = {"pullRequestUrl": f"{url}/discussions/{ref.rpartition('/')[2]}"} if create_pr else {}
@@ -343,27 +279,17 @@ class _Handler(BaseHTTPRequestHandler):
     # A pull
 
     def resolve(self, id: str, rev: str, path: str) -> _Reply:
-        repo = self.readable(id)
-        commit = repo.resolve(rev)
+        commit = self.readable(id).resolve(rev)
         known = {"X-Repo-Commit": commit.oid}
         if (blob := commit.files.get(path)) is None:
             reply = _json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
             return _Reply(reply.status, reply.body, reply.headers | known)
-        size = str(len(blob.content))
-        if blob.sha256 is None:
-            return _Reply(200, blob.content, {**known, "ETag": f'"{blob.oid}"'})
-        linked = {"X-Linked-Size": size, "X-Linked-ETag": f'"{blob.sha256}"', "ETag": f'"{blob.oid}"'}
-        link = f"{self.hub.storage}/download/{self.hub.link(repo, blob.sha256)}"
-        return _Reply(302, b"", {**known, **linked, "Location": link})
-
-    def download(self, key: str) -> _Reply:
-        repo, sha256 = self.hub.links[key]
-        return _Reply(200, repo.objects[sha256], {"ETag": f'"{sha256}"'})
+        return _Reply(200, blob.content, {**known, "ETag": f'"{blob.sha256 or blob.oid}"'})
 
 
 _ID = r"(?P<id>[^/]+/[^/]+)"
 _API = rf"/api/models/{_ID}"
-_HUB: list[tuple[str, str, Callable[..., _Reply]]] = [
+_ROUTES: list[tuple[str, str, Callable[..., _Reply]]] = [
     ("GET", r"/api/whoami-v2", _Handler.whoami),
     ("POST", r"/api/repos/create", _Handler.create),
     ("POST", r"/api/validate-yaml", _Handler.validate),
@@ -373,11 +299,7 @@ _HUB: list[tuple[str, str, Callable[..., _Reply]]] = [
     ("POST", rf"{_API}/branch/(?P<rev>[^/]+)", _Handler.branch),
     ("POST", rf"{_API}/preupload/(?P<rev>[^/]+)", _Handler.preupload),
     ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", _Handler.batch),
-    ("POST", r"/verify/(?P<key>\w+)", _Handler.verified),
     ("POST", rf"{_API}/commit/(?P<rev>[^/]+)", _Handler.commit),
+    ("PUT", rf"/{_ID}/upload/(?P<sha256>\w+)", _Handler.put),
     ("GET|HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler.resolve),
-]
-_STORAGE: list[tuple[str, str, Callable[..., _Reply]]] = [
-    ("PUT", r"/upload/(?P<key>\w+)", _Handler.put),
-    ("GET|HEAD", r"/download/(?P<key>\w+)", _Handler.download),
 ]

@@ -1,10 +1,9 @@
-"""The Hub's side of git, in memory: repositories, commits, branches, and large files that count only once verified."""
+"""The Hub's side of git, in memory: repositories, commits, branches, and large files that are what they are called."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,18 +45,15 @@ class Repo:
     """A repository. `moves` keeps where each ref ever pointed, so that a half commit can't hide.
 
     Attributes:
-        objects: content of large files by sha256, once verified.
-        arrived: the same as it came, not yet verified.
+        objects: content of large files by sha256.
     """
 
     id: str
     private: bool = False
     objects: dict[str, bytes] = field(default_factory=dict)
-    arrived: dict[str, bytes] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     moves: list[tuple[str, str]] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self.push("initial commit", {name: Blob(content) for name, content in INITIAL.items()})
@@ -87,26 +83,23 @@ class Repo:
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return {path: blob.content for path, blob in self.resolve(revision).files.items()}
 
-    def verify(self, sha256: str) -> None:
-        """Count a large file as here, if it is the one that its name says."""
-        with self.lock:
-            content = self.arrived.pop(sha256)
-            if hashlib.sha256(content).hexdigest() != sha256:
-                raise RefusedError(422, "Object has another size or sha256 than announced")
-            self.objects[sha256] = content
+    def store(self, sha256: str, content: bytes) -> None:
+        """Keep a large file, if it is the one that its name says."""
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise RefusedError(422, "Object has another size or sha256 than announced")
+        self.objects[sha256] = content
 
     def commit(self, branch: str, lines: list[dict[str, Any]], create_pr: bool = False) -> tuple[Commit, str]:
         """Carry a commit out as one step: all of its lines are read before the ref moves."""
-        with self.lock:
-            header, parent = lines[0]["value"], self.resolve(branch)
-            if not create_pr and not parent.oid.startswith(header.get("parentCommit") or ""):
-                raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
-            files = dict(parent.files)
-            for line in lines[1:]:
-                self.apply(line, files)
-            ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
-            ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in self.refs)}" if create_pr else ref
-            return self.push(header["summary"], files, ref), ref
+        header, parent = lines[0]["value"], self.resolve(branch)
+        if not create_pr and not parent.oid.startswith(header.get("parentCommit") or ""):
+            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(parent.files)
+        for line in lines[1:]:
+            self.apply(line, files)
+        ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
+        ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in self.refs)}" if create_pr else ref
+        return self.push(header["summary"], files, ref), ref
 
     def apply(self, line: dict[str, Any], files: dict[str, Blob]) -> None:
         value, path = line["value"], line["value"]["path"]

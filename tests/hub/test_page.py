@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +18,6 @@ from typer.testing import CliRunner
 
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
-from hfpatch.errors import OptionError
 from hfpatch.export import export_model
 from hfpatch.export.native import native_model
 from hfpatch.hub.changes import changed_modules, unpatched
@@ -29,7 +27,7 @@ from hfpatch.hub.page import write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.verification.report import LayerRow, ModuleRow, Report
 from hfpatch.verification.verify import verify
@@ -54,6 +52,8 @@ def tree_of(path: Path) -> ElementTree.Element:
     assert text.startswith("<!DOCTYPE html>\n")
     tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
     assert loaded(tree) == []
+    (policy,) = (one.get("content", "") for one in tree.iter("meta") if one.get("http-equiv"))
+    assert policy.startswith("default-src 'none';")
     return tree
 
 
@@ -122,21 +122,16 @@ def test_it_does_without_what_is_not_known(tmp_path: Path) -> None:
     assert "What verify measured" not in text
 
 
-@pytest.mark.parametrize("place", ["reference", "checkpoint", "module"])
-def test_names_stay_text(place: str, tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", HEAD), norm="rms")
-    how: dict[str, Any] = {"reference": HOSTILE}
-    if place == "checkpoint":
-        how = {"checkpoint": tmp_path / HOSTILE}
-        model.save_pretrained(tmp_path / HOSTILE)
-    if place == "module":
-        rows = [ModuleRow(HOSTILE, HOSTILE, HOSTILE, "converted", HOSTILE, HOSTILE)]
-        step = Step(HOSTILE, "norm", 1.0, 0.5, True, HOSTILE)
-        how = {"report": Report("GPT2LMHeadModel (norm=rms)", HOSTILE, HOSTILE, modules=rows, notes=[HOSTILE])}
-        how["repair"] = RepairReport(8, 1, HOSTILE, 1.0, 0.5, True, [step])
-    write_page(model, tmp_path / "x.html", **how)
+def test_names_stay_text(tmp_path: Path) -> None:
+    model, checkpoint = patch(tiny("gpt2", HEAD), norm="rms"), tmp_path / HOSTILE
+    model.save_pretrained(checkpoint)
+    rows = [ModuleRow(HOSTILE, HOSTILE, HOSTILE, "converted", HOSTILE, HOSTILE)]
+    report = Report("GPT2LMHeadModel (norm=rms)", HOSTILE, HOSTILE, modules=rows, notes=[HOSTILE])
+    repair = RepairReport(8, 1, HOSTILE, 1.0, 0.5, True, [Step(HOSTILE, "norm", 1.0, 0.5, True, HOSTILE)])
+    write_page(model, tmp_path / "x.html", checkpoint=checkpoint, reference=HOSTILE, report=report, repair=repair)
     text = words(tree_of(tmp_path / "x.html"))
-    assert (HOSTILE if place != "reference" else f"patch {shlex.quote(HOSTILE)}") in text
+    assert f"patch {shlex.quote(HOSTILE)} {shlex.quote(HOSTILE)}" in text
+    assert text.count(HOSTILE) > 9
     assert "<img" not in (tmp_path / "x.html").read_text()
 
 
@@ -163,7 +158,6 @@ def test_a_repair(tmp_path: Path) -> None:
     ("family", "request_", "reason"),
     [
         ("gpt2", {"norm": "rms", "pos": "rope"}, None),
-        ("convnext", {"norm": "layer"}, None),
         ("opt", {"norm": "deepnorm"}, "its norms stand elsewhere"),
         ("vit", {"mlp": "swiglu"}, "which the MLPs of ViTModel aren't"),
     ],
@@ -179,19 +173,6 @@ def test_a_native_export_is_offered_where_one_may_fit(
     if reason:
         with pytest.raises(UnsupportedError, match=re.escape(reason)):
             native_model(model)
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="isn't patched"):
-        write_page(tiny("gpt2"), tmp_path / "x.html")
-    model = patch(tiny("gpt2"), norm="rms")
-    with pytest.raises(OptionError, match=r"call the file x\.html, not x\.txt"):
-        write_page(model, tmp_path / "x.txt")
-    for title in ("GPT2Model", "GPT2Model (norm=dyt)", "GPT2Model (norm=rms, pos=rope)", "GPT2LMHeadModel (norm=rms)"):
-        with pytest.raises(OptionError, match=re.escape(f"is of {title}, and this model is GPT2Model (norm=rms).")):
-            write_page(model, tmp_path / "x.html", report=Report(title, "GPT2Model", "none"))
-    assert list(tmp_path.iterdir()) == []
-    write_page(model, tmp_path / "x.html", report=Report("GPT2Model (norm=rms)", "GPT2Model", "none"))  # control
 
 
 # Its parts
@@ -229,6 +210,12 @@ def test_sketch_of_a_pre_norm_model() -> None:
     assert before[1].pieces[1] == after[1].pieces[1]  # control: what the patch left alone
 
 
+def test_blocks_that_differ_are_drawn_apart() -> None:
+    found = sketched(patch(tiny("gpt2"), norm="dyt", only="h.0.*"))
+    norms = [(names, after[0].pieces[0].lines) for names, _, after in found.pairs]
+    assert norms == [("h.0", ("DynamicTanh(32)",)), ("h.1", ("LayerNorm(32)",))]
+
+
 @pytest.mark.parametrize(
     ("family", "request_", "first"),
     [
@@ -246,12 +233,6 @@ def test_sketch_of_a_pre_norm_model() -> None:
 )
 def test_sketches_of_other_placements(family: str, request_: dict[str, str], first: tuple[str, ...]) -> None:
     assert drawn(sketched(patch(tiny(family), **request_)))[0] == first
-
-
-def test_blocks_that_differ_are_drawn_apart() -> None:
-    found = sketched(patch(tiny("gpt2"), norm="dyt", only="h.0.*"))
-    assert [names for names, _, _ in found.pairs] == ["h.0", "h.1"]
-    assert [line[1] for line in drawn(found)[::2]] == ["DynamicTanh(32)", "LayerNorm(32)"]
 
 
 def test_what_branches_are_called() -> None:
@@ -287,6 +268,7 @@ def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) 
     patched = shutil.copytree(folders[0], tmp_path / "patched")
     for _ in range(2):  # its own page is replaced
         assert "hfpatch_report.html" in called("report", str(patched), str(folders[1]))
+    assert PAGE in read_checkpoint(patched).files  # a push takes it along
     text = words(tree_of(patched / PAGE))
     assert "What verify measured" in text
     assert "hfpatch patch original patched --norm rms" in text
@@ -308,7 +290,6 @@ def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) 
         (("{patched}", "--out", "{patched}/config.json"), "would replace"),
         (("{patched}", "--out", "page.txt"), "call the file page.html"),
         (("{patched}", "--text", "x.txt"), "--text is what a REFERENCE is compared on"),
-        (("{patched}", "--json", "{patched}/config.json"), "it has no version"),
         (("{patched}", "--json", "{other}"), "the report is of GPT2LMHeadModel (norm=dyt), and this model is GPT2LM"),
     ],
 )
@@ -353,37 +334,3 @@ def test_its_commands_make_the_checkpoint_again(
     assert set(again.config.hfpatch["edits"]) == set(model.config.hfpatch["edits"])
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-5)
-
-
-def test_a_push_takes_it_along(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    patched = shutil.copytree(folders[0], tmp_path / "patched")
-    assert PAGE not in read_checkpoint(patched).files
-    called("report", str(patched))
-    assert PAGE in read_checkpoint(patched).files
-
-
-# In a browser
-
-
-@pytest.mark.slow
-def test_a_browser_has_nothing_against_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no chromium")
-    called("report", str(folders[0]), str(folders[1]), "--out", str(tmp_path / "page.html"))
-    text = (tmp_path / "page.html").read_text()
-    (tmp_path / "bad.html").write_text(text.replace("</body>", "<script>1</script></body>"))
-    for name in ("page", "bad"):
-        options = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom")
-        profile = f"--user-data-dir={tmp_path / 'profile'}"
-        done = subprocess.run(
-            [browser, *options, profile, (tmp_path / f"{name}.html").as_uri()],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        assert "What the patch came to" in done.stdout
-        assert ("CONSOLE" in done.stderr) == (name == "bad"), (
-            done.stderr
-        )  # control: the page's own policy forbids scripts

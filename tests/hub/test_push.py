@@ -24,18 +24,17 @@ from hub_checks import (
 )
 from local_hub import LocalHub
 from local_store import Blob, Repo
-from sampled import slow_but
 from tiny_models import difference, load, tiny, word_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hfpatch import push_patched
 from hfpatch.cli import app
-from hfpatch.errors import HubError, OptionError
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.errors import HubError
 
 
 def test_a_folder_arrives_byte_for_byte_in_one_commit(hub: LocalHub, saved: Path, name: str) -> None:
+    """And the same push again makes none."""
     done = push_patched(saved, name)
     repo = hub.repos[name]
     require_identical(repo, saved)
@@ -49,16 +48,10 @@ def test_a_folder_arrives_byte_for_byte_in_one_commit(hub: LocalHub, saved: Path
     assert all(blob.sha256 for blob in weights)
     assert sorted(file.path for file in done.changed) == sorted([*digests(repo.files()), CARD])
     assert "Pushed" in str(done)
-    opened = outputs(name)
-    assert opened == outputs(saved) == outputs(name, revision=repo.head.oid)
-
-
-def test_the_same_push_again_makes_no_commit(hub: LocalHub, saved: Path, name: str) -> None:
-    first = push_patched(saved, name)
+    assert outputs(saved) == outputs(name, revision=repo.head.oid)
     hub.reset()
     again = push_patched(saved, name)
-    assert (again.changed, again.commit) == ([], first.commit)
-    assert commits(hub.repos[name]) == 1
+    assert (again.changed, again.commit) == ([], done.commit)
     assert hub.count("PUT |commit|preupload|batch") == 0
     assert "has these files already; no commit is made" in str(again)
 
@@ -93,10 +86,7 @@ def test_weights_of_an_earlier_push_dont_stay_behind(hub: LocalHub, saved: Path,
     assert "model.safetensors.index.json" in [file.path for file in back.changed]
 
 
-PLACES = [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}]
-
-
-@pytest.mark.parametrize("where", slow_but(PLACES, PLACES[:1]), ids=str)
+@pytest.mark.parametrize("where", [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}], ids=str)
 def test_other_places(hub: LocalHub, saved: Path, name: str, where: dict[str, str]) -> None:
     done = push_patched(saved, name, **where)
     repo, revision, folder = hub.repos[name], where.get("revision", "main"), where.get("subfolder")
@@ -137,7 +127,7 @@ def test_one_may_leave_ones_own_name_out(hub: LocalHub, saved: Path, name: str) 
 def test_a_dry_run_sends_nothing(hub: LocalHub, saved: Path, name: str) -> None:
     done = push_patched(saved, name, dry_run=True)
     assert name not in hub.repos
-    assert {one.line.split()[0] for one in hub.requests} <= {"GET", "HEAD"}
+    assert {line.split()[0] for line in hub.requests} <= {"GET", "HEAD"}
     assert done.commit is None
     for part in ("Would push", "a push would create it", f"{(saved / 'config.json').stat().st_size:,}"):
         assert part in str(done)
@@ -163,15 +153,6 @@ def test_a_tokenizer_travels_along(hub: LocalHub, saved: Path, name: str, tmp_pa
     assert str(tmp_path).encode() not in b"".join(hub.repos[name].files().values())
 
 
-def test_a_native_export(hub: LocalHub, name: str, tmp_path: Path) -> None:
-    tiny("gpt2", HEAD).save_pretrained(tmp_path / "stock")
-    push_patched(tmp_path / "stock", name, native=True)
-    repo = hub.repos[name]
-    require_identical(repo, tmp_path / "stock")
-    assert "With transformers alone" in repo.files()[CARD].decode()
-    assert "GPT2LMHeadModel" in repo.head.title
-
-
 @pytest.mark.parametrize("form", ["plugin", "native", pytest.param("remote", marks=pytest.mark.slow)])
 def test_a_model_in_memory_in_each_form(hub: LocalHub, name: str, form: str) -> None:
     model = made(norm=None)
@@ -190,7 +171,7 @@ def test_a_model_in_memory_in_each_form(hub: LocalHub, name: str, form: str) -> 
 
 
 @pytest.mark.slow
-def test_a_folder_in_another_form(hub: LocalHub, saved: Path, copied: Path, name: str) -> None:
+def test_a_folder_in_another_form(hub: LocalHub, copied: Path, name: str) -> None:
     word_tokenizer().save_pretrained(copied)
     (copied / CARD).write_text("# Mine\n")
     before = sent(copied)
@@ -199,36 +180,28 @@ def test_a_folder_in_another_form(hub: LocalHub, saved: Path, copied: Path, name
     assert {"modeling_hfpatch.py", "tokenizer.json", "model.safetensors"} <= {file.path for file in done.changed}
     files = hub.repos[name].files()
     assert "---\n# Mine\n" in files[CARD].decode()
-    assert outputs(name) == outputs(saved)
+    assert outputs(name) == outputs(copied)
     pulled = copied.with_name("pulled")
     pulled.mkdir()
     for path, content in files.items():
         (pulled / path).write_bytes(content)
     assert push_patched(pulled, name, form="remote").changed == []  # it has that form already
-    push_patched(pulled, f"{name}-plugin", form="plugin")
-    assert "modeling_hfpatch.py" not in hub.repos[f"{name}-plugin"].files()
-    assert outputs(f"{name}-plugin") == outputs(saved)
-
-
-def test_transformers_own_method_round_trips(hub: LocalHub, name: str) -> None:
-    model = made()
-    model.push_to_hub(name)
-    assert difference(model, load(name, HEAD)) == 0
-    assert commits(hub.repos[name]) == 1
-    assert b'"model_type": "hfpatch__install' in hub.repos[name].files()["config.json"]
 
 
 def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Path) -> None:
-    """With its digests; where the push fails, what was saved stays."""
+    """By either of its methods: with its digests; where the push fails, what was saved stays."""
     folder = tmp_path / name.partition("/")[2]
     hub.fault("POST .*/commit/", status=403)
     with pytest.raises(OSError, match="403"):
         made().save_pretrained(folder, push_to_hub=True)
     assert (folder / "model.safetensors").exists()
     hub.faults.clear()
-    made(seed=1).save_pretrained(folder, push_to_hub=True)
+    model = made(seed=1)
+    model.save_pretrained(folder, push_to_hub=True)
     assert digests(hub.repos[name].files()) == sent(folder)
     assert outputs(name, check_fingerprint="full") == outputs(folder, check_fingerprint="full")
+    model.push_to_hub(f"{name}-again")
+    assert difference(model, load(f"{name}-again", HEAD)) == 0
 
 
 # On the command line
@@ -269,12 +242,9 @@ def test_the_command_line_pushes_and_opens_by_repository_id(hub: LocalHub, name:
         ("me/refused", {"token": False}, "Invalid username or password"),
         ("me/refused", {"token": INVALID}, "Invalid credentials"),
         ("me/refused", {"token": READER}, "don't have the rights to create a model"),
-        ("other/refused", {}, "don't have the rights to create a model"),
-        ("datasets/me/refused", {}, "Repo id must be in the form"),
         ("me/re fused", {}, "Repo id must use alphanumeric chars"),
-        ("", {}, "Repo id must use alphanumeric chars"),
     ],
-    ids=lambda value: str(value).translate({ord(one): None for one in "{}'"}) if isinstance(value, str | dict) else "",
+    ids=["without a token", "a wrong token", "a token to read", "no name"],
 )
 def test_refusals_are_typed_and_change_nothing(
     hub: LocalHub, saved: Path, repo_id: str, options: dict[str, Any], says: str
@@ -285,21 +255,6 @@ def test_refusals_are_typed_and_change_nothing(
     assert str(caught.value).count("\n") == 0
     assert set(hub.repos) == before
     assert hub.waits == []
-
-
-@pytest.mark.parametrize("form", ["onnx", "native"])
-def test_a_form_that_there_isnt(hub: LocalHub, saved: Path, name: str, form: str) -> None:
-    error, says = (OptionError, "plugin, remote") if form == "onnx" else (UnsupportedError, "equals no architecture")
-    with pytest.raises(error, match=says):
-        push_patched(saved, name, form=form)
-    assert hub.requests == []
-
-
-def test_a_reader_of_an_existing_repository(hub: LocalHub, saved: Path, name: str) -> None:
-    push_patched(saved, name)
-    with pytest.raises(HubError):
-        push_patched(saved, name, license="mit", token=READER)
-    assert commits(hub.repos[name]) == 1
 
 
 @pytest.mark.parametrize("end", ["\n", f" {OTHER}", "\u00e9"], ids=["a line break", "a blank", "an accent"])
