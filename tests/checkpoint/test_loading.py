@@ -82,7 +82,7 @@ def test_a_block_on_disk(model: Any, saved: Path, tmp_path: Path) -> None:
     ("family", "auto", "request_", "form"),
     [
         ("gpt2", CAUSAL, {"norm": "rms", "pos": "rope"}, "plugin"),
-        ("gpt2", CAUSAL, {"norm": "rms", "pos": "rope"}, "remote"),
+        pytest.param("gpt2", CAUSAL, {"norm": "rms", "pos": "rope"}, "remote", marks=pytest.mark.slow),
         ("gpt2", CAUSAL, {"norm": "rms", "pos": "rope"}, "native"),
         ("t5", "AutoModelForSeq2SeqLM", {"norm": "dyt"}, "plugin"),
     ],

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel
 
-from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.rope import RoPE
 
@@ -94,11 +93,6 @@ def edit(value: str, place: str = "ln_f") -> Damage:
     return config(lambda settings: settings["hfpatch"]["edits"].append(f"{place} = {value}"))
 
 
-def asked(value: str, option: str = "theta") -> Damage:
-    """Another request in the patch record."""
-    return entry(request=[{"pos": f"rope:{option}={value}"}])
-
-
 def rope(value: str, option: str = "theta") -> Damage:
     """The edit that puts the rotary embeddings in, with another option."""
 
@@ -127,7 +121,6 @@ def twice(stored: str) -> str:
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
 
 
-ASKED = "request 0 of its patch record can't be read here"
 UNREAD = "can't be read"
 RUN = "__import__('os').system('true')"
 NUMBERS = ("1e400", "Infinity", "NaN", "9" * 5000, nested(400), nested(9_000))
@@ -167,6 +160,18 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
         "unknown or missing",
     ),
     "a record twice": (text(twice), CheckpointError, "has version 99"),
+    **{
+        f"architectures {value!r}": (setting(architectures=value), CheckpointError, "architectures")
+        for value in ("x", [5], {"x": 1}, [None])
+    },
+    **{  # refused before a model of that family is built, of whatever size
+        f"a record of {base}": (entry(base_model_type=base), CheckpointError, rf"'{base}'.*'gpt2'")
+        for base in ("gpt_neo", "bert", "openai-gpt")
+    },
+    **{
+        f"auto_map {value!r}": (setting(auto_map=value), CheckpointError, "auto_map")
+        for value in ("x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]})
+    },
     "weights that are pickled": (setting(transformers_weights="adapter_model.bin"), CheckpointError, "names 'adapter"),
     "weights elsewhere": (setting(transformers_weights="../x.safetensors"), CheckpointError, "names '../x.safe"),
     "weights at the root": (setting(transformers_weights="/x.safetensors"), CheckpointError, "names '/x.safe"),
@@ -198,26 +203,6 @@ def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: P
     assert files(tmp_path) == before
 
 
-REQUESTS: dict[str, tuple[Damage, str]] = {
-    "theta infinite": (asked("Infinity"), f"{ASKED}.*not inf"),
-    **{f"theta {value:.20}": (asked(value), ASKED) for value in ("NaN", "9" * 4000, "9" * 5000, nested(50))},
-    "theta nested deeply": (asked(nested(100_000)), "nested too deeply|request 0"),
-    **{f"scaling {value:.20}": (asked(value, "scaling"), ASKED) for value in (RUN, '{"rope_type": [[[]]]}')},
-    "max_positions of 4,000 digits": (asked("9" * 4000, "max_positions"), ASKED),
-    "a scheme by its path": (entry(request=[{"norm": "os.path"}]), "no norm called 'os.path'"),
-}
-
-
-@pytest.mark.parametrize(("damage", "says"), REQUESTS.values(), ids=REQUESTS)
-def test_requests(damage: Damage, says: str, folder: Path) -> None:
-    """What was asked for is read when a model is patched again; to open it, edits are enough."""
-    damage(folder)
-    model = AutoModel.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        plan_patch(model, norm="rms")
-    assert len(str(caught.value)) < 1000
-
-
 def test_the_control_of_configs(folder: Path) -> None:
     original = AutoModel.from_pretrained(folder)
     same = rope("300.0, scaling={'rope_type': 'linear', 'factor': 2.0}")
@@ -240,10 +225,6 @@ def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
     return damage
 
 
-def all_in(file: Any) -> Damage:
-    return index(lambda stored: stored["weight_map"].update(dict.fromkeys(stored["weight_map"], file)))
-
-
 def first_in(file: Any) -> Damage:
     return index(lambda stored: stored["weight_map"].update({min(stored["weight_map"]): file}))
 
@@ -260,7 +241,6 @@ OUTSIDE: tuple[Any, ...] = (
 )
 INDEXES: dict[str, tuple[Damage, str]] = {
     **{f"names {name!r}": (first_in(name), ELSEWHERE) for name in OUTSIDE},
-    "far out of the folder": (all_in("../../../../etc/passwd"), ELSEWHERE),
     "with an empty weight_map": (index(lambda s: s["weight_map"].clear()), "names '' as weights"),
     "without weight_map": (index(lambda stored: {"metadata": {}}), r"index\.json can't be read \(KeyError\)"),
     "without metadata": (index(lambda s: {"weight_map": s["weight_map"]}), r"index\.json can't be read \(KeyError\)"),
@@ -299,53 +279,38 @@ def test_the_control_of_indexes(saved: Path, tmp_path: Path) -> None:
     """What else an index says decides nothing: tensors are read from the files that it names."""
     folder = copied(saved, tmp_path, "shards")
     original = AutoModel.from_pretrained(saved / "one")
+    index(in_the_wrong_shard)(folder)
     index(lambda stored: stored["metadata"].update(more=1))(folder)
-    for harmless in (in_the_wrong_shard, lambda s: s["weight_map"].update(more=min(s["weight_map"].values()))):
-        index(harmless)(folder)
-        assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    # shards that are links, as in the cache of the Hub's client
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):  # become links, as in the cache of the Hub's client
         blob = tmp_path / f"blob-{path.name[:11]}"
         path.rename(blob)
         path.symlink_to(blob)
     assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    inner = Path(shutil.copytree(saved / "shards", tmp_path / "outer/inner"))
-    assert difference(AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner"), original) < 1e-5
-    first_in("../x.safetensors")(inner)
-    with pytest.raises(CheckpointError, match=ELSEWHERE):
-        AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner")
 
 
-def test_an_index_of_a_variant(saved: Path, tmp_path: Path) -> None:
+def test_an_index_in_a_subfolder_and_of_a_variant(saved: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(saved / "one")
-    model.save_pretrained(tmp_path, max_shard_size="20KB", variant="fp16")
-    assert difference(AutoModel.from_pretrained(tmp_path, variant="fp16"), model) < 1e-5
-    path = tmp_path / "model.safetensors.index.fp16.json"
-    stored = json.loads(path.read_text())
-    stored["weight_map"]["ln_f.alpha"] = "../x.safetensors"
-    path.write_text(json.dumps(stored))
+    model.save_pretrained(tmp_path / "inner", max_shard_size="20KB", variant="fp16")
+    options = {"subfolder": "inner", "variant": "fp16"}
+    assert difference(AutoModel.from_pretrained(tmp_path, **options), model) < 1e-5
+    path = tmp_path / "inner/model.safetensors.index.fp16.json"
+    path.write_text(path.read_text().replace("model.fp16-00001", "../model.fp16-00001"))
     with pytest.raises(CheckpointError, match=ELSEWHERE):
-        AutoModel.from_pretrained(tmp_path, variant="fp16")
-
-
-def cached(saved: Path, cache: Path) -> Path:
-    """A repository as it lies in the cache of the Hub's client."""
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = Path(shutil.copytree(saved / "shards", cache / f"models--me--patched/snapshots/{revision}"))
-    (cache / "models--me--patched/refs").mkdir()
-    (cache / "models--me--patched/refs/main").write_text(revision)
-    return snapshot
+        AutoModel.from_pretrained(tmp_path, **options)
 
 
 @pytest.mark.parametrize("to", ["../../../outside.safetensors", "pytorch_model.bin"])
 def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) -> None:
-    snapshot = cached(saved, tmp_path)
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = Path(shutil.copytree(saved / "shards", tmp_path / f"models--me--patched/snapshots/{revision}"))
+    (tmp_path / "models--me--patched/refs").mkdir()
+    (tmp_path / "models--me--patched/refs/main").write_text(revision)
     options = {"cache_dir": tmp_path, "local_files_only": True}
     original = AutoModel.from_pretrained("me/patched", **options)
     assert difference(original, AutoModel.from_pretrained(saved / "one")) < 1e-5
     shutil.copy(saved / "one/model.safetensors", (snapshot / to).resolve())
-    all_in(to)(snapshot)
-    for more in ({}, {"revision": snapshot.name}, {"revision": "main"}):
+    index(lambda stored: stored["weight_map"].update(dict.fromkeys(stored["weight_map"], to)))(snapshot)
+    for more in ({}, {"revision": revision}, {"revision": "main"}):
         with pytest.raises(CheckpointError, match=ELSEWHERE):
             AutoModel.from_pretrained("me/patched", **options, **more)
 
@@ -353,18 +318,10 @@ def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) 
 # Headers of safetensors files
 
 
-def headed(header: bytes) -> Callable[[bytes], bytes]:
-    """Another header before the same tensors."""
-    return lambda data: len(header).to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :]
-
-
 # what safetensors makes of other headers is its own matter
 HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "a shape that doesn't fit": lambda data: data.replace(b'"shape":[1]', b'"shape":[9]'),
-    "an unknown dtype": lambda data: data.replace(b'"F32"', b'"PKL"'),
     "a huge length": lambda data: bytes(7) + b"@" + data[8:],
-    "nested deeply": headed(b'{"a":' * 50_000 + b"}" * 50_000),
-    "not UTF-8": headed(b'{"\xff\xfe": {}}'),
     "empty": lambda data: b"",
     "cut in the header": lambda data: data[:100],
     "cut by one byte": lambda data: data[:-1],
@@ -392,8 +349,9 @@ def test_headers(damage: Callable[[bytes], bytes], kind: str, saved: Path, tmp_p
 def test_a_shard_that_isnt_there(damage: Callable[[Path], Any], saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path, "shards")
     damage(victim := sorted(folder.glob("*.safetensors"))[1])
-    with pytest.raises(CheckpointError, match=f"{victim.name} is missing"):
-        AutoModel.from_pretrained(folder)
+    for check in (True, "full"):
+        with pytest.raises(CheckpointError, match=r"\(missing\)" if check == "full" else f"{victim.name} is missing"):
+            AutoModel.from_pretrained(folder, check_fingerprint=check)
 
 
 # Pickles
@@ -463,29 +421,3 @@ def test_tensors_of_another_dtype_and_shape(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError):
         AutoModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("architectures", ["x", [5], {"x": 1}, [None]], ids=repr)
-def test_malformed_architectures(architectures: Any, folder: Path) -> None:
-    setting(architectures=architectures)(folder)
-    for opener in (AutoConfig, AutoModel):
-        with pytest.raises(CheckpointError, match="architectures"):
-            opener.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("base", ["gpt_neo", "bert", "openai-gpt"])
-def test_another_familys_record(base: str, folder: Path) -> None:
-    """Refused before a model of that family is built, of whatever size."""
-    path = folder / "config.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, "hfpatch": {**stored["hfpatch"], "base_model_type": base}}))
-    for opener in (AutoConfig, AutoModel):
-        with pytest.raises(CheckpointError, match=rf"'{base}'.*'gpt2'"):
-            opener.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("auto_map", ["x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]}], ids=repr)
-def test_a_malformed_auto_map(auto_map: Any, folder: Path) -> None:
-    setting(auto_map=auto_map)(folder)
-    with pytest.raises(CheckpointError, match="auto_map"):
-        AutoConfig.from_pretrained(folder)
