@@ -14,10 +14,10 @@ import torch
 import zoo
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sampled import sampled, slow_but
+from sampled import sampled
 from tiny_models import patch, tiny
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 import hfpatch
@@ -30,34 +30,14 @@ from hfpatch.measure.outputs import outputs_of
 CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
 CASES = {
     "an exact norm under a tied head": ("gpt2", CAUSAL, "--norm rms"),
-    "another norm": ("gpt2", CAUSAL, "--norm dyt --calibration none"),
-    "a table that goes": ("gpt2", CAUSAL, "--pos rope --calibration none"),
-    "gates": ("gpt2", CAUSAL, "--mlp swiglu --calibration none"),
     "gates with fresh weights": ("gpt2", CAUSAL, "--mlp swiglu --init reset"),
     "scaled branches": ("gpt2", CAUSAL, "--norm deepnorm --calibration none"),
-    "norms that are added": ("gpt2", CAUSAL, "--placement sandwich --init copy --calibration none"),
-    "an untied head": ("llama", CAUSAL, "--norm dyt --calibration none"),
-    "no positions": ("llama", CAUSAL, "--pos nope --calibration none"),
-    "the base alone": ("llama", CAUSAL, "--norm dyt --calibration none --head AutoModel"),
-    "norms after norms": ("bert", MASKED, "--norm rms"),
-    "an encoder's table": ("bert", MASKED, "--pos rope"),
-    "an encoder-decoder": ("t5", SEQ2SEQ, "--norm dyt --calibration none"),
-    "relative positions": ("t5", SEQ2SEQ, "--pos rope --calibration none"),
-    "norms and positions": ("opt", CAUSAL, "--norm rms --pos rope --calibration none"),
-    "a longer table": ("opt", CAUSAL, "--pos learned:max_positions=128 --calibration none"),
-    "merged experts": ("mixtral", CAUSAL, "--norm dyt --calibration none"),
     "a repair": ("gpt2", CAUSAL, "--norm dyt --sequences 4 --length 8"),
-}
-
-DEFAULT = {
-    "an exact norm under a tied head",
-    "another norm",
-    "gates",
-    "an untied head",
-    "norms after norms",
-    "an encoder-decoder",
-    "norms and positions",
-    "merged experts",
+    "the base alone": ("llama", CAUSAL, "--norm dyt --calibration none --head AutoModel"),
+    "norms after norms": ("bert", MASKED, "--norm rms --pos rope"),
+    "relative positions": ("t5", SEQ2SEQ, "--norm dyt --pos rope --calibration none"),
+    "a longer table": ("opt", CAUSAL, "--norm rms --pos learned:max_positions=128 --calibration none"),
+    "merged experts": ("mixtral", CAUSAL, "--norm dyt --calibration none"),
 }
 
 
@@ -97,7 +77,7 @@ def in_files(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if isinstance(parameter, StoredTensor)]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, DEFAULT))
+@pytest.mark.parametrize("case", CASES)
 def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, head, options = CASES[case]
     model = zoo.tiny(family, auto_class=head)[0] if family == "mixtral" else tiny(family, head)
@@ -265,13 +245,10 @@ def test_a_missing_shard_is_named_before_anything_is_written(tmp_path: Path) -> 
 
 
 LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
-    "of the body": ("gpt2", CAUSAL, "transformer.h.0.mlp.*", {}, ""),
     "of the body, under another head": ("gpt2", CAUSAL, "transformer.h.0.mlp.*", {}, "AutoModelForTokenClassification"),
-    "of the base alone": ("gpt2", CAUSAL, "*h.0.mlp.*", {}, "AutoModel"),
     "of a body that nothing says the class of": ("gpt2", "AutoModel", "h.0.mlp.*", {"architectures": None}, ""),
     "a table that a head is tied to": ("gpt2", CAUSAL, "transformer.wte.weight", {}, ""),
     "the head that it was saved with": ("llama", CAUSAL, "lm_head.weight", {}, ""),
-    "a pooler that it was saved with": ("bert", "AutoModel", "pooler.*", {}, ""),
     "of a head beside no base": ("t5", SEQ2SEQ, "decoder.block.0.layer.0.*", {}, ""),
 }
 
@@ -298,28 +275,11 @@ def test_a_weight_that_the_file_lacks_is_named(case: str, tmp_path: Path) -> Non
     assert sorted(tmp_path.rglob("*")) == before
 
 
-FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str, str]] = {
-    "another head": ("llama", CAUSAL, "", "AutoModelForSequenceClassification", {}, "score", "LlamaForSequenceCla"),
-    "a head on a base": ("llama", "AutoModel", "", CAUSAL, {}, "lm_head", "LlamaForCausalLM"),
-    "a head on a base of no class": (
-        "llama",
-        "AutoModel",
-        "",
-        "",
-        {"architectures": None},
-        "lm_head",
-        "LlamaForCausalLM",
-    ),
-    "of a class that isn't known": (
-        "llama",
-        CAUSAL,
-        "lm_head.*",
-        "",
-        {"architectures": ["My"]},
-        "lm_head",
-        "LlamaForC",
-    ),
-    "a pooler": ("bert", MASKED, "", "AutoModel", {}, "pooler.dense", "BertModel"),
+FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str]] = {
+    "another head": ("llama", CAUSAL, "", "AutoModelForSequenceClassification", {}, "score of LlamaForSequenceCla"),
+    "a head on a base": ("llama", "AutoModel", "", "", {"architectures": None}, "lm_head of LlamaForCausalLM"),
+    "of an unknown class": ("llama", CAUSAL, "lm_head.*", "", {"architectures": ["My"]}, "lm_head of LlamaForC"),
+    "a pooler": ("bert", MASKED, "", "AutoModel", {}, "pooler.dense of BertModel"),
 }
 
 
@@ -328,7 +288,7 @@ FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str, str]] = {
 def test_a_fresh_head_is_named_in_a_warning(
     case: str, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, head, glob, asked, settings, named, kind = FRESH[case]
+    family, head, glob, asked, settings, named = FRESH[case]
     tiny(family, head).save_pretrained(tmp_path / "model")
     folder = tmp_path / "model"
     setting(**settings)(folder)
@@ -342,7 +302,7 @@ def test_a_fresh_head_is_named_in_a_warning(
     assert result.exit_code == 0, result.output
     warned = [line for line in result.stderr.splitlines() if line.startswith(f"Warning: {folder} has no weights")]
     assert len(warned) == 1
-    assert f"has no weights for {named} of {kind}" in warned[0]
+    assert f"has no weights for {named}" in warned[0]
     again = CliRunner().invoke(app, ["verify", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output
     assert "has no weights" not in again.stderr, "it is saved with the head that it has now"
@@ -362,13 +322,6 @@ def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*map(str, words[:2]), str(tmp_path / "no"), *map(str, words[3:])])
     assert result.exit_code == 1
     assert f"Error: {folder} lacks 3 weights of LlamaForCausalLM (model.layers.0.mlp." in result.stderr
-
-
-def test_python_opens_what_transformers_opens(tmp_path: Path) -> None:
-    """A fresh head or a missing weight is transformers' own matter there."""
-    tiny("gpt2", CAUSAL).save_pretrained(tmp_path)
-    model = AutoModelForSequenceClassification.from_pretrained(without(tmp_path, "transformer.h.0.mlp.*"))
-    hfpatch.patch_model(model, norm="rms")
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
