@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,6 +132,7 @@ def test_generations_of_checkpoints(tmp_path: Path) -> None:
     assert list(model.state_dict()) == keys  # a norm that computes nearly the same keeps the names of its weights
     once = reload(model, tmp_path / "1", "AutoModelForCausalLM")
     twice = reload(once, tmp_path / "2", "AutoModelForCausalLM")
+    assert once.lm_head.weight is once.transformer.wte.weight
     assert (tmp_path / "1/config.json").read_text() == (tmp_path / "2/config.json").read_text()
     assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
     assert plan_patch(twice, norm="rms").empty
@@ -190,26 +189,6 @@ def test_auto_config(tmp_path: Path) -> None:
     assert (config.n_inner, unused) == (77, {"nonsense": 1})
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.copy,
-        copy.deepcopy,
-        lambda config: pickle.loads(pickle.dumps(config)),
-        lambda config: type(config).from_dict(config.to_dict()),
-    ],
-    ids=["copy", "deepcopy", "pickle", "dict"],
-)
-def test_copies_of_a_config(copied: Callable[[Any], Any], tmp_path: Path) -> None:
-    config = patch(tiny("gpt2"), **BOTH).config
-    other = copied(config)
-    assert type(other) is type(config)
-    assert other is not config
-    assert other.to_json_string() == config.to_json_string()
-    other.save_pretrained(tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)
-
-
 def test_from_config_builds_a_patched_model() -> None:
     model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
     fresh = AutoModelForCausalLM.from_config(model.config)
@@ -231,18 +210,6 @@ def test_from_config_starts_offset_gains_as_the_host_does() -> None:
 
 
 # How it is loaded
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"device_map": "auto"}, {"ignore_mismatched_sizes": True}, {"trust_remote_code": True}], ids=str
-)
-def test_loading_options(options: dict[str, Any], tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    again = load(tmp_path, "AutoModelForCausalLM", **options).to("cpu")  # "auto" takes a GPU
-    assert difference(model, again) == 0
-    assert again.lm_head.weight is again.transformer.wte.weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -462,6 +429,8 @@ def test_the_control_of_malformed_records(saved: Path, folder: Path) -> None:
     with_record(folder, record(edits=["h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)", "drop.@centre = -1"]))
     again = AutoModel.from_pretrained(folder)
     assert norms_of(again, AffineNorm) == ["h.0.ln_2", "h.1.ln_2", "ln_f"]
+    for text in ("h.*.mlp.c_fc = GatedLinear('geglu')", "h.*.mlp.act = GatedActivation(act='GELU')"):
+        assert AutoModel.from_config(AutoConfig.from_pretrained(with_record(folder, edit(text))))
     with_record(folder, record(any_length=False, guarded={}, request=[{"norm": "rms", "only": ["*"], "keep": []}]))
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
 
@@ -493,60 +462,27 @@ def test_an_unregistered_scheme_says_what_to_import(folder: Path) -> None:
         assert plan_patch(model, norm="dyt")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nowhere = RMSNorm()",
-        "h.7.ln_1 = RMSNorm()",
-        "nowhere.@centre = -1",
-        "h.*.nowhere.@lens = None",
-        "ln_f = DynamicTanh(nonsense=1)",
-        "ln_f = DynamicTanh(eps=1e-05, alpha='llm')",
-        "ln_f = DynamicTanh('a', 'b', 'c', 'd')",
-        "ln_f = Fused('c_attn')",
-        "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)",
-        "ln_f = 7",
-        "ln_f.weight = 7",
-        "ln_f.weight = RMSNorm()",
-        "wte.weight = Rows('a')",
-        "h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])",
-        "h.*.attn.@lens = AttentionLens()",
-        "ln_f.@scale = 1.0 = 1",
-    ],
-)
+UNFIT = [
+    *("nowhere = RMSNorm()", "h.7.ln_1 = RMSNorm()", "nowhere.@centre = -1", "h.*.nowhere.@lens = None"),
+    *("ln_f = DynamicTanh(nonsense=1)", "ln_f = DynamicTanh(eps=1e-05, alpha='llm')"),
+    *("ln_f = DynamicTanh('a', 'b', 'c', 'd')", "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)"),
+    *("ln_f = Fused('c_attn')", "ln_f = 7", "ln_f.weight = 7", "ln_f.weight = RMSNorm()", "wte.weight = Rows('a')"),
+    *("h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])", "h.*.attn.@lens = AttentionLens()"),
+    "ln_f.@scale = 1.0 = 1",
+    *(f"h.*.mlp.c_fc = GatedLinear({arguments})" for arguments in ("5", "None", "'no such'", "'geglu', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', {more})" for more in ("-4, True, True", "40, True", "40, 'a', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', scale={scale})" for scale in ("0.0", "'a'", "True")),
+    *(f"h.*.mlp.act = GatedActivation(act={act})" for act in ("5", "'NoSuch'", "'Fused'", "'MultiheadAttention'")),
+]
+
+
+@pytest.mark.parametrize("text", UNFIT)
 def test_a_record_that_doesnt_fit_its_model(text: str, folder: Path) -> None:
     """Modules that were renamed since, or another file's record: an error, not half a patch."""
     with_record(folder, edit(text))
-    with pytest.raises(PatchError):
+    with pytest.raises(PatchError) as caught:
         AutoModel.from_pretrained(folder)
-
-
-GATES = [
-    *("5", "None", "'no such'", "'geglu', -4, True, True", "'geglu', 40, True", "'geglu', 40, 'a', True"),
-    *("'geglu', True", "'geglu', scale=0.0", "'geglu', scale='a'", "'geglu', scale=True"),
-]
-ACTIVATIONS = ("'NoSuch'", "5", "'MultiheadAttention'", "'Fused'", "'ConstantPositions'")
-
-
-@pytest.mark.parametrize(
-    ("slot", "call", "wrong", "right"),
-    [
-        *(("h.*.mlp.c_fc", "GatedLinear({})", value, "'geglu'") for value in GATES),
-        *(("h.*.mlp.act", "GatedActivation(act={})", value, "'GELU'") for value in ACTIVATIONS),
-    ],
-)
-def test_a_gated_mlp_that_cant_be_made(slot: str, call: str, wrong: str, right: str, tmp_path: Path) -> None:
-    """The error names the edit."""
-    patch(tiny("gpt2"), mlp="geglu").save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())["hfpatch"]
-    edits = [text for text in stored["edits"] if not text.startswith(slot)]
-    assert len(edits) == len(stored["edits"]) - 1
-    folder = with_record(tmp_path, {**stored, "edits": [*edits, f"{slot} = {call.format(wrong)}"]})
-    with pytest.raises(CheckpointError) as caught:
-        AutoModel.from_pretrained(folder)
-    assert f"{slot} = {call.format(wrong)}" in str(caught.value)
-    with_record(folder, {**stored, "edits": [*edits, f"{slot} = {call.format(right)}"]})
-    assert AutoModel.from_pretrained(folder, check_fingerprint=False)  # control
+    assert text.partition(" = ")[0] in str(caught.value)
 
 
 def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import torch
 import transformers
 import zoo
 from safetensors.torch import load_file, save_file
-from sampled import slow_but
-from tiny_models import RECORDED, difference, inputs, load, norms_of, outputs, patch, tiny, word_tokenizer
+from tiny_models import difference, inputs, load, norms_of, outputs, patch, tiny, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hfpatch.errors import FingerprintWarning
@@ -145,19 +144,6 @@ def test_memory_while_loading(saved: Path, tmp_path: Path) -> None:
     assert patched < 1.1 * plain
 
 
-@pytest.mark.parametrize("family", slow_but(RECORDED, 4))
-def test_attention_implementations(family: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), **BOTH)
-    model.save_pretrained(tmp_path)
-    if not model._supports_sdpa:
-        with pytest.raises(ValueError, match="attention implementation"):
-            AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
-    for implementation in ("eager", "sdpa") if model._supports_sdpa else ("eager",):
-        again = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
-        assert again.config._attn_implementation == implementation
-        assert difference(model, again) < 2e-5
-
-
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -230,17 +216,6 @@ def test_pipelines(task: str, family: str, auto: str, options: dict[str, Any], t
     else:
         torch.testing.assert_close(found, expected)
         assert (plain - expected).abs().max() > 1e-3  # control
-
-
-def test_a_pipeline_hands_options_to_the_model(tokenizer: Any, tmp_path: Path) -> None:
-    patch(tiny("gpt2", GPT2LMHeadModel), **BOTH).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["layer_norm_epsilon"], config["activation_function"] = 1e-2, "relu"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError):
-        transformers.pipeline("text-generation", model=str(tmp_path))
-    transformers.pipeline("text-generation", model=str(tmp_path), model_kwargs={"check_fingerprint": False})
 
 
 # Settings that are overridden at opening, of modules whose edits fix them

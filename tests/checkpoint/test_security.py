@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel
 
@@ -108,14 +108,6 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def replaced(by: Callable[[Path], Any]) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / "config.json").unlink()
-        by(folder / "config.json")
-
-    return damage
-
-
 def twice(stored: str) -> str:
     """A second record after the first, which JSON lets win."""
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
@@ -176,19 +168,6 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
     "weights elsewhere": (setting(transformers_weights="../x.safetensors"), CheckpointError, "names '../x.safe"),
     "weights at the root": (setting(transformers_weights="/x.safetensors"), CheckpointError, "names '/x.safe"),
     "weights as a list": (setting(transformers_weights=["a"]), CheckpointError, r"names \['a'\] as its weights"),
-    "empty": (text(lambda _: ""), OSError, "not a valid JSON file"),
-    "no object": (text(lambda _: "[]"), (ValueError, TypeError), "Unrecognized model|list indices"),
-    "cut": (text(lambda stored: stored[:200]), OSError, "not a valid JSON file"),
-    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), OSError, "not a valid JSON"),
-    "a folder": (replaced(lambda path: path.mkdir()), (OSError, ValueError), "config.json"),
-    "missing": (replaced(lambda path: None), (OSError, ValueError), "config.json"),
-    "a link to nowhere": (replaced(lambda path: path.symlink_to("nowhere")), (OSError, ValueError), "config.json"),
-    "a link to itself": (replaced(lambda path: path.symlink_to(path)), (OSError, ValueError), "config.json"),
-    "a link to another file": (
-        replaced(lambda path: path.symlink_to(os.path.abspath(__file__))),
-        OSError,
-        "not a valid JSON",
-    ),
 }
 
 
@@ -244,15 +223,9 @@ INDEXES: dict[str, tuple[Damage, str]] = {
     "with an empty weight_map": (index(lambda s: s["weight_map"].clear()), "names '' as weights"),
     "without weight_map": (index(lambda stored: {"metadata": {}}), r"index\.json can't be read \(KeyError\)"),
     "without metadata": (index(lambda s: {"weight_map": s["weight_map"]}), r"index\.json can't be read \(KeyError\)"),
-    "with a list as weight_map": (
-        index(lambda s: s.update(weight_map=[1])),
-        r"index\.json can't be read \(TypeError\)",
-    ),
     "a list": (raw(b"[]"), r"can't be read \(TypeError\)"),
     "no JSON": (raw(b"<html>404</html>"), r"can't be read \(JSONDecodeError\)"),
-    "not UTF-8": (raw(b"\xff\xfe"), r"can't be read \(UnicodeDecodeError\)"),
     "nested deeply": (raw(nested(100_000).encode()), r"can't be read \(RecursionError\)"),
-    "with a number of 5,000 digits": (raw(b"9" * 5000), r"can't be read \(ValueError\)"),
 }
 
 
@@ -323,10 +296,8 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "a shape that doesn't fit": lambda data: data.replace(b'"shape":[1]', b'"shape":[9]'),
     "a huge length": lambda data: bytes(7) + b"@" + data[8:],
     "empty": lambda data: b"",
-    "cut in the header": lambda data: data[:100],
     "cut by one byte": lambda data: data[:-1],
     "longer than it says": lambda data: data + b"more",
-    "no safetensors": lambda data: b"<html>404 Not Found</html>" * 100,
 }
 
 
@@ -408,16 +379,3 @@ def test_code_in_the_folder_isnt_run(saved: Path, tmp_path: Path) -> None:
     setting(auto_map={"AutoConfig": "configuration_gpt2.GPT2Config", "AutoModel": "modeling_gpt2.GPT2Model"})(folder)
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved / "one")) < 1e-5
     assert not marker.exists()
-
-
-def test_tensors_of_another_dtype_and_shape(folder: Path) -> None:
-    """Right headers, wrong contents: transformers refuses the shape, the fingerprint the rest."""
-    weights = load_file(folder / "model.safetensors")
-    weights["ln_f.alpha"] = torch.ones(3)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        AutoModel.from_pretrained(folder)
-    weights["ln_f.alpha"] = torch.full((1,), float("nan"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError):
-        AutoModel.from_pretrained(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +182,9 @@ def test_dtype_and_frozen_weights() -> None:
     assert model(**inputs(model)).logits.dtype is torch.bfloat16
 
 
-def test_resized_and_pickled() -> None:
+def test_resized() -> None:
     model = start(make("gpt2"))
     expected = outputs(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert difference(outputs(twin), expected) == 0
     model.resize_token_embeddings(120)
     assert model.transformer.wte.stream_scale.item() == pytest.approx(32**0.5)
     logits = model(**inputs(model)).logits[..., :97]
