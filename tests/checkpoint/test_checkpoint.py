@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,6 +187,10 @@ def test_auto_config(tmp_path: Path) -> None:
     assert config.model_type == config.to_dict()["model_type"] == "gpt2"
     assert config.hfpatch == model.config.hfpatch
     assert type(HfpatchConfig.from_pretrained(tmp_path)) is type(config)
+    pickled, by_dict = pickle.loads(pickle.dumps(config)), type(config).from_dict(config.to_dict())
+    for other in (copy.copy(config), copy.deepcopy(config), pickled, by_dict):
+        assert type(other) is type(config)
+        assert other.to_json_string() == config.to_json_string()
     config, unused = AutoConfig.from_pretrained(tmp_path, n_inner=77, nonsense=1, return_unused_kwargs=True)
     assert (config.n_inner, unused) == (77, {"nonsense": 1})
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -104,46 +101,6 @@ def test_what_memory_leaves(family: str, auto: str, request_: dict[str, Any], fo
     assert not [place for place in places if any(place.startswith(f"{block}.") for block in whole)]
 
 
-MEMORY = """
-import torch
-import transformers
-import hfpatch
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1)
-
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-
-def rise(folder, **options):
-    open("/proc/self/clear_refs", "w").write("5")
-    before = peak()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
-    return peak() - before
-
-transformers.AutoModelForCausalLM.from_pretrained({small!r})
-print(rise({plain!r}), rise({patched!r}), rise({patched!r}, check_fingerprint=False))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
-def test_memory_while_loading(saved: Path, tmp_path: Path) -> None:
-    """Built on the meta device and filled tensor by tensor: no second copy, and nearly no more than unpatched."""
-    model = tiny("gpt2", GPT2LMHeadModel, n_embd=384, n_layer=3, vocab_size=2000)
-    model.save_pretrained(tmp_path / "plain")
-    patch(model, norm="rms", pos="rope", init="copy").save_pretrained(tmp_path / "patched")
-    size = 8 * model.num_parameters() // 1024  # converted to float64, so that no file is merely mapped
-    script = MEMORY.format(plain=str(tmp_path / "plain"), patched=str(tmp_path / "patched"), small=str(saved))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    plain, patched, unchecked = map(int, done.stdout.split())
-    assert 0.9 * size < plain < 1.9 * size
-    assert unchecked < 1.1 * plain
-    assert patched < 1.1 * plain
-
-
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -168,23 +125,6 @@ def test_hosts_that_load_in_a_way_of_their_own(model_type: str, tmp_path: Path) 
     save_file({**weights, gain: weights[gain] + 1}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError):
         type(model).from_pretrained(tmp_path)
-
-
-PLANS = ("_tp_plan", "_pp_plan", "_no_split_modules", "_keep_in_fp32_modules", "_tied_weights_keys")
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_plans_for_several_devices_are_the_hosts(family: str, tmp_path: Path) -> None:
-    plain = tiny(family)
-    model = patch(tiny(family), norm="dyt")
-    model.save_pretrained(tmp_path)
-    for one in (model, AutoModel.from_pretrained(tmp_path)):
-        for name in PLANS:
-            assert getattr(one, name, None) == getattr(plain, name, None), name
-        assert one.config.base_model_tp_plan == plain.config.base_model_tp_plan
-        assert one.config.base_model_pp_plan == plain.config.base_model_pp_plan
-    if family == "llama":
-        assert plain.config.base_model_tp_plan  # control
 
 
 # Pipelines
