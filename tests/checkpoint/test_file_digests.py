@@ -185,18 +185,15 @@ def test_saved_without_digests(folder: Path, saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}', '{"tensors": {}}'],
+    [
+        *("", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}'),
+        json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}),  # no digests: all tensors differ
+    ],
     ids=lambda text: text[:40],
 )
 def test_malformed_digests(content: str, folder: Path) -> None:
     (folder / "hfpatch_weights.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json"):
-        full(folder)
-
-
-def test_digests_of_another_type_are_differences(folder: Path) -> None:
-    (folder / "hfpatch_weights.json").write_text(json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}))
-    with pytest.raises(CheckpointError, match=r"\(missing\)") as caught:
+    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json") as caught:
         full(folder)
     assert len(str(caught.value)) < 3_000
 

@@ -19,7 +19,7 @@ from hfpatch.errors import NothingToPatchError, OptionError, VerificationError
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import unpatch_model
-from hfpatch.runtime.attention import HostOrder, order
+from hfpatch.runtime.attention import HostOrder
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import lens_of
 from hfpatch.runtime.rotary import RotaryEmbedding
@@ -63,13 +63,6 @@ def make(model_type: str) -> tuple[Any, dict[str, Any], str]:
         pytest.skip("before transformers 5.23 its attention itself put the three axes together")
     assert pairing is not None
     return model, given, pairing
-
-
-def test_order() -> None:
-    assert order(6, 8, "interleaved").tolist() == [0, 3, 1, 4, 2, 5, 6, 7]
-    for channels in (2, 6, 8):
-        there, back = order(channels, 8, "interleaved"), order(channels, 8, "half")
-        assert torch.equal(there[back], torch.arange(8))
 
 
 @pytest.mark.parametrize("model_type", slow_but([*NATIVE, *OWN, *PATCHED], 10))
