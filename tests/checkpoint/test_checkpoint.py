@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ from tiny_models import (
     without_outcomes,
 )
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.auto import modeling_auto
 
 from hfpatch.checkpoint.classes import HfpatchConfig
@@ -67,87 +64,42 @@ def auto_class_of(family: str) -> dict[type, str]:
 
 
 HEADS = {(family, cls.__name__): auto for family in RECORDED for cls, auto in auto_class_of(family).items()}
-every_head = pytest.mark.parametrize(("family", "head"), HEADS, ids=[head for _, head in HEADS])
+OTHER_HEADS = {  # whose body is made by an Auto class, in the host's own code
+    ("llama", "LlamaForSequenceClassification"): "AutoModelForSequenceClassification",
+}
+# those of a decoder or an encoder alone have no AutoModel as their base
+WITHOUT_A_BASE = ("BartForCausalLM", "WhisperForCausalLM", "WhisperForAudioClassification")
+EVERY_HEAD = [*slow_but(HEADS, 12), *OTHER_HEADS]
 
 
 # Round trips
 
 
-@pytest.mark.slow
-@every_head
-def test_every_head_comes_back_the_same(family: str, head: str, tmp_path: Path) -> None:
-    model = tiny(family, head)
-    plain = copy.deepcopy(model)
-    patch(model, **BOTH)
-    assert difference(model, plain) > 1e-3
-    again = reload(model, tmp_path, HEADS[family, head])
+@pytest.mark.parametrize(("family", "head"), EVERY_HEAD)
+def test_a_head_comes_back_the_same_and_its_base_and_a_head_on_that(family: str, head: str, tmp_path: Path) -> None:
+    auto = (HEADS | OTHER_HEADS)[family, head]
+    model = patch(tiny(family, head), **BOTH)
+    again = reload(model, tmp_path / "head", auto)
     assert type(again) is type(model)
     assert saved_from(again.config) == [head]
     assert difference(model, again) == 0
     assert list(again.state_dict()) == list(model.state_dict())
-
-
-@pytest.mark.parametrize("pos", ["rope", "nope"])
-@pytest.mark.parametrize(
-    ("family", "norm"),
-    [("bert", norm) for norm in sorted(NORMS)] + [("opt", norm) for norm in sorted(NORMS) if norm != "batch"],
-)
-def test_every_scheme_comes_back_the_same(family: str, norm: str, pos: str, tmp_path: Path) -> None:
-    model = randomise(patch(tiny(family), norm=norm, pos=pos), seed=5)  # alpha and s too are what was trained
-    assert difference(model, reload(model, tmp_path)) == 0
-
-
-WITHOUT_A_RECORD = [
-    *itertools.product(["albert", "bloom", "cohere", "convnext", "deberta", "nemotron", "olmo"], ["rms", "dyt"]),
-    *itertools.product(["gemma", "llama", "t5"], ["dyt", "layer"]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "norm"), WITHOUT_A_RECORD, ids="-".join)
-def test_families_without_a_record_take_norms(family: str, norm: str, tmp_path: Path) -> None:
-    model = randomise(patch(tiny(family), norm=norm), seed=5)
-    assert norms_of(model, AffineNorm)
-    assert difference(model, reload(model, tmp_path)) == 0
-
-
-def test_norms_of_one_pattern_that_differ_from_layer_to_layer(tmp_path: Path) -> None:
-    """BERT's last norm gives its shift to the head's layers; those before it keep theirs, which the stream reads."""
-    model = patch(tiny("bert", "AutoModelForMaskedLM"), norm=RMS(fold_bias=True))
-    shifts = [layer.output.LayerNorm.bias is not None for layer in model.bert.encoder.layer]
-    assert shifts == [True, False]
-    assert model.config.hfpatch["edits"][-1] == "encoder.layer.1.output.LayerNorm = RMSNorm(eps=1e-12, shift=None)"
-    assert difference(model, reload(model, tmp_path, "AutoModelForMaskedLM")) == 0
-    base = load(tmp_path)
-    assert [layer.output.LayerNorm.bias is not None for layer in base.encoder.layer] == shifts
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_heads_that_make_their_body_by_an_auto_class(family: str, tmp_path: Path) -> None:
-    """`AutoModel.from_config` in the host's own code, given a patched config."""
-    model = patch(tiny(family, "AutoModelForSequenceClassification"), norm="dyt")
-    again = reload(model, tmp_path, "AutoModelForSequenceClassification")
-    assert len(norms_of(again, AffineNorm)) == len(norms_of(model, AffineNorm)) == 5
-    assert difference(model, again) == 0
-
-
-# those of a decoder or an encoder alone have no AutoModel as their base
-WITH_A_BASE = [
-    key for key in HEADS if key[1] not in ("BartForCausalLM", "WhisperForCausalLM", "WhisperForAudioClassification")
-]
-
-
-@pytest.mark.parametrize(("family", "head"), slow_but(WITH_A_BASE, 12), ids=[head for _, head in WITH_A_BASE])
-def test_the_base_loads_from_a_head_and_a_head_from_the_base(family: str, head: str, tmp_path: Path) -> None:
-    model = patch(tiny(family, head), **BOTH)
-    base = reload(model, tmp_path / "head")
+    if head in WITHOUT_A_BASE:
+        return
+    base = load(tmp_path / "head")
     assert norms_of(base, AffineNorm)
     given = inputs(base)
     # the first output alone: a pooler that the head doesn't have starts afresh
     assert difference(outputs(base, **given)[:1], outputs(model.base_model, **given)[:1]) == 0
-    back = reload(base, tmp_path / "base", HEADS[family, head])
+    back = reload(base, tmp_path / "base", auto)
     assert type(back) is type(model)
     assert difference(outputs(back.base_model, **given)[:1], outputs(base, **given)[:1]) == 0
+
+
+@pytest.mark.parametrize("norm", sorted(NORMS))
+def test_every_norm_comes_back_the_same(norm: str, tmp_path: Path) -> None:
+    model = randomise(patch(tiny("bert"), norm=norm, pos="rope"), seed=5)  # alpha and s too are what was trained
+    assert difference(model, reload(model, tmp_path)) == 0
 
 
 def test_globs_written_for_a_head_hold_for_the_base(tmp_path: Path) -> None:
@@ -174,27 +126,15 @@ def test_ties_follow_the_weights_names(tmp_path: Path) -> None:
     assert difference(outputs(model, **given), outputs(again, **given)) == 0
 
 
-def test_a_head_outside_the_auto_classes(tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", GPT2DoubleHeadsModel), **BOTH)
-    assert difference(model, reload(model, tmp_path, type(model))) == 0
-
-
-@pytest.mark.parametrize("family", ["internlm3", "glmga"])
-def test_a_class_that_another_familys_config_names(family: str, tmp_path: Path) -> None:
-    """InternLM3 is a LlamaModel with a config of its own: the whole of its model, not a part."""
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip("not in this version of transformers")
-    model, given = zoo.tiny(family)
-    again = reload(patch(model, norm="layer"), tmp_path)
-    assert type(again.config).__name__ == type(model.config).__name__
-    assert difference(outputs(model, **given), outputs(again, **given)) == 0
-
-
 def test_generations_of_checkpoints(tmp_path: Path) -> None:
     """Saved, loaded, saved: the same bytes; patched after loading: as if at once."""
-    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="rms")
+    original = tiny("gpt2", GPT2LMHeadModel)
+    keys = list(original.state_dict())
+    model = patch(original, norm="rms")
+    assert list(model.state_dict()) == keys  # a norm that computes nearly the same keeps the names of its weights
     once = reload(model, tmp_path / "1", "AutoModelForCausalLM")
     twice = reload(once, tmp_path / "2", "AutoModelForCausalLM")
+    assert once.lm_head.weight is once.transformer.wte.weight
     assert (tmp_path / "1/config.json").read_text() == (tmp_path / "2/config.json").read_text()
     assert (tmp_path / "1/model.safetensors").read_bytes() == (tmp_path / "2/model.safetensors").read_bytes()
     assert plan_patch(twice, norm="rms").empty
@@ -202,17 +142,6 @@ def test_generations_of_checkpoints(tmp_path: Path) -> None:
     direct = patch(tiny("gpt2", GPT2LMHeadModel), norm="rms", pos="rope")
     assert difference(twice, direct) == 0
     assert difference(reload(twice, tmp_path / "3", "AutoModelForCausalLM"), direct) == 0
-
-
-def test_several_patches_of_one_family_side_by_side(tmp_path: Path) -> None:
-    """One generated class a host, one record a config."""
-    models = {norm: patch(tiny("gpt2", "AutoModelForCausalLM"), norm=norm) for norm in ("rms", "dyt", "derf")}
-    for norm, model in models.items():
-        model.save_pretrained(tmp_path / norm)
-    loaded = {norm: load(tmp_path / norm, "AutoModelForCausalLM") for norm in models}
-    assert len({type(model) for model in loaded.values()}) == 1
-    for norm, model in models.items():
-        assert difference(model, loaded[norm]) == 0
 
 
 # What is on disk
@@ -249,11 +178,6 @@ def test_the_files(tmp_path: Path) -> None:
     assert "hfpatch" not in (tmp_path / "generation_config.json").read_text()
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_keys_are_those_of_the_original_where_the_function_is_near(norm: str) -> None:
-    assert list(patch(tiny("bert"), norm=norm).state_dict()) == list(tiny("bert").state_dict())
-
-
 def test_auto_config(tmp_path: Path) -> None:
     model = patch(tiny("gpt2"), **BOTH)
     model.save_pretrained(tmp_path)
@@ -263,27 +187,12 @@ def test_auto_config(tmp_path: Path) -> None:
     assert config.model_type == config.to_dict()["model_type"] == "gpt2"
     assert config.hfpatch == model.config.hfpatch
     assert type(HfpatchConfig.from_pretrained(tmp_path)) is type(config)
+    pickled, by_dict = pickle.loads(pickle.dumps(config)), type(config).from_dict(config.to_dict())
+    for other in (copy.copy(config), copy.deepcopy(config), pickled, by_dict):
+        assert type(other) is type(config)
+        assert other.to_json_string() == config.to_json_string()
     config, unused = AutoConfig.from_pretrained(tmp_path, n_inner=77, nonsense=1, return_unused_kwargs=True)
     assert (config.n_inner, unused) == (77, {"nonsense": 1})
-
-
-CONFIG_COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda config: pickle.loads(pickle.dumps(config)),
-    "dict": lambda config: type(config).from_dict(config.to_dict()),
-}
-
-
-@pytest.mark.parametrize("copied", CONFIG_COPIES.values(), ids=CONFIG_COPIES)
-def test_copies_of_a_config(copied: Callable[[Any], Any], tmp_path: Path) -> None:
-    config = patch(tiny("gpt2"), **BOTH).config
-    other = copied(config)
-    assert type(other) is type(config)
-    assert other is not config
-    assert other.to_json_string() == config.to_json_string()
-    other.save_pretrained(tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)
 
 
 def test_from_config_builds_a_patched_model() -> None:
@@ -309,32 +218,9 @@ def test_from_config_starts_offset_gains_as_the_host_does() -> None:
 # How it is loaded
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"device_map": "cpu"},
-    {"device_map": "auto"},
-    {"dtype": "auto"},
-    {"low_cpu_mem_usage": True},
-    {"ignore_mismatched_sizes": True},
-    {"local_files_only": True},
-    {"trust_remote_code": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_loading_options(options: dict[str, Any], tmp_path: Path) -> None:
-    model = patch(tiny("gpt2", GPT2LMHeadModel), **BOTH)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    again = load(tmp_path, "AutoModelForCausalLM", **options).to("cpu")  # "auto" takes a GPU
-    assert difference(model, again) == 0
-    assert again.lm_head.weight is again.transformer.wte.weight
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "yarn", "factor": 4.0}])
-def test_loading_in_another_dtype(dtype: torch.dtype, scaling: Any, tmp_path: Path) -> None:
-    model = patch(tiny("gpt2"), norm="dyt", pos=RoPE(scaling=scaling))
+def test_loading_in_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = patch(tiny("gpt2"), norm="dyt", pos=RoPE(scaling={"rope_type": "yarn", "factor": 4.0}))
     again = reload(model, tmp_path, dtype=dtype)
     assert {parameter.dtype for parameter in again.parameters()} == {dtype}
     assert difference(model.to(dtype), again) == 0
@@ -342,71 +228,30 @@ def test_loading_in_another_dtype(dtype: torch.dtype, scaling: Any, tmp_path: Pa
     assert torch.equal(rotary.inv_freq, loaded.inv_freq)
     assert loaded.inv_freq.dtype == torch.float32
     assert rotary.attention_scaling == loaded.attention_scaling
-
-
-def test_a_half_precision_checkpoint(tmp_path: Path) -> None:
-    model = patch(tiny("gpt2").bfloat16(), **BOTH)
-    again = reload(model, tmp_path)
-    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
-    assert difference(model, again) == 0
-
-
-def test_loading_info_is_clean(tmp_path: Path) -> None:
-    model = patch(tiny("bert", "AutoModelForMaskedLM"), **BOTH)
-    model.save_pretrained(tmp_path)
-    _, info = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
+    assert {parameter.dtype for parameter in reload(again, tmp_path).parameters()} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("norm", "parameter", "value"),
-    [(DyT(0.25), "alpha", 0.25), (Derf(0.25, 0.75), "alpha", 0.25), (Derf(0.25, 0.75), "s", 0.75)],
-)
-def test_what_the_file_lacks_starts_at_the_schemes_value(
-    norm: Any, parameter: str, value: float, dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("norm", [DyT(0.25), Derf(0.25, 0.75)], ids=str)
+def test_what_the_file_lacks_starts_at_the_schemes_value(norm: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     model = randomise(patch(tiny("gpt2"), norm=norm), seed=3)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    kept = {key: tensor for key, tensor in weights.items() if not key.endswith(f".{parameter}")}
-    assert len(kept) == len(weights) - 5
+    kept = {key: tensor for key, tensor in weights.items() if not key.endswith((".alpha", ".s"))}
+    assert len(kept) <= len(weights) - 5
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"\(h\.0\.ln_1\.{parameter}, "):
+    with pytest.raises(CheckpointError, match=r"\(h\.0\.ln_1\.alpha, "):
         AutoModel.from_pretrained(tmp_path, dtype=dtype)
     again = AutoModel.from_pretrained(tmp_path, dtype=dtype, check_fingerprint=False)
     for module in again.modules():
         if isinstance(module, AffineNorm):
-            assert getattr(module, parameter).item() == value
+            assert module.alpha.item() == 0.25
+            assert not hasattr(module, "s") or module.s.item() == 0.75
     gain = model.ln_f.facts.gain
     assert torch.equal(getattr(again.ln_f, gain), getattr(model.ln_f, gain).to(dtype))
 
 
-# In a process without hfpatch, and beside other files
-
-
-@pytest.mark.slow
-def test_a_process_without_hfpatch_fails_loudly(tmp_path: Path) -> None:
-    patch(tiny("gpt2", GPT2LMHeadModel), norm="rms").save_pretrained(tmp_path)
-    script = f"""
-import sys
-import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, pipeline
-for load in (
-    *(auto.from_pretrained for auto in (AutoModelForCausalLM, AutoModel, AutoConfig)),
-    lambda folder: pipeline("text-generation", folder),
-    lambda folder: AutoModel.from_pretrained(folder, trust_remote_code=True),
-):
-    try:
-        load({str(tmp_path)!r})
-        print("LOADED")
-    except Exception as error:
-        print(type(error).__name__, "hfpatch__install_hfpatch_and_import_it_first" in str(error))
-assert "hfpatch" not in sys.modules
-"""
-    env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
-    assert done.stdout.splitlines() == ["ValueError True"] * 5, done.stdout + done.stderr
+# Beside other files
 
 
 def test_a_tokenizer_that_is_found_by_the_models_type(tmp_path: Path) -> None:
@@ -432,8 +277,9 @@ def known(config: Any, auto: Any, model: type) -> Iterator[None]:
         auto._model_mapping._extra_content.pop(config)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["registered before the patch", "registered after the patch"])
-def test_a_family_that_transformers_doesnt_know(late: bool, tmp_path: Path) -> None:
+def test_a_family_that_transformers_doesnt_know(tmp_path: Path) -> None:
+    """Patched, it opens by its class; by an Auto class where it is registered, if only after the patch."""
+
     class OwnConfig(GPT2Config):
         model_type = "gpt2_of_a_test"
 
@@ -446,14 +292,11 @@ def test_a_family_that_transformers_doesnt_know(late: bool, tmp_path: Path) -> N
             return output
 
     settings = {**tiny_config("gpt2").to_diff_dict(), "model_type": "gpt2_of_a_test"}
-    model = randomise(OwnModel(OwnConfig(**settings)))
-    if late:
-        patch(model, **BOTH)
-        assert difference(model, reload(model, tmp_path, type(model))) == 0
-        with pytest.raises(CheckpointError, match=r"'gpt2_of_a_test'.*(AutoConfig\.register|[Ii]mport)"):
-            AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = patch(randomise(OwnModel(OwnConfig(**settings))), **BOTH)
+    assert difference(model, reload(model, tmp_path, type(model))) == 0
+    with pytest.raises(CheckpointError, match=r"'gpt2_of_a_test'.*(AutoConfig\.register|[Ii]mport)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
     with known(OwnConfig, AutoModelForCausalLM, OwnModel):
-        patch(model, **BOTH)
         again = reload(model, tmp_path, "AutoModelForCausalLM")
         assert isinstance(again, OwnModel)
         assert difference(model, again) == 0
@@ -511,7 +354,7 @@ def edit(text: Any) -> Any:
     return record(edits=[GOOD_EDIT, text])
 
 
-# what an edit may hold is tested in runtime/test_edit_text.py and test_security.py
+# what an edit may hold is tested in runtime/test_edit_text.py and test_security.py, guards in runtime/test_guard.py
 MALFORMED: list[Any] = [
     *(None, [], "rms", 3, {}),
     *(record(version=value) for value in (..., 0, "2", True, 2.0)),
@@ -525,16 +368,18 @@ MALFORMED: list[Any] = [
     *map(edit, (".@centre = -1", "drop.@centre = None", "wte.@scale = '5'", "wte.@scale = 0", "wte.@scale = -1.5")),
     *map(edit, (f"h.*.attn.@lens = {value}" for value in ("1", "RMSNorm()", "MeanRow()", "Fused('c_attn')"))),
     *map(edit, ("h.*.attn.@lens | ln_f = None", "wte.@hook = 1")),
-    *(record(fingerprint=value) for value in (None, [], {"version": 2, "GPT2Model": 1})),
-    *(record(guarded=value) for value in (None, ["initializer_range"], {"initializer_range": {"a": 1}})),
 ]
 
 
 # Opening needs the edits alone: a request is read when the model is patched again, verified or published
-# (what a scheme's text may be is tested in core/test_scheme.py and test_security.py)
+# (what a scheme's text may be is tested in core/test_scheme.py)
 UNREADABLE: list[Any] = [
     *("rms", {}, {"norm": "rms", "pos": "rope"}, {"activation": "gelu"}, {"norm": "rms", "extra": 1}),
-    *({"norm": value} for value in (None, {"name": "rms"}, "", "no_such_norm", "rope", "rms:eps=1", "dyt:alpha=-1")),
+    *({"norm": value} for value in (None, 3, {"name": "rms"}, "", "no_such_norm", "os.path", "rope")),
+    *({"norm": value} for value in ("rms:eps=1", "dyt:alpha=-1", "dyt:alpha=big")),
+    *({"pos": f"rope:theta={value}"} for value in ("Infinity", "NaN", "9" * 4000, "9" * 5000, "[" * 50 + "]" * 50)),
+    *({"pos": f"rope:scaling={value}"} for value in ("__import__('os').system('true')", '{"rope_type": [[[]]]}')),
+    {"pos": "rope:max_positions=" + "9" * 4000},
     *({"pos": 'rope:scaling={"rope_type": "x"}'}, {"mlp": "no_such_mlp"}, {"mlp": "swiglu:ratio=0"}),
     *({"norm": "rms", "only": value} for value in ("*", [1], [""], ["*" * 2000])),
     *({"norm": "rms", name: value} for name, value in (("keep", None), ("init", "magic"), ("init", ["auto"]))),
@@ -557,14 +402,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy_of(saved: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(saved, folder / "copy"))
-
-
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint."""
-    return copy_of(saved, tmp_path)
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("value", MALFORMED, ids=lambda value: repr(value)[-40:])
@@ -577,21 +418,23 @@ def test_malformed_records(value: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", UNREADABLE, ids=lambda value: repr(value)[-40:])
-def test_requests_that_cant_be_read(value: Any, saved: Path, tmp_path: Path) -> None:
+def test_requests_that_cant_be_read(value: Any, folder: Path) -> None:
     """The model opens as it was saved, and refuses what needs to know what was asked for."""
-    model = AutoModel.from_pretrained(with_record(copy_of(saved, tmp_path), record(request=[value])))
+    model = AutoModel.from_pretrained(with_record(folder, record(request=[value])))
     assert len(norms_of(model, AffineNorm)) == 5
     with pytest.raises(CheckpointError, match="request 0") as caught:
         plan_patch(model, norm="dyt")
     assert len(str(caught.value)) < 700
 
 
-def test_the_control_of_malformed_records(saved: Path, tmp_path: Path) -> None:
-    folder = with_record(copy_of(saved, tmp_path), record())
+def test_the_control_of_malformed_records(saved: Path, folder: Path) -> None:
+    with_record(folder, record())
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
     with_record(folder, record(edits=["h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)", "drop.@centre = -1"]))
     again = AutoModel.from_pretrained(folder)
     assert norms_of(again, AffineNorm) == ["h.0.ln_2", "h.1.ln_2", "ln_f"]
+    for text in ("h.*.mlp.c_fc = GatedLinear('geglu')", "h.*.mlp.act = GatedActivation(act='GELU')"):
+        assert AutoModel.from_config(AutoConfig.from_pretrained(with_record(folder, edit(text))))
     with_record(folder, record(any_length=False, guarded={}, request=[{"norm": "rms", "only": ["*"], "keep": []}]))
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
 
@@ -602,10 +445,9 @@ def test_a_newer_record_says_how_to_update(folder: Path) -> None:
         AutoModel.from_pretrained(folder)
 
 
-def test_a_record_of_the_first_version_says_what_reads_it(saved: Path, tmp_path: Path) -> None:
+def test_a_record_of_the_first_version_says_what_reads_it(folder: Path) -> None:
     norm = {"scheme": {"name": "rms"}, "only": [], "keep": [], "init": "auto", "modules": 5}
-    first = {"version": 1, "base_model_type": "gpt2", "norm": [norm], "pos": [], "mlp": []}
-    folder = with_record(copy_of(saved, tmp_path), first)
+    with_record(folder, {"version": 1, "base_model_type": "gpt2", "norm": [norm], "pos": [], "mlp": []})
     sentence = r"saved by hfpatch 0\.1, .*\(version 1\).* Open it with .*hfpatch<0\.2.*or patch the original"
     for auto in (AutoModel, AutoConfig):
         with pytest.raises(CheckpointError, match=sentence):
@@ -624,59 +466,27 @@ def test_an_unregistered_scheme_says_what_to_import(folder: Path) -> None:
         assert plan_patch(model, norm="dyt")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nowhere = RMSNorm()",
-        "h.7.ln_1 = RMSNorm()",
-        "nowhere.@centre = -1",
-        "h.*.nowhere.@lens = None",
-        "ln_f = DynamicTanh(nonsense=1)",
-        "ln_f = DynamicTanh('a', 'b', 'c', 'd')",
-        "ln_f = Fused('c_attn')",
-        "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)",
-        "ln_f = 7",
-        "ln_f.weight = 7",
-        "ln_f.weight = RMSNorm()",
-        "wte.weight = Rows('a')",
-        "h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])",
-        "h.*.attn.@lens = AttentionLens()",
-        "ln_f.@scale = 1.0 = 1",
-    ],
-)
+UNFIT = [
+    *("nowhere = RMSNorm()", "h.7.ln_1 = RMSNorm()", "nowhere.@centre = -1", "h.*.nowhere.@lens = None"),
+    *("ln_f = DynamicTanh(nonsense=1)", "ln_f = DynamicTanh(eps=1e-05, alpha='llm')"),
+    *("ln_f = DynamicTanh('a', 'b', 'c', 'd')", "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)"),
+    *("ln_f = Fused('c_attn')", "ln_f = 7", "ln_f.weight = 7", "ln_f.weight = RMSNorm()", "wte.weight = Rows('a')"),
+    *("h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])", "h.*.attn.@lens = AttentionLens()"),
+    "ln_f.@scale = 1.0 = 1",
+    *(f"h.*.mlp.c_fc = GatedLinear({arguments})" for arguments in ("5", "None", "'no such'", "'geglu', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', {more})" for more in ("-4, True, True", "40, True", "40, 'a', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', scale={scale})" for scale in ("0.0", "'a'", "True")),
+    *(f"h.*.mlp.act = GatedActivation(act={act})" for act in ("5", "'NoSuch'", "'Fused'", "'MultiheadAttention'")),
+]
+
+
+@pytest.mark.parametrize("text", UNFIT)
 def test_a_record_that_doesnt_fit_its_model(text: str, folder: Path) -> None:
     """Modules that were renamed since, or another file's record: an error, not half a patch."""
     with_record(folder, edit(text))
-    with pytest.raises(PatchError):
+    with pytest.raises(PatchError) as caught:
         AutoModel.from_pretrained(folder)
-
-
-GATES = [
-    *("5", "None", "'no such'", "'geglu', -4, True, True", "'geglu', 40, True", "'geglu', 40, 'a', True"),
-    *("'geglu', True", "'geglu', scale=0.0", "'geglu', scale='a'", "'geglu', scale=True"),
-]
-ACTIVATIONS = ("'NoSuch'", "5", "'MultiheadAttention'", "'Fused'", "'ConstantPositions'")
-
-
-@pytest.mark.parametrize(
-    ("slot", "call", "wrong", "right"),
-    [
-        *(("h.*.mlp.c_fc", "GatedLinear({})", value, "'geglu'") for value in GATES),
-        *(("h.*.mlp.act", "GatedActivation(act={})", value, "'GELU'") for value in ACTIVATIONS),
-    ],
-)
-def test_a_gated_mlp_that_cant_be_made(slot: str, call: str, wrong: str, right: str, tmp_path: Path) -> None:
-    """The error names the edit."""
-    patch(tiny("gpt2"), mlp="geglu").save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())["hfpatch"]
-    edits = [text for text in stored["edits"] if not text.startswith(slot)]
-    assert len(edits) == len(stored["edits"]) - 1
-    folder = with_record(tmp_path, {**stored, "edits": [*edits, f"{slot} = {call.format(wrong)}"]})
-    with pytest.raises(CheckpointError) as caught:
-        AutoModel.from_pretrained(folder)
-    assert f"{slot} = {call.format(wrong)}" in str(caught.value)
-    with_record(folder, {**stored, "edits": [*edits, f"{slot} = {call.format(right)}"]})
-    assert AutoModel.from_pretrained(folder, check_fingerprint=False)  # control
+    assert text.partition(" = ")[0] in str(caught.value)
 
 
 def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:
@@ -689,17 +499,21 @@ def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:
         assert not norms_of(loaded.base_model, nn.LayerNorm), auto
 
 
-@pytest.mark.parametrize("model_type", ["exaone", "sarvam_moe"])
+@pytest.mark.parametrize("model_type", ["exaone", "sarvam_moe", "internlm3", "glmga"])
 def test_a_family_whose_model_is_another_familys_class(model_type: str, tmp_path: Path) -> None:
-    """By the class as well: transformers looks up the names of its weights on disk by the model type."""
+    """InternLM3 is a LlamaModel with a config of its own: the whole of its model, not a part.
+
+    Opened by the class as well: transformers looks up the names of its weights on disk by the model type.
+    """
     if model_type not in zoo.model_types():
-        pytest.skip("since transformers 5.24")
-    model = patch(zoo.tiny(model_type)[0], norm="dyt", init="copy")
-    model.save_pretrained(tmp_path)
+        pytest.skip("not in this version of transformers")
+    model, given = zoo.tiny(model_type)
+    patch(model, norm="dyt", init="copy").save_pretrained(tmp_path)
     for opening in (type(model), AutoModel):
-        opened = opening.from_pretrained(tmp_path)
-        assert difference(model, opened) == 0
+        opened = load(tmp_path, opening)
+        assert difference(outputs(model, **given), outputs(opened, **given)) == 0
         assert opened.config.model_type == model_type
+    assert type(opened.config) is type(model.config)
 
 
 def test_a_model_built_on_meta_takes_no_random_number() -> None:

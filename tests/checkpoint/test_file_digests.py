@@ -109,10 +109,6 @@ def renamed(weights: dict[str, Tensor]) -> None:
     weights["wtf.weight"] = weights.pop(WTE)
 
 
-def other_dtype(weights: dict[str, Tensor]) -> None:
-    weights[GAIN] = weights[GAIN].half()
-
-
 def other_view(weights: dict[str, Tensor]) -> None:
     weights[WTE] = weights[WTE].view(torch.int32)
 
@@ -127,10 +123,7 @@ def rounded(weights: dict[str, Tensor]) -> None:
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "swapped": (swapped, r"2 of .*: h\.0\.ln_1\.weight \(changed\), ln_f\.weight \(changed\)"),
-    "removed": (lambda weights: weights.pop(WTE), r"1 of .*: wte\.weight \(missing\)"),
-    "added": (lambda weights: weights.update(x=torch.ones(1)), r"1 of .*: x \(added\)"),
     "renamed": (renamed, r"2 of .*: wte\.weight \(missing\), wtf\.weight \(added\)"),
-    "another dtype": (other_dtype, r"1 of .*: ln_f\.weight \(changed\)"),
     "the same bytes as another dtype": (other_view, r"1 of .*: wte\.weight \(changed\)"),
     "the same bytes in another shape": (other_shape, r"1 of .*: wte\.weight \(changed\)"),
     "all rounded": (rounded, r"\(changed\) and \d+ more"),
@@ -143,21 +136,6 @@ def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, folder: 
     with pytest.raises(CheckpointError, match=says) as caught:
         full(folder)
     assert len(str(caught.value)) < 1_500
-
-
-@pytest.mark.parametrize("kind", ["whole", "shards"])
-def test_cut_off(kind: str, saved: Path, tmp_path: Path) -> None:
-    """The file is named; the tensors, where a whole file is lost."""
-    folder = copied(saved, tmp_path, kind)
-    path = file_of(folder, WTE)
-    content = path.read_bytes()
-    for length in (0, 4, 60, len(content) - 1):
-        path.write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=path.name):
-            full(folder)
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"\(missing\)"):
-        full(folder)
 
 
 def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
@@ -207,18 +185,15 @@ def test_saved_without_digests(folder: Path, saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}', '{"tensors": {}}'],
+    [
+        *("", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}'),
+        json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}),  # no digests: all tensors differ
+    ],
     ids=lambda text: text[:40],
 )
 def test_malformed_digests(content: str, folder: Path) -> None:
     (folder / "hfpatch_weights.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json"):
-        full(folder)
-
-
-def test_digests_of_another_type_are_differences(folder: Path) -> None:
-    (folder / "hfpatch_weights.json").write_text(json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}))
-    with pytest.raises(CheckpointError, match=r"\(missing\)") as caught:
+    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json") as caught:
         full(folder)
     assert len(str(caught.value)) < 3_000
 

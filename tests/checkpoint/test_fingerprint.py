@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import shutil
 import threading
 import warnings
@@ -14,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import transformers
@@ -22,7 +20,7 @@ import zoo
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from sampled import slow_but
+from sampled import sampled
 from tiny_models import RECORDED, changes, difference, inputs, patch, randomise, tiny
 from tiny_models import fingerprint as trace
 from torch import Tensor, nn
@@ -92,13 +90,6 @@ def swapped(weights: dict[str, Tensor]) -> None:
         weights[name], weights[other] = weights[other], weights[name]
 
 
-def other_pairing(weights: dict[str, Tensor]) -> None:
-    """Queries and keys of one layer as if rotated in neighboring pairs."""
-    fused = weights["transformer.h.0.attn.c_attn.weight"]  # (32, q k v of four heads of 8)
-    for start in range(0, 64, 8):
-        fused[:, start : start + 8] = fused[:, start : start + 8].view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)
-
-
 def in_edits(old: str, new: str) -> Callable[[dict[str, Any]], None]:
     """Something else in the text of the record's edits."""
 
@@ -111,16 +102,11 @@ def in_edits(old: str, new: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-GAIN = "transformer.h.0.ln_1.gamma"
 IN_WEIGHTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "a norm's gain": afresh("transformer.ln_f.weight"),
     "one gain": lambda weights: weights["transformer.ln_f.weight"][3].mul_(1.01),
-    "one alpha": lambda weights: weights["transformer.h.1.ln_2.alpha"].mul_(1.001),
     "two layers swapped": swapped,
     "a projection": afresh("transformer.h.1.mlp.c_proj.weight"),
     "a transposed square": lambda weights: weights["transformer.h.1.attn.c_proj.weight"].t_(),
-    "the other pairing": other_pairing,
-    "a weight missing": lambda weights: weights.pop("transformer.h.0.mlp.c_fc.weight"),
     "an alpha missing": lambda weights: weights.pop("transformer.h.0.ln_1.alpha"),
     "rounded to bfloat16": lambda weights: [tensor.copy_(tensor.bfloat16()) for tensor in weights.values()],
 }
@@ -128,7 +114,7 @@ IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "eps": lambda config: config.update(layer_norm_epsilon=0.1),
     "theta": in_edits("theta=300.0", "theta=310.0"),
     "activation": lambda config: config.update(activation_function="relu"),
-    "attention's scale": lambda config: config.update(scale_attn_weights=False),
+    "outputs that aren't numbers": lambda config: config.update(layer_norm_epsilon=-1e6),
     "pairing": in_edits("theta=300.0", "theta=300.0, pairing='interleaved'"),
 }
 
@@ -206,26 +192,14 @@ def test_the_control_of_refusals(auto: str, dtype: Any, folder: Path, runs: list
     assert set(runs[1:]) <= ({"noisy"} if dtype in (torch.bfloat16, torch.float16) else set())
 
 
-@pytest.mark.parametrize("family", slow_but(RECORDED, 4))
-def test_families(family: str, tmp_path: Path) -> None:
-    """Each has a fingerprint, comes back in three precisions, and is refused with another gain."""
-    model = patch(tiny(family), norm="rms", pos="rope", init="copy")
-    model.save_pretrained(tmp_path)
-    assert "outputs: " in stored_in(tmp_path)["hfpatch"]["fingerprint"][type(model).__name__]
-    for dtype, check in ((torch.float32, "full"), (torch.bfloat16, True), (torch.float16, True)):
-        AutoModel.from_pretrained(tmp_path, dtype=dtype, check_fingerprint=check)
-    norm = next(n for n in load_file(tmp_path / "model.safetensors") if "norm" in n.lower() or "ln_" in n)
-    with_weights(tmp_path, afresh(norm))
-    with another:
-        AutoModel.from_pretrained(tmp_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model_type", zoo.model_types())
+@pytest.mark.parametrize(
+    "model_type",
+    [*sampled(RECORDED, 4), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],
+)
 def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
     """Every model type that can be made and patched opens in three precisions, and with the other attention.
 
-    Not all run in each.
+    Not all run in each. With another gain those with a record are refused.
     """
     try:
         model, _ = zoo.tiny(model_type)
@@ -253,19 +227,13 @@ def test_no_family_gives_a_false_alarm(model_type: str, tmp_path: Path) -> None:
         ways.remove({"dtype": torch.bfloat16})
     for way in [*ways, {"attn_implementation": "eager"}]:
         type(model).from_pretrained(tmp_path, **way)
-
-
-@pytest.mark.slow
-def test_a_config_with_two_texts(tmp_path: Path) -> None:
-    """MusicGen's, of which transformers says that its text's config is ambiguous."""
-    model, _ = zoo.tiny("musicgen")
-    with pytest.raises(OptionError, match="calibration"):
-        patch(model, norm="dyt", calibration="self")
-    patch(model, norm="dyt").save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FingerprintWarning)
-        opened = type(model).from_pretrained(tmp_path)
-    assert all(torch.equal(value, opened.state_dict()[name]) for name, value in model.state_dict().items())
+    if model_type in RECORDED:
+        assert "outputs: " in stored_in(tmp_path)["hfpatch"]["fingerprint"][type(model).__name__]
+        type(model).from_pretrained(tmp_path, check_fingerprint="full")
+        alpha = next(name for name in load_file(tmp_path / "model.safetensors") if name.endswith("alpha"))
+        with_weights(tmp_path, afresh(alpha))
+        with another:
+            type(model).from_pretrained(tmp_path)
 
 
 def test_sums_in_another_order_are_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +325,7 @@ def test_the_sums(saved: Path) -> None:
     assert texture(50, 40).var().item() == pytest.approx(1, abs=0.01)
 
 
-def test_saving_leaves_no_trace(tmp_path: Path) -> None:
+def test_saving_and_opening_leave_no_trace(tmp_path: Path) -> None:
     """Modes, hooks, gradients, random streams and the config are what they were."""
     model = patch(tiny("gpt2", GPT2LMHeadModel), norm="dyt", pos="rope").train()
     model.transformer.h[0].eval()
@@ -367,10 +335,10 @@ def test_saving_leaves_no_trace(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "1")  # transformers notes dtype and architecture in the config
     before = trace(model)
     model.save_pretrained(tmp_path / "2")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "2")
     assert set(changes(before, trace(model))) <= {"config.architectures"}  # an equal list, put there by transformers
     assert not calls
     assert (tmp_path / "1/config.json").read_text() == (tmp_path / "2/config.json").read_text()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "2")
 
 
 @pytest.mark.parametrize("way", ["autocast", "accelerate"])
@@ -423,15 +391,6 @@ def test_two_threads_save_one_after_the_other(tmp_path: Path, monkeypatch: pytes
     AutoModelForCausalLM.from_pretrained(folders[1], check_fingerprint="full")
 
 
-def test_loading_draws_no_random_number(saved: Path) -> None:
-    def streams() -> list[Any]:
-        return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())]
-
-    before = streams()
-    AutoModelForCausalLM.from_pretrained(saved)
-    assert streams() == before
-
-
 def test_weights_that_arent_the_models_own_give_none(folder: Path, tmp_path: Path) -> None:
     """Saved over an older checkpoint, they replace its fingerprint."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -444,13 +403,6 @@ def test_weights_that_arent_the_models_own_give_none(folder: Path, tmp_path: Pat
     assert all(torch.equal(tensor, other[name]) for name, tensor in again.state_dict().items())
     model.save_pretrained(tmp_path / "other", is_main_process=False)
     assert not (tmp_path / "other/config.json").exists()
-
-
-def test_a_checkpoint_without_a_fingerprint_opens_with_a_warning(folder: Path) -> None:
-    with_config(folder, lambda config: config["hfpatch"].pop("fingerprint"))
-    with_weights(folder, IN_WEIGHTS["a projection"])
-    with pytest.warns(FingerprintWarning):
-        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_settings_that_are_changed_on_purpose(folder: Path, saved: Path) -> None:
@@ -626,12 +578,6 @@ def test_a_chaotic_model_isnt_judged_in_half_precision(folder: Path, monkeypatch
         AutoModel.from_pretrained(folder, dtype=torch.bfloat16)  # its weights still do
 
 
-def test_outputs_that_arent_numbers_are_no_rounding(folder: Path) -> None:
-    with_config(folder, lambda config: config.update(layer_norm_epsilon=-1e6))
-    with another:
-        AutoModel.from_pretrained(folder)
-
-
 # Fingerprints that can't be used
 
 
@@ -654,36 +600,29 @@ def of(*lines: Any, **more: Any) -> dict[str, Any]:
     }
 
 
+# a damage of one character is tested below
 MALFORMED: list[Any] = [
-    *(None, [], line(), {}, {"version": 2, "GPT2Model": line()}, {"dtype": "float32", "forwards": {"GPT2Model": {}}}),
+    *(None, [], line(), {}, {"version": 2, "GPT2Model": line()}),
     *(of(line(), version=value) for value in (None, 3, "2", True, 10**4000)),
     *(of(line(), config=value) for value in ("0" * 31, "A" * 32)),
     *(of(), of(**{f"M{i}": line() for i in range(9)}), of(line(), code="import os")),
-    *map(of, (None, [line()], {"weights": {}}, "", "   ", " " + line(), line() + "\n", line() + " | code: import os")),
+    *map(of, (None, [line()], {"weights": {}}, "", line() + "\n", line() + " | code: import os")),
     of(line(outputs=", ".join(f"x{i} {NINE}" for i in range(5000)))),
-    of(line().replace("outputs:", "whole outputs:")),
+    # sections twice, in another order, missing
     of(line() + f" | outputs: last_hidden_state {NINE}"),
     of(" | ".join(reversed(line().split(" | ")))),
-    # a section missing
     *map(of, (line().partition(" | ")[2], line().rpartition(" | ")[0])),
-    of(f"{WEIGHTS} | outputs: last_hidden_state {NINE}"),
     # digests
-    *(of(line(weights=value)) for value in (WEIGHTS[:-1], WEIGHTS + "0" * 1000, WEIGHTS.replace("abc", "ABC"))),
-    *(of(line(weights=value)) for value in (WEIGHTS.replace("float32", "float8"), WEIGHTS.rpartition("-")[0])),
-    *(of(line(weights=value)) for value in ("weights: float32", f"{WEIGHTS}, {WEIGHTS.partition(' ')[2]}")),
-    # inputs: kinds and numbers
-    *(of(line(ids=value)) for value in ("", "object 1x3 5 6 7", "int64", "int64 1x3 5 6", "int64 1x3 5 6 7 8")),
-    *(of(line(ids=f"int64 1x1 {value}")) for value in ("five", "0.5", "1_0", "+5", 2**70, "9" * 5000)),
+    *(of(line(weights=value)) for value in (WEIGHTS + "0" * 1000, WEIGHTS.replace("float32", "float8"))),
+    *(of(line(weights=value)) for value in (WEIGHTS.rpartition("-")[0], "weights: float32")),
+    # inputs
+    *(of(line(ids=value)) for value in ("", "object 1x3 5 6 7", "int64", "int64 1x3 5 6")),
+    *(of(line(ids=f"int64 1x1 {value}")) for value in ("five", "1_0", "+5", 2**70, "9" * 5000)),
     of(line(mask="bool 1x2 1 2")),
-    # and shapes
-    *(of(line(pixel_values=f"texture {value}")) for value in ("1x3x1000000x1000000", 10**30, 0, "-1x4", "-2x-2")),
-    *(of(line(pixel_values=f"texture {value}")) for value in ("axb", "2 1 1")),
+    *(of(line(pixel_values=f"texture {value}")) for value in ("1x3x1000000x1000000", 10**30, 0, "-2x-2", "2 1 1")),
     # outputs
     *(of(line(outputs=f"last_hidden_state {value}")) for value in ("1", f"{NINE} 1")),
-    *(
-        of(line(outputs=f"last_hidden_state {NINE[:-3]}{last}"))
-        for last in ("one", "nan", "inf", "1e+400", "0.12345678901")
-    ),
+    *(of(line(outputs=f"last_hidden_state {NINE[:-3]}{last}")) for last in ("nan", "1e+400", "0.12345678901")),
     of(line(outputs=f"last_hidden_state {NINE}, last_hidden_state {NINE}")),
 ]
 
@@ -719,13 +658,15 @@ def test_any_damage_of_a_line_is_malformed_or_another_fingerprint(saved: Path) -
     assert 100 < read < 5 * len(text)
 
 
-NOT_RUN = [
-    {"nonsense": "int64 1x1 5"},  # an argument that the forward hasn't
-    *({"input_ids": value} for value in ("int64 1x2 96 97", "int64 1x1 -1", "texture 1x3")),
-]
-
-
-@pytest.mark.parametrize("inputs", NOT_RUN, ids=str)
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"nonsense": "int64 1x1 5"},  # an argument that the forward hasn't
+        {"input_ids": "int64 1x2 96 97"},
+        {"input_ids": "texture 1x3"},
+    ],
+    ids=str,
+)
 def test_inputs_that_arent_the_models(inputs: dict[str, str], folder: Path, saved: Path) -> None:
     recorded = ClassFingerprint.parse(stored_in(saved)["hfpatch"]["fingerprint"]["GPT2Model"])
     value = of(str(replace(recorded, inputs=inputs)))
@@ -744,10 +685,6 @@ def test_the_control_of_malformed_fingerprints(folder: Path) -> None:
     for text in (line(), WEIGHTS, more):
         found = Fingerprint.from_json(of(text), "here")
         assert {**found.to_json(), "config": found.config} == of(text)
-    for text in (line(), WEIGHTS):
-        with_config(folder, lambda config, text=text: config["hfpatch"].update(fingerprint=of(text)))
-        with another:
-            AutoModel.from_pretrained(folder)
     with_config(folder, lambda config: config["hfpatch"].update(fingerprint=of(BertModel=line())))
     with pytest.raises(CheckpointError, match="edited"):  # and of this class there is nothing to compare
         AutoModel.from_pretrained(folder)
@@ -757,18 +694,7 @@ def test_the_control_of_malformed_fingerprints(folder: Path) -> None:
     assert isinstance(AutoConfig.from_pretrained(folder), GPT2Config)
 
 
-def test_outputs_that_were_changed_in_the_file(folder: Path, saved: Path) -> None:
-    recorded = ClassFingerprint.parse(stored_in(saved)["hfpatch"]["fingerprint"]["GPT2Model"])
-    (path, sums), *_ = recorded.outputs.items()
-    for changed in ({path: (*sums[:8], sums[8] + 1e-3)}, {"another": sums}):
-        value = of(str(replace(recorded, outputs=changed)))
-        with_config(folder, lambda config, value=value: config["hfpatch"].update(fingerprint=value))
-        with another:
-            AutoModel.from_pretrained(folder)
-
-
 @pytest.mark.parametrize("value", ["Full", 1, None])
-def test_the_option_of_the_check(value: Any, tmp_path: Path) -> None:
-    patch(tiny("gpt2"), norm="rms").save_pretrained(tmp_path)
+def test_the_option_of_the_check(value: Any, saved: Path) -> None:
     with pytest.raises(OptionError, match=f"check_fingerprint.*{value!r}"):
-        AutoModel.from_pretrained(tmp_path, check_fingerprint=value)
+        AutoModel.from_pretrained(saved, check_fingerprint=value)

@@ -67,13 +67,6 @@ def test_it_comes_back(tmp_path: Path) -> None:
     assert same(load(tmp_path, check_fingerprint="full"))
 
 
-def test_without_one_there_is_no_file(tmp_path: Path) -> None:
-    saved(tmp_path, None)
-    assert not (tmp_path / REPAIR_FILE).exists()
-    assert "repair_report" not in stored_in(tmp_path)[KEY]
-    assert repair_report(load(tmp_path)) is None
-
-
 def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
     """The folder that it came from may be gone by then, as a training's older checkpoints are."""
     opened = load(saved(tmp_path / "a"), LM)
@@ -87,16 +80,13 @@ def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
 def test_it_is_opened_from_a_subfolder_and_from_the_cache(tmp_path: Path) -> None:
     saved(tmp_path / "a" / "b")
     assert same(AutoModel.from_pretrained(tmp_path / "a", subfolder="b"))
-    assert same(AutoModel.from_pretrained(str(tmp_path / "a"), subfolder="b"))
     repository = tmp_path / "models--me--x"
     (repository / "refs").mkdir(parents=True)
-    for revision, commit, folder in (("main", "1" * 40, tmp_path / "a" / "b"), ("old", "2" * 40, None)):
+    for revision, commit, report in (("main", "1" * 40, REPORT), ("old", "2" * 40, RepairReport(3, 1))):
         (repository / "refs" / revision).write_text(commit)
-        target = repository / "snapshots" / commit
-        shutil.copytree(folder or saved(tmp_path / "c", RepairReport(3, 1)), target)
-    options: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
-    assert same(AutoModel.from_pretrained("me/x", **options))
-    assert same(AutoModel.from_pretrained("me/x", revision="old", **options), RepairReport(3, 1))
+        saved(repository / "snapshots" / commit, report)
+        found = AutoModel.from_pretrained("me/x", revision=revision, cache_dir=tmp_path, local_files_only=True)
+        assert same(found, report)
 
 
 # Never another's
@@ -107,6 +97,7 @@ def test_a_model_without_one_takes_an_older_file_away(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     saved(tmp_path, None)
     assert not (tmp_path / REPAIR_FILE).exists()
+    assert "repair_report" not in stored_in(tmp_path)[KEY]
     assert (tmp_path / "mine.json").exists()
     assert repair_report(load(tmp_path)) is None
 
@@ -126,7 +117,7 @@ def test_a_later_patch_has_none(tmp_path: Path) -> None:
     """Of the model that was repaired and of one that was opened; it isn't saved again either."""
     saved(tmp_path)
     for one in (model(), load(tmp_path, LM)):
-        assert same(one)
+        assert same(patch_model(one, norm="dyt"))  # the same patch again changes nothing
         patch(one, pos="rope")
         assert repair_report(one) is None
         one.save_pretrained(tmp_path / "again")
@@ -134,10 +125,6 @@ def test_a_later_patch_has_none(tmp_path: Path) -> None:
     reverted = model(reversible=True)
     unpatch_model(reverted)
     assert repair_report(reverted) is None
-
-
-def test_the_same_patch_again_leaves_it(tmp_path: Path) -> None:
-    assert same(patch_model(load(saved(tmp_path), LM), norm="dyt"))
 
 
 def test_a_repair_by_itself_has_the_latest_report(tmp_path: Path) -> None:
@@ -154,21 +141,14 @@ def test_a_repair_by_itself_has_the_latest_report(tmp_path: Path) -> None:
 # Damaged
 
 
-def changed(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"0.125", b"0.001"))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         Path.unlink,
-        changed,
-        lambda path: path.write_bytes(path.read_bytes()[:-20]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_text(json.dumps(RepairReport(3, 1).to_json())),  # another model's
+        lambda path: path.write_bytes(path.read_bytes().replace(b"0.125", b"0.001")),
         lambda path: (path.unlink(), path.mkdir()),
     ],
-    ids=["missing", "changed", "cut off", "empty", "another's", "a folder"],
+    ids=["missing", "changed", "a folder"],
 )
 def test_a_damaged_file_is_refused_when_it_is_asked_for(damage: Callable[[Path], Any], tmp_path: Path) -> None:
     """The model opens all the same; saved again it has no report rather than a wrong one."""
@@ -184,14 +164,13 @@ def test_a_damaged_file_is_refused_when_it_is_asked_for(damage: Callable[[Path],
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "can't be read: Expecting"),
         (b"\xff\xff", "can't be read"),
         (b"[" * 100_000, "can't be read"),
         (json.dumps(REPORT.to_json() | {"version": 2}).encode(), "has version 2, this hfpatch reads up to 1"),
         (json.dumps(REPORT.to_json() | {"steps": 3}).encode(), "steps is malformed"),
         (json.dumps(REPORT.to_json() | {"measure": "\x1b[31m"}).encode(), "can't be printed"),
     ],
-    ids=["cut off", "no text", "deep", "later", "malformed", "control characters"],
+    ids=["no text", "deep", "later", "malformed", "control characters"],
 )
 def test_a_malformed_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     """Though config.json has its digest: whoever wrote it wrote that, too."""
@@ -203,14 +182,11 @@ def test_a_malformed_file_is_refused(content: bytes, message: str, tmp_path: Pat
         repair_report(opened)
 
 
-@pytest.mark.parametrize("digest", [3, None, [], {}, "x" * 10_000])
+@pytest.mark.parametrize("digest", [3, [], "x" * 10_000], ids=lambda digest: str(digest)[:9])
 def test_a_digest_that_is_none(digest: Any, tmp_path: Path) -> None:
     saved(tmp_path)
     with_config(tmp_path, lambda config: config[KEY].update(repair_report=digest))
     opened = load(tmp_path, check_fingerprint=False)
-    if digest is None:
-        assert repair_report(opened) is None
-        return
     with pytest.raises(CheckpointError, match="wasn't the one that was saved"):
         repair_report(opened)
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel
 
-from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.rope import RoPE
 
@@ -94,11 +93,6 @@ def edit(value: str, place: str = "ln_f") -> Damage:
     return config(lambda settings: settings["hfpatch"]["edits"].append(f"{place} = {value}"))
 
 
-def asked(value: str, option: str = "theta") -> Damage:
-    """Another request in the patch record."""
-    return entry(request=[{"pos": f"rope:{option}={value}"}])
-
-
 def rope(value: str, option: str = "theta") -> Damage:
     """The edit that puts the rotary embeddings in, with another option."""
 
@@ -114,20 +108,11 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def replaced(by: Callable[[Path], Any]) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / "config.json").unlink()
-        by(folder / "config.json")
-
-    return damage
-
-
 def twice(stored: str) -> str:
     """A second record after the first, which JSON lets win."""
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99, "guarded": {"initializer_range": 0.4}}}'
 
 
-ASKED = "request 0 of its patch record can't be read here"
 UNREAD = "can't be read"
 RUN = "__import__('os').system('true')"
 NUMBERS = ("1e400", "Infinity", "NaN", "9" * 5000, nested(400), nested(9_000))
@@ -167,23 +152,22 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
         "unknown or missing",
     ),
     "a record twice": (text(twice), CheckpointError, "has version 99"),
+    **{
+        f"architectures {value!r}": (setting(architectures=value), CheckpointError, "architectures")
+        for value in ("x", [5], {"x": 1}, [None])
+    },
+    **{  # refused before a model of that family is built, of whatever size
+        f"a record of {base}": (entry(base_model_type=base), CheckpointError, rf"'{base}'.*'gpt2'")
+        for base in ("gpt_neo", "bert", "openai-gpt")
+    },
+    **{
+        f"auto_map {value!r}": (setting(auto_map=value), CheckpointError, "auto_map")
+        for value in ("x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]})
+    },
     "weights that are pickled": (setting(transformers_weights="adapter_model.bin"), CheckpointError, "names 'adapter"),
     "weights elsewhere": (setting(transformers_weights="../x.safetensors"), CheckpointError, "names '../x.safe"),
     "weights at the root": (setting(transformers_weights="/x.safetensors"), CheckpointError, "names '/x.safe"),
     "weights as a list": (setting(transformers_weights=["a"]), CheckpointError, r"names \['a'\] as its weights"),
-    "empty": (text(lambda _: ""), OSError, "not a valid JSON file"),
-    "no object": (text(lambda _: "[]"), (ValueError, TypeError), "Unrecognized model|list indices"),
-    "cut": (text(lambda stored: stored[:200]), OSError, "not a valid JSON file"),
-    "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), OSError, "not a valid JSON"),
-    "a folder": (replaced(lambda path: path.mkdir()), (OSError, ValueError), "config.json"),
-    "missing": (replaced(lambda path: None), (OSError, ValueError), "config.json"),
-    "a link to nowhere": (replaced(lambda path: path.symlink_to("nowhere")), (OSError, ValueError), "config.json"),
-    "a link to itself": (replaced(lambda path: path.symlink_to(path)), (OSError, ValueError), "config.json"),
-    "a link to another file": (
-        replaced(lambda path: path.symlink_to(os.path.abspath(__file__))),
-        OSError,
-        "not a valid JSON",
-    ),
 }
 
 
@@ -196,26 +180,6 @@ def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: P
             auto.from_pretrained(folder)
         assert len(str(caught.value)) < 1000
     assert files(tmp_path) == before
-
-
-REQUESTS: dict[str, tuple[Damage, str]] = {
-    "theta infinite": (asked("Infinity"), f"{ASKED}.*not inf"),
-    **{f"theta {value:.20}": (asked(value), ASKED) for value in ("NaN", "9" * 4000, "9" * 5000, nested(50))},
-    "theta nested deeply": (asked(nested(100_000)), "nested too deeply|request 0"),
-    **{f"scaling {value:.20}": (asked(value, "scaling"), ASKED) for value in (RUN, '{"rope_type": [[[]]]}')},
-    "max_positions of 4,000 digits": (asked("9" * 4000, "max_positions"), ASKED),
-    "a scheme by its path": (entry(request=[{"norm": "os.path"}]), "no norm called 'os.path'"),
-}
-
-
-@pytest.mark.parametrize(("damage", "says"), REQUESTS.values(), ids=REQUESTS)
-def test_requests(damage: Damage, says: str, folder: Path) -> None:
-    """What was asked for is read when a model is patched again; to open it, edits are enough."""
-    damage(folder)
-    model = AutoModel.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        plan_patch(model, norm="rms")
-    assert len(str(caught.value)) < 1000
 
 
 def test_the_control_of_configs(folder: Path) -> None:
@@ -240,10 +204,6 @@ def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
     return damage
 
 
-def all_in(file: Any) -> Damage:
-    return index(lambda stored: stored["weight_map"].update(dict.fromkeys(stored["weight_map"], file)))
-
-
 def first_in(file: Any) -> Damage:
     return index(lambda stored: stored["weight_map"].update({min(stored["weight_map"]): file}))
 
@@ -260,19 +220,12 @@ OUTSIDE: tuple[Any, ...] = (
 )
 INDEXES: dict[str, tuple[Damage, str]] = {
     **{f"names {name!r}": (first_in(name), ELSEWHERE) for name in OUTSIDE},
-    "far out of the folder": (all_in("../../../../etc/passwd"), ELSEWHERE),
     "with an empty weight_map": (index(lambda s: s["weight_map"].clear()), "names '' as weights"),
     "without weight_map": (index(lambda stored: {"metadata": {}}), r"index\.json can't be read \(KeyError\)"),
     "without metadata": (index(lambda s: {"weight_map": s["weight_map"]}), r"index\.json can't be read \(KeyError\)"),
-    "with a list as weight_map": (
-        index(lambda s: s.update(weight_map=[1])),
-        r"index\.json can't be read \(TypeError\)",
-    ),
     "a list": (raw(b"[]"), r"can't be read \(TypeError\)"),
     "no JSON": (raw(b"<html>404</html>"), r"can't be read \(JSONDecodeError\)"),
-    "not UTF-8": (raw(b"\xff\xfe"), r"can't be read \(UnicodeDecodeError\)"),
     "nested deeply": (raw(nested(100_000).encode()), r"can't be read \(RecursionError\)"),
-    "with a number of 5,000 digits": (raw(b"9" * 5000), r"can't be read \(ValueError\)"),
 }
 
 
@@ -299,53 +252,38 @@ def test_the_control_of_indexes(saved: Path, tmp_path: Path) -> None:
     """What else an index says decides nothing: tensors are read from the files that it names."""
     folder = copied(saved, tmp_path, "shards")
     original = AutoModel.from_pretrained(saved / "one")
+    index(in_the_wrong_shard)(folder)
     index(lambda stored: stored["metadata"].update(more=1))(folder)
-    for harmless in (in_the_wrong_shard, lambda s: s["weight_map"].update(more=min(s["weight_map"].values()))):
-        index(harmless)(folder)
-        assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    # shards that are links, as in the cache of the Hub's client
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):  # become links, as in the cache of the Hub's client
         blob = tmp_path / f"blob-{path.name[:11]}"
         path.rename(blob)
         path.symlink_to(blob)
     assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
-    inner = Path(shutil.copytree(saved / "shards", tmp_path / "outer/inner"))
-    assert difference(AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner"), original) < 1e-5
-    first_in("../x.safetensors")(inner)
-    with pytest.raises(CheckpointError, match=ELSEWHERE):
-        AutoModel.from_pretrained(tmp_path / "outer", subfolder="inner")
 
 
-def test_an_index_of_a_variant(saved: Path, tmp_path: Path) -> None:
+def test_an_index_in_a_subfolder_and_of_a_variant(saved: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(saved / "one")
-    model.save_pretrained(tmp_path, max_shard_size="20KB", variant="fp16")
-    assert difference(AutoModel.from_pretrained(tmp_path, variant="fp16"), model) < 1e-5
-    path = tmp_path / "model.safetensors.index.fp16.json"
-    stored = json.loads(path.read_text())
-    stored["weight_map"]["ln_f.alpha"] = "../x.safetensors"
-    path.write_text(json.dumps(stored))
+    model.save_pretrained(tmp_path / "inner", max_shard_size="20KB", variant="fp16")
+    options = {"subfolder": "inner", "variant": "fp16"}
+    assert difference(AutoModel.from_pretrained(tmp_path, **options), model) < 1e-5
+    path = tmp_path / "inner/model.safetensors.index.fp16.json"
+    path.write_text(path.read_text().replace("model.fp16-00001", "../model.fp16-00001"))
     with pytest.raises(CheckpointError, match=ELSEWHERE):
-        AutoModel.from_pretrained(tmp_path, variant="fp16")
-
-
-def cached(saved: Path, cache: Path) -> Path:
-    """A repository as it lies in the cache of the Hub's client."""
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = Path(shutil.copytree(saved / "shards", cache / f"models--me--patched/snapshots/{revision}"))
-    (cache / "models--me--patched/refs").mkdir()
-    (cache / "models--me--patched/refs/main").write_text(revision)
-    return snapshot
+        AutoModel.from_pretrained(tmp_path, **options)
 
 
 @pytest.mark.parametrize("to", ["../../../outside.safetensors", "pytorch_model.bin"])
 def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) -> None:
-    snapshot = cached(saved, tmp_path)
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = Path(shutil.copytree(saved / "shards", tmp_path / f"models--me--patched/snapshots/{revision}"))
+    (tmp_path / "models--me--patched/refs").mkdir()
+    (tmp_path / "models--me--patched/refs/main").write_text(revision)
     options = {"cache_dir": tmp_path, "local_files_only": True}
     original = AutoModel.from_pretrained("me/patched", **options)
     assert difference(original, AutoModel.from_pretrained(saved / "one")) < 1e-5
     shutil.copy(saved / "one/model.safetensors", (snapshot / to).resolve())
-    all_in(to)(snapshot)
-    for more in ({}, {"revision": snapshot.name}, {"revision": "main"}):
+    index(lambda stored: stored["weight_map"].update(dict.fromkeys(stored["weight_map"], to)))(snapshot)
+    for more in ({}, {"revision": revision}, {"revision": "main"}):
         with pytest.raises(CheckpointError, match=ELSEWHERE):
             AutoModel.from_pretrained("me/patched", **options, **more)
 
@@ -353,23 +291,13 @@ def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) 
 # Headers of safetensors files
 
 
-def headed(header: bytes) -> Callable[[bytes], bytes]:
-    """Another header before the same tensors."""
-    return lambda data: len(header).to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :]
-
-
 # what safetensors makes of other headers is its own matter
 HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "a shape that doesn't fit": lambda data: data.replace(b'"shape":[1]', b'"shape":[9]'),
-    "an unknown dtype": lambda data: data.replace(b'"F32"', b'"PKL"'),
     "a huge length": lambda data: bytes(7) + b"@" + data[8:],
-    "nested deeply": headed(b'{"a":' * 50_000 + b"}" * 50_000),
-    "not UTF-8": headed(b'{"\xff\xfe": {}}'),
     "empty": lambda data: b"",
-    "cut in the header": lambda data: data[:100],
     "cut by one byte": lambda data: data[:-1],
     "longer than it says": lambda data: data + b"more",
-    "no safetensors": lambda data: b"<html>404 Not Found</html>" * 100,
 }
 
 
@@ -392,8 +320,9 @@ def test_headers(damage: Callable[[bytes], bytes], kind: str, saved: Path, tmp_p
 def test_a_shard_that_isnt_there(damage: Callable[[Path], Any], saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path, "shards")
     damage(victim := sorted(folder.glob("*.safetensors"))[1])
-    with pytest.raises(CheckpointError, match=f"{victim.name} is missing"):
-        AutoModel.from_pretrained(folder)
+    for check in (True, "full"):
+        with pytest.raises(CheckpointError, match=r"\(missing\)" if check == "full" else f"{victim.name} is missing"):
+            AutoModel.from_pretrained(folder, check_fingerprint=check)
 
 
 # Pickles
@@ -450,42 +379,3 @@ def test_code_in_the_folder_isnt_run(saved: Path, tmp_path: Path) -> None:
     setting(auto_map={"AutoConfig": "configuration_gpt2.GPT2Config", "AutoModel": "modeling_gpt2.GPT2Model"})(folder)
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved / "one")) < 1e-5
     assert not marker.exists()
-
-
-def test_tensors_of_another_dtype_and_shape(folder: Path) -> None:
-    """Right headers, wrong contents: transformers refuses the shape, the fingerprint the rest."""
-    weights = load_file(folder / "model.safetensors")
-    weights["ln_f.alpha"] = torch.ones(3)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        AutoModel.from_pretrained(folder)
-    weights["ln_f.alpha"] = torch.full((1,), float("nan"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError):
-        AutoModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("architectures", ["x", [5], {"x": 1}, [None]], ids=repr)
-def test_malformed_architectures(architectures: Any, folder: Path) -> None:
-    setting(architectures=architectures)(folder)
-    for opener in (AutoConfig, AutoModel):
-        with pytest.raises(CheckpointError, match="architectures"):
-            opener.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("base", ["gpt_neo", "bert", "openai-gpt"])
-def test_another_familys_record(base: str, folder: Path) -> None:
-    """Refused before a model of that family is built, of whatever size."""
-    path = folder / "config.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, "hfpatch": {**stored["hfpatch"], "base_model_type": base}}))
-    for opener in (AutoConfig, AutoModel):
-        with pytest.raises(CheckpointError, match=rf"'{base}'.*'gpt2'"):
-            opener.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("auto_map", ["x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]}], ids=repr)
-def test_a_malformed_auto_map(auto_map: Any, folder: Path) -> None:
-    setting(auto_map=auto_map)(folder)
-    with pytest.raises(CheckpointError, match="auto_map"):
-        AutoConfig.from_pretrained(folder)

@@ -71,23 +71,20 @@ def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> Non
     assert opened(tmp_path / "norms").max_seq_length == 20
 
 
-def test_the_command_line_patches_the_encoder_of_a_t5(tmp_path: Path) -> None:
+def test_the_encoder_of_a_t5(tmp_path: Path) -> None:
+    """A class that no Auto class opens."""
     t5_encoder().save_pretrained(str(tmp_path / "plain"))
     called("patch", tmp_path / "plain", tmp_path / "out", "--norm", "dyt", "--calibration", "none")
     expected = patch(opened(tmp_path / "plain"), norm="dyt")
     torch.testing.assert_close(embedded(opened(tmp_path / "out")), embedded(expected), rtol=0, atol=1e-6)
 
 
-def test_the_command_line_exports_an_encoder(plain: Path, tmp_path: Path) -> None:
+def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called("patch", plain, tmp_path / "out", "--pos", "rope", "--calibration", "none")
     called("export", tmp_path / "out", tmp_path / "native", "--to", "native")
     assert "hfpatch" not in json.loads((tmp_path / "native/config.json").read_text())
     found = [embedded(opened(tmp_path / name)) for name in ("out", "native")]
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
-
-
-def test_a_push_takes_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called("patch", plain, tmp_path / "out", "--pos", "rope", "--calibration", "none")
     names = {"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"}
     names |= {"2_Dense/config.json", "2_Dense/model.safetensors"}
     assert read_checkpoint(tmp_path / "out").files.keys() >= names
@@ -115,28 +112,26 @@ def test_a_module_that_would_stay_behind_isnt_pushed(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "out")
 
 
-def test_modules_of_the_folders_own_code(plain: Path, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(plain)
-    rewrite(plain / "modules.json", type="own_pooling.Pooling")
-    with pytest.raises(CheckpointError, match=r"own_pooling.Pooling, a module of the folder's own code"):
-        with_modules(model, str(plain))
+def listed(path: str, kind: str = "sentence_transformers.models.Pooling") -> list[dict[str, str]]:
+    return [{"path": path, "type": kind}]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        *((listed(path), "isn't a folder inside its own") for path in ("../1_Pooling", "/etc", "a\\b", "C:x")),
+        *((content, "can't be read") for content in ([1], [{}], 5)),
+        (listed("1_Pooling", "own_pooling.Pooling"), "own_pooling.Pooling, a module of the folder's own code"),
+    ],
+    ids=str,
+)
+def test_lists_of_modules_that_are_refused(content: Any, says: str, plain: Path, tmp_path: Path) -> None:
+    (plain / "modules.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=says):
+        with_modules(AutoModel.from_pretrained(plain), str(plain))
     result = CliRunner().invoke(app, ["patch", str(plain), str(tmp_path / "out"), "--norm", "rms"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("path", ["../1_Pooling", "/etc", "a\\b", "C:x"])
-def test_paths_that_lead_out(path: str, plain: Path) -> None:
-    rewrite(plain / "modules.json", path=path)
-    with pytest.raises(CheckpointError, match="isn't a folder inside its own"):
-        with_modules(AutoModel.from_pretrained(plain), str(plain))
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "[{}]", "5"])
-def test_a_list_that_cant_be_read(text: str, plain: Path) -> None:
-    (plain / "modules.json").write_text(text)
-    with pytest.raises(CheckpointError, match="can't be read"):
-        with_modules(AutoModel.from_pretrained(plain), str(plain))
 
 
 def test_a_folder_of_a_model_alone(plain: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -83,42 +82,20 @@ def test_a_model_stays_as_it_is_whatever_happens() -> None:
     assert not changes(before, trace(model))
 
 
-def test_another_thread_may_run_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a fingerprint's forward the model computes what it did, with its dropout where it trains."""
-    model = patch(tiny("gpt2", "AutoModelForCausalLM", n_layer=4, vocab_size=500, resid_pdrop=0.5), norm="rms")
-    ids = torch.arange(5, 17)[None]
-
-    def run() -> list[Tensor]:
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            return [model.train(mode)(ids).logits for mode in (False, True)]
-
-    def states() -> list[Any]:
-        parts = [vars(module) for module in model.modules()]
-        parts += [one for part in parts for one in part.values() if isinstance(one, dict)]
-        return [{name: id(value) for name, value in part.items()} for part in parts]
-
-    expected, before = run(), states()
-    found: list[list[Tensor]] = []
+def test_in_the_middle_of_a_fingerprint_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So another thread may run it meanwhile, with its dropout where it trains."""
+    model = patch(tiny("gpt2", "AutoModelForCausalLM", n_layer=4, vocab_size=500), norm="rms").train()
+    before = trace(model)
+    found: list[list[str]] = []
     forward = GPT2MLP.forward
-    inside = False
 
     def noted(self: Any, hidden: Tensor) -> Tensor:
-        nonlocal inside
-        if not inside:
-            inside = True
-            same.append(states() == before)
-            with ThreadPoolExecutor(1) as other:
-                found.append(other.submit(run).result())
-            inside = False
+        found.append(changes(before, trace(model)))
         return forward(self, hidden)
 
-    same: list[bool] = []
     monkeypatch.setattr(GPT2MLP, "forward", noted)
     assert Fingerprint.of(model) is not None
-    assert len(found) == 2, "a forward of the class and one of its base, through one block each"
-    assert all(same)
-    assert all(torch.equal(x, y) for logits in found for x, y in zip(logits, expected, strict=True))
+    assert found == [[], []], "a forward of the class and one of its base, through one block each"
 
 
 class Block(nn.Module):
