@@ -93,7 +93,7 @@ def test_the_time_that_is_left(
         bar.step(0, "drawing")
         clock.now += 10
         bar.step(32, "drawing")
-    assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err, "control: equal parts"
+    assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err, "equal parts"
     caplog.set_level(logging.INFO, logger="hfpatch")
     with ProgressBar("repair", 4) as bar:
         bar.step(0, "distance before")
