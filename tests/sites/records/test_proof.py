@@ -49,7 +49,6 @@ class TestFaultsAreSeen:
     @pytest.mark.parametrize(
         ("owner", "right", "wrong"),
         [
-            ("GPT2Model", Fused("c_attn"), Fused("c_attn", by_head=True)),
             ("DebertaModel", Fused("in_proj", True, query_bias="q_bias"), Fused("in_proj", query_bias="q_bias")),
             ("GPTBigCodeModel", Fused("c_attn", by_head=True, shared="multi_query"), Fused("c_attn", by_head=True)),
         ],
