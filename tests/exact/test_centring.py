@@ -56,19 +56,6 @@ def rms(norm: nn.LayerNorm) -> AffineNorm:
     return swapped(RMS(), norm)
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
-    return bool((a - b).abs().max() <= tolerance * (1 + b.abs().max()))
-
-
-@settings(max_examples=150)
-@given(cases())
-def test_on_a_centred_writer_it_is_layernorm(case: Case) -> None:
-    wanted = case.norm(case.stream())
-    carry_out(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Transaction())
-    assert close(rms(case.norm)(case.stream()), wanted)
-    assert close(case.norm(case.stream()), wanted)  # which doesn't mind
-
-
 @settings(max_examples=100)
 @given(cases())
 def test_on_other_writers_it_isnt(case: Case) -> None:
@@ -77,12 +64,13 @@ def test_on_other_writers_it_isnt(case: Case) -> None:
     off = stream.mean(-1).abs() / (stream.var(-1, correction=0) + case.norm.eps).sqrt()
     assume(float(off.detach().max()) > 0.05)
     assume(float(case.norm.weight.detach().abs().min()) > 0.01)
-    assert not close(rms(case.norm)(stream), case.norm(stream), 1e-6)
+    found, wanted = rms(case.norm)(stream), case.norm(stream)
+    assert (found - wanted).abs().max() > 1e-6 * (1 + wanted.abs().max())
 
 
-@settings(max_examples=100)
+@settings(max_examples=150)
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: cases(dtype=dtype)))
-def test_in_any_dtype_it_is_layernorm_up_to_rounding(case: Case) -> None:
+def test_on_a_centred_writer_it_is_layernorm_up_to_rounding(case: Case) -> None:
     dtype = case.x.dtype
     stream = case.stream().double()
     deviation = (stream.var(-1, correction=0) + case.norm.eps).sqrt()
@@ -94,6 +82,7 @@ def test_in_any_dtype_it_is_layernorm_up_to_rounding(case: Case) -> None:
         stream, case.norm.normalized_shape, case.norm.weight.double(), case.norm.bias.double(), case.norm.eps
     )
     carry_out(case.writer, Centring((Axis("weight", 0), Axis("bias", 0))), Transaction())
-    found = rms(case.norm)(case.stream())
-    assert found.dtype == dtype
-    assert bool(((found.double() - wanted).abs().max(-1).values <= allowed).all())
+    for norm in (rms(case.norm), case.norm):  # a LayerNorm doesn't mind
+        found = norm(case.stream())
+        assert found.dtype == dtype
+        assert bool(((found.double() - wanted).abs().max(-1).values <= allowed).all())
