@@ -23,7 +23,7 @@ from tiny_models import patch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hfpatch import outcomes, patch_model, plan_patch, read_batches, repair, repair_report, unpatch_model, verify
+from hfpatch import outcomes, patch_model, plan_patch, read_batches, unpatch_model, verify
 from hfpatch.core.holders import model_inside
 from hfpatch.errors import NotPreservedWarning, WrappedModelError
 from hfpatch.measure.outputs import max_error, outputs_of_texts
@@ -52,27 +52,7 @@ def test_it_is_patched_in_place_and_stays_what_it_is() -> None:
             patch_model(given, norm="rms")
 
 
-@pytest.mark.slow
-def test_texts_are_read_by_its_own_tokenizer() -> None:
-    encoder = sentence_encoder()
-    original = copy.deepcopy(encoder)
-    patch(encoder, norm="dyt", calibration=TEXTS)
-    report = repair_report(encoder)
-    assert report is not None
-    assert report is repair_report(encoder[0].auto_model)
-    assert report.sequences == len(TEXTS)
-    again = sentence_encoder()
-    patch(again, norm="dyt")
-    assert repair_report(again) is None
-    with_tokenizer = copy.deepcopy(again)
-    inside = (with_tokenizer[0].auto_model, original[0].auto_model)
-    by_hand = repair(*inside, TEXTS, tokenizer=original.tokenizer)
-    assert str(repair(again, original, TEXTS)) == str(by_hand) == str(repair_report(again))
-    batch = next(iter(read_batches(TEXTS, encoder)))
-    assert torch.equal(batch["input_ids"][0], encoder.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"][0])
-
-
-def test_it_is_verified_against_another() -> None:
+def test_it_is_verified_against_another_on_texts_that_its_own_tokenizer_reads() -> None:
     encoder = sentence_encoder()
     original = copy.deepcopy(encoder)
     patch(encoder, norm="rms")
@@ -81,6 +61,8 @@ def test_it_is_verified_against_another() -> None:
     assert str(report) == str(inside)
     assert report.examples == len(TEXTS)
     assert str(verify(encoder, reference=original, dtypes=[])) != str(report)  # random inputs
+    batch = next(iter(read_batches(TEXTS, encoder)))
+    assert torch.equal(batch["input_ids"][0], encoder.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"][0])
 
 
 def test_the_length_that_positions_set_is_its_own_too() -> None:

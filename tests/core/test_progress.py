@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import tqdm.auto
-from tiny_models import inputs, patch, tiny
+from tiny_models import tiny
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -29,32 +29,6 @@ STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done(?P<left>,
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny("gpt2", "AutoModelForCausalLM")
-
-
-def repaired(model: PreTrainedModel) -> PreTrainedModel:
-    return patch(model, norm="dyt", pos="rope", calibration=[inputs(model, seed) for seed in range(4)])
-
-
-@pytest.mark.slow
-def test_a_repair_says_what_it_fits(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="hfpatch"):
-        repaired(model)
-    steps = [STEP.fullmatch(record.getMessage()) for record in caplog.records if record.name == "hfpatch"]
-    found = [step.group("task", "done", "total", "what") for step in steps if step and step["task"] == "repair"]
-    blocks, last = len(model.transformer.h), len(model.transformer.h) + 1  # the last norm is a part by itself
-    assert {int(total) for _, _, total, _ in found} == {last}
-    done = [int(done) for _, done, _, _ in found]
-    assert done == sorted(done)
-    assert set(done) == {*range(last + 1)}
-    said = [what for *_, what in found]
-    assert (said[0], said[-1]) == ("distance before", "distance after")
-    for i in range(blocks):
-        expected = [f"transformer.h.{i}", f"norm transformer.h.{i}.ln_1", f"readers transformer.h.{i}.attn.c_attn"]
-        expected += [f"maps transformer.h.{i}.attn", f"projection transformer.h.{i}.attn.c_proj"]
-        assert [what for what in said if what in expected] == expected
-    assert {bool(step["left"]) for step in steps if step and step["done"] in ("1", "2")} == {True}
-    assert {bool(step["left"]) for step in steps if step and step["done"] in ("0", "3")} == {False}
-    assert {record.levelno for record in caplog.records if record.name.startswith("hfpatch")} == {logging.INFO}
 
 
 def test_so_does_a_model_that_draws_sequences(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

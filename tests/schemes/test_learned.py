@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from position_checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from position_checks import difference, generated, generator, patched, tokens
 from position_families import inputs, logits, make
 from torch import nn
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.learned import Learned
 
-SERVED = [name for name in RECORDED if name != "vit"]  # a grid of patches, see test_image_size.py
 TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor([[0.0, 7.0]])
 
 
@@ -46,41 +43,7 @@ def test_half_precision_is_interpolated_in_float32() -> None:
     assert torch.equal(resized, wide.bfloat16())
 
 
-# --- every record -----------------------------------------------------------------------------------------------------
-
-
-def lengths(model_type: str) -> tuple[int, int]:
-    """Positions that the first table holds, and rows before them."""
-    model, _ = zoo.tiny(model_type)
-    stack = ARCHITECTURES[model_type].stacks[0]
-    table = model.get_submodule(f"{owners(model, model_type)[0]}.{stack.table}".strip("."))
-    first = stack.reserved_rows if table.padding_idx is None else table.padding_idx + 1
-    return table.num_embeddings - first, first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", SERVED)
-def test_extended_keeps_the_function_on_what_fitted_before(model_type: str) -> None:
-    original, given = base(model_type)
-    old, first = lengths(model_type)
-    text = set(given) <= TEXT
-    request = Learned(max_positions=3 * old)
-    plan = plan_patch(zoo.tiny(model_type)[0], pos=request)
-    assert not plan.losses()
-    model, _ = base(model_type, request)
-    if text:
-        assert torch.equal(states(model, given), states(original, given))
-        long = {name: tokens(2, 3 * old, len(name)) for name in given if name.endswith("input_ids")}
-        assert states(model, long).isfinite().all()
-        with pytest.raises((IndexError, RuntimeError, ValueError)):
-            states(model, {name: torch.cat((value, value), 1) for name, value in long.items()})
-    stack = ARCHITECTURES[model_type].stacks[0]
-    path = f"{owners(model, model_type)[0]}.{stack.table}".strip(".")
-    table, before = model.get_submodule(path), original.get_submodule(path)
-    assert table.weight.shape == (first + 3 * old, before.embedding_dim)
-    assert type(table) is type(before)
-    assert table.weight.requires_grad is before.weight.requires_grad
-    assert torch.equal(table.weight[: first + old], before.weight)
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_whisper_takes_as_many_frames_as_its_new_table() -> None:

@@ -27,16 +27,6 @@ def neox(parallel: bool) -> hf.PreTrainedModel:
     return hf.GPTNeoXModel(hf.GPTNeoXConfig(**sizes, use_parallel_residual=parallel)).eval()
 
 
-def dinov2() -> hf.PreTrainedModel:
-    model = hf.Dinov2Model(hf.Dinov2Config(**SIZES, image_size=8, patch_size=4)).eval()
-    for name, parameter in model.named_parameters():
-        if "lambda" in name:
-            parameter.data.copy_(torch.rand(parameter.shape) + 0.5)
-    return model
-
-
-_RENAMED = hasattr(dinov2().encoder.layer[0].attention, "o_proj")  # it isn't in older transformers
-DINO_PROJECTION = "attention.o_proj" if _RENAMED else "attention.output.dense"
 # block: [(norm, outlet, writer, projection, placement, dropout)], names relative to the block
 PRE, POST, PARALLEL = "pre", "post", "parallel"
 OPT = [
@@ -57,17 +47,9 @@ GPT2 = [
     ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
     ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
 ]
-DISTILBERT = [
-    ("sa_layer_norm", "attention", "attention.out_lin", "attention.out_lin", POST, ""),
-    ("output_layer_norm", "ffn", "ffn.dropout", "ffn.lin2", POST, ""),
-]
 VIT = [
     ("layernorm_before", "dropout", "dropout", "attention.o_proj", PRE, ""),
     ("layernorm_after", "dropout", "dropout", "mlp.fc2", PRE, ""),
-]
-DINOV2 = [
-    ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
-    ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
 ]
 NEOX = [
     ("input_layernorm", *["post_attention_dropout"] * 2, "attention.dense", PARALLEL, ""),
@@ -87,9 +69,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
     "gpt2": (lambda: tiny("gpt2"), {"h.0": GPT2}),
     "opt, post-norm": (lambda: tiny("opt", do_layer_norm_before=False), {"decoder.layers.1": moved(OPT, POST)}),
     "bert": (lambda: tiny("bert"), {"encoder.layer.0": BERT}),
-    "distilbert": (lambda: tiny("distilbert"), {"transformer.layer.0": DISTILBERT}),
     "vit": (lambda: tiny("vit"), {"layers.0": VIT}),
-    "dinov2": (dinov2, {"encoder.layer.0": DINOV2}),
     "bart": (
         lambda: tiny("bart"),
         {"encoder.layers.0": moved(OPT, POST), "decoder.layers.1": moved([OPT[0], CROSS, OPT[1]], POST)},
@@ -97,7 +77,6 @@ FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
     "whisper": (lambda: tiny("whisper"), {"encoder.layers.0": OPT, "decoder.layers.1": [OPT[0], CROSS, OPT[1]]}),
     "gpt_neox": (lambda: neox(parallel=True), {"layers.0": NEOX}),
     "bloom": (lambda: tiny("bloom"), {"h.0": BLOOM}),
-    "llama": (lambda: tiny("llama"), {"layers.0": LLAMA}),
     "cohere": (lambda: tiny("cohere"), {"layers.0": moved(COHERE, PARALLEL)}),
 }
 
