@@ -24,38 +24,29 @@ def printed() -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in lines}
 
 
-def test_versions_and_devices() -> None:
+def test_versions_and_devices_without_names_paths_or_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    monkeypatch.setattr(environment, "_PACKAGES", ("torch", "transformers", "no-such-package"))
     found = printed()
     assert found["hfpatch"] == __version__
-    assert found["transformers"] == transformers.__version__
-    assert found["torch"] == torch.__version__
+    assert (found["torch"], found["transformers"]) == (torch.__version__, transformers.__version__)
+    assert found["no-such-package"] == "not installed"
     assert found["CPU"].endswith(f"{torch.get_num_threads()} threads of torch")
     assert any(name.startswith("GPU") for name in found)
-
-
-def test_no_names_paths_or_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
-    text = "\n".join(f"{name} {value}" for name, value in printed().items())
+    text = "\n".join(f"{name} {value}" for name, value in found.items())
     assert not any(secret in text for secret in (str(Path.home()), str(Path.cwd()), "hf_of", socket.gethostname()))
     assert getpass.getuser() not in text.split()
 
 
 def test_plug_ins_and_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {
-        "hfpatch.norms": [
-            EntryPoint("good", "torch.nn:LayerNorm", "hfpatch.norms"),
-            EntryPoint("bad", "no_such_module_of_a_test:Norm", "hfpatch.norms"),
-        ]
-    }
-    monkeypatch.setattr(environment, "entry_points", lambda group: points.get(group, []))
+    points = [
+        EntryPoint("good", "torch.nn:LayerNorm", "hfpatch.norms"),
+        EntryPoint("bad", "no_such_module_of_a_test:Norm", "hfpatch.norms"),
+    ]
+    monkeypatch.setattr(environment, "entry_points", lambda group: points if group == "hfpatch.norms" else [])
     found = printed()
     assert found["norm good"].endswith("imports")
     assert found["norm bad"].endswith("fails: ModuleNotFoundError")
     assert "plug-ins" not in found
-
-
-def test_without_plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "entry_points", lambda group: [])
     assert printed()["plug-ins"] == "none"
-    monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
-    assert printed()["no-such-package"] == "not installed"

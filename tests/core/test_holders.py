@@ -23,7 +23,7 @@ from tiny_models import patch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hfpatch import outcomes, patch_model, plan_patch, read_batches, repair, repair_report, unpatch_model, verify
+from hfpatch import outcomes, patch_model, plan_patch, read_batches, unpatch_model, verify
 from hfpatch.core.holders import model_inside
 from hfpatch.errors import NotPreservedWarning, WrappedModelError
 from hfpatch.measure.outputs import max_error, outputs_of_texts
@@ -46,34 +46,13 @@ def test_it_is_patched_in_place_and_stays_what_it_is() -> None:
     torch.testing.assert_close(embedded(encoder), before, rtol=0, atol=1e-5)
     patch(encoder, pos="rope")
     assert (embedded(encoder) - before).abs().max() > 1e-4
-    assert encoder.similarity_fn_name == "dot"
-    assert encoder.prompts["query"] == "a cat "
+    for given in (encoder[0], nn.Sequential(inner)):  # what only contains a model is no holder
+        assert model_inside(given) is given
+        with pytest.raises(WrappedModelError, match="SentenceTransformer is taken as a whole"):
+            patch_model(given, norm="rms")
 
 
-@pytest.mark.slow
-def test_texts_are_read_by_its_own_tokenizer() -> None:
-    encoder = sentence_encoder()
-    original = copy.deepcopy(encoder)
-    patch(encoder, norm="dyt", calibration=TEXTS)
-    report = repair_report(encoder)
-    assert report is not None
-    assert report is repair_report(encoder[0].auto_model)
-    assert report.sequences == len(TEXTS)
-    again = sentence_encoder()
-    patch(again, norm="dyt")
-    assert repair_report(again) is None
-    with_tokenizer = copy.deepcopy(again)
-    found = [
-        repair(again, original, TEXTS),
-        repair(with_tokenizer[0].auto_model, original[0].auto_model, TEXTS, tokenizer=original.tokenizer),
-    ]
-    assert str(found[0]) == str(found[1])
-    assert str(repair_report(again)) == str(found[0])
-    batch = next(iter(read_batches(TEXTS, encoder)))
-    assert torch.equal(batch["input_ids"][0], encoder.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"][0])
-
-
-def test_it_is_verified_against_another() -> None:
+def test_it_is_verified_against_another_on_texts_that_its_own_tokenizer_reads() -> None:
     encoder = sentence_encoder()
     original = copy.deepcopy(encoder)
     patch(encoder, norm="rms")
@@ -82,6 +61,8 @@ def test_it_is_verified_against_another() -> None:
     assert str(report) == str(inside)
     assert report.examples == len(TEXTS)
     assert str(verify(encoder, reference=original, dtypes=[])) != str(report)  # random inputs
+    batch = next(iter(read_batches(TEXTS, encoder)))
+    assert torch.equal(batch["input_ids"][0], encoder.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"][0])
 
 
 def test_the_length_that_positions_set_is_its_own_too() -> None:
@@ -185,14 +166,6 @@ def test_the_encoder_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(classes, "list_encoder", lambda config: None)
     with pytest.raises(Exception, match=r"patched by hfpatch.*open it with an Auto class"):
         library(str(tmp_path / "patched"), device="cpu")
-
-
-def test_what_only_contains_a_model_is_no_holder() -> None:
-    encoder = sentence_encoder()
-    for given in (encoder[0], nn.Sequential(encoder[0].auto_model)):
-        assert model_inside(given) is given
-        with pytest.raises(WrappedModelError, match="SentenceTransformer is taken as a whole"):
-            patch_model(given, norm="rms")
 
 
 def test_it_saves_and_opens_as_it_did(tmp_path: Path) -> None:

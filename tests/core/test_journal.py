@@ -34,8 +34,7 @@ class FullDisk:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("writes", [0, 3])
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize(("family", "writes"), [("gpt2", 0), ("bert", 3)])
 def test_a_full_disk_leaves_the_model_as_it_was(family: str, writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transaction, "_LARGE", 0)
     model = tiny(family)

@@ -28,29 +28,20 @@ from hfpatch.swap.norms import plan_norms
 from hfpatch.swap.planners import Planned
 
 
-def test_a_registry_is_a_sorted_mapping() -> None:
+def test_a_registry_is_a_sorted_mapping_in_which_a_name_is_given_once() -> None:
     registry: Registry[object] = Registry("scheme of a test")
     b, a = object(), object()
-    assert registry.register("b")(b) is b
+    for _ in range(2):  # a module imported twice does no harm
+        assert registry.register("b")(b) is b
     registry.register("a")(a)
     assert list(registry) == ["a", "b"]
-    assert len(registry) == 2
-    assert registry["b"] is b
-    assert registry.name_of(a) == "a"
-    assert "a" in registry
+    assert (len(registry), registry["b"], registry.name_of(a)) == (2, b, "a")
     assert "c" not in registry
-    assert registry.get("c") is None
-
-
-def test_a_name_is_given_once() -> None:
-    registry: Registry[object] = Registry("norm of a test")
-    entry = registry.register("one")(object())
-    assert registry.register("one")(entry) is entry  # a module imported twice does no harm
-    with pytest.raises(PatchError, match="'one'"):
-        registry.register("one")(object())
-    assert registry["one"] is entry
-    registry.unregister("one")
-    registry.register("one")(object())
+    with pytest.raises(PatchError, match="'b'"):
+        registry.register("b")(object())
+    assert registry["b"] is b
+    registry.unregister("b")
+    registry.register("b")(object())
 
 
 def test_an_unregistered_scheme_is_refused_by_the_plan() -> None:
@@ -119,7 +110,7 @@ class Tilted(Position):
         return Call.of(Tilt, head_dim, self.speed)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("family", ["gpt2", "vit"])
 def test_a_third_party_norm_is_planned_patched_and_reloaded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +146,7 @@ def test_a_third_party_norm_that_names_no_starting_values(monkeypatch: pytest.Mo
         patch(model, norm="mean")  # control
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "bart"])
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
     with registered(POSITIONS, "tilted", Tilted):
         model = tiny(family)
@@ -230,18 +221,13 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def test_an_entry_point_is_found_and_imported_late(registry: Registry, tmp_path: Path) -> None:
-    install(tmp_path, "[hfpatch.norms]\nplugged = hfpatch_plugged:Plugged\n[hfpatch.positions]\nother = nowhere:X\n")
-    assert registry["rms"] is RMS
+    entries = "plugged = hfpatch_plugged:Plugged\nrms = hfpatch_plugged:Plugged"
+    install(tmp_path, f"[hfpatch.norms]\n{entries}\n[hfpatch.positions]\nother = nowhere:X\n")
+    assert registry["rms"] is RMS, "what ships wins"
     assert "hfpatch_plugged" not in sys.modules  # nobody asked for it yet
     assert registry["plugged"].__name__ == "Plugged"
     assert list(registry) == ["plugged", "rms"]
     assert registry.name_of(sys.modules["hfpatch_plugged"].Plugged) == "plugged"
-
-
-def test_what_ships_wins_over_an_entry_point(registry: Registry, tmp_path: Path) -> None:
-    install(tmp_path, "[hfpatch.norms]\nrms = hfpatch_plugged:Plugged\n")
-    assert list(registry) == ["rms"]
-    assert registry["rms"] is RMS
 
 
 def test_a_broken_entry_point_hurts_only_who_asks_for_it(registry: Registry, tmp_path: Path) -> None:

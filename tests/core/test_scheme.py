@@ -24,29 +24,15 @@ from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCHEMES = [
-    RMS(),
-    DyT(),
-    DyT(0.8),
     Derf(0.3, -0.1),
-    Layer(),
     Layer(bias=False),
-    RoPE(),
     RoPE(theta=500_000, partial=0.5, pairing="interleaved"),
     RoPE(scaling=YARN),
-    RoPE(scaling=LLAMA3),
-    RoPE(scaling={"rope_type": "linear", "factor": 2}),
-    RoPE(scaling={"rope_type": "proportional"}),
-    RoPE(scaling={"rope_type": "yarn"}, max_positions=8192),
+    RoPE(scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
     RoPE(scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=256, original_max_positions=64),
-    NoPE(),
-    ALiBi(),
     ALiBi(16.0, max_positions=4096),
-    Sinusoidal(),
     Sinusoidal(base=500.0, layout="half", scale=0.1),
-    Learned(),
-    Learned(max_positions=4096, method="linear"),
     Learned(image_size=(384, 512), method="linear"),
 ]
 
@@ -73,9 +59,8 @@ def test_text_round_trip(scheme: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "scheme"),
     [
-        ("dyt", DyT()),
         ("dyt:alpha=0.8", DyT(0.8)),
-        ("dyt:alpha=1", DyT(1)),
+        ("dyt:alpha=9223372036854775807", DyT(2**63 - 1)),
         ("derf:alpha=0.25,s=-1e-2", Derf(0.25, -0.01)),
         ("derf:alpha=0.25, s=2", Derf(0.25, 2)),
         ("layer:bias=false", Layer(bias=False)),
@@ -94,6 +79,11 @@ def test_text_form(text: str, scheme: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        ("", "no norm called ''"),
+        ("RMS", "no norm called 'RMS'"),
+        ("rms ", "no norm called 'rms '"),
+        (":alpha=1", "no norm called ''"),
+        ("rope", "no norm called 'rope'"),
         (3, r"a norm is a registered name or a scheme object such as \w+\(\), not 3"),
         (RMS, r"such as \w+\(\), not .*RMS"),
         (RoPE(), r"such as \w+\(\), not RoPE"),
@@ -106,13 +96,7 @@ def test_text_form(text: str, scheme: Any) -> None:
     ],
 )
 def test_what_is_no_norm(value: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Norm.resolve(value)
-
-
-@pytest.mark.parametrize("value", ["", " ", "RMS", "rms ", ":alpha=1", "rope"])
-def test_unknown_text(value: str) -> None:
-    with pytest.raises(UnknownNameError):
+    with pytest.raises(UnknownNameError if message.startswith("no norm") else OptionError, match=message):
         Norm.resolve(value)
 
 
@@ -124,6 +108,9 @@ _OUTSIDE: list[tuple[Any, str, tuple[Any, ...]]] = [
     (lambda value: RoPE(pairing=value), "pairing", ("neox", "", 2, "HALF")),
     (lambda value: Derf(s=value), "Derf: s", (math.nan, math.inf, -math.inf, None, "0")),
     (lambda value: Layer(bias=value), "bias", (0, 1, None, "true")),
+    # of more than 64 bits, of which torch raises an OverflowError in the midst of a patch
+    *((make, r"1e\+30", (10**30,)) for make in (DyT, Derf, Sinusoidal, ALiBi, lambda value: Derf(0.5, value))),
+    *((make, r"1e\+30", (10**30,)) for make in (lambda v: RoPE(theta=v), lambda v: SwiGLU(d_ff=v))),
 ]
 
 
@@ -133,26 +120,6 @@ _OUTSIDE: list[tuple[Any, str, tuple[Any, ...]]] = [
 def test_values_outside_their_domain(make: Any, message: str, value: Any) -> None:
     with pytest.raises(OptionError, match=message):
         make(value)
-
-
-def test_values_at_the_edge_of_their_domain() -> None:
-    assert RoPE(theta=None).theta is None
-    assert Derf(s=-3).s == -3
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(DyT, Derf, Sinusoidal, ALiBi, lambda v: Derf(0.5, v), lambda v: RoPE(theta=v)),
-        lambda v: RoPE(scaling={"rope_type": "linear", "factor": v}),
-        lambda v: SwiGLU(d_ff=v),
-    ],
-)
-def test_integers_beyond_64_bits(make: Any) -> None:
-    """torch raises an OverflowError, in the midst of a patch."""
-    with pytest.raises(OptionError, match=r"1e\+30"):
-        make(10**30)
-    make(2**63 - 1)  # control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,21 +167,16 @@ def test_options_that_a_third_party_declares() -> None:
     ("scaling", "message"),
     [
         ("yarn", "'rope_type' in default, linear, dynamic, yarn, longrope, llama3, proportional"),
-        ({}, "scaling must be a dict"),
         ({"type": "linear", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
         ({"rope_type": "ntk", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
-        ({"rope_type": "linear"}, "scaling type 'linear' needs factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_type": "yarn", "factor": 0}, r"scaling\['factor'\] must be a number in \(0, inf\)"),
-        ({"rope_type": "linear", "factor": "2"}, r"scaling\['factor'\] must be a number"),
+        ({"rope_type": "linear", "factor": 10**30}, r"1e\+30"),
         ({"rope_type": "dynamic"}, "scaling type 'dynamic' needs factor"),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "needs long_factor"),
         ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}, "must be a list of numbers, not 1.0"),
         ({"rope_type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}, "must be a number in"),
         ({"rope_type": "default", "factor": 2.0}, "scaling type 'default' has no 'factor'"),
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta"),
-        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_type": "linear", "factor": 2.0, "factro": 3.0}, "factro"),
     ],
 )
 def test_scaling_errors(scaling: Any, message: str) -> None:
@@ -228,19 +190,15 @@ def test_options_of_none_are_the_papers_without_a_model() -> None:
     assert RoPE().describe(8) == "RoPE(theta=10000, half)"
 
 
-def test_no_scaling_by_name() -> None:
-    assert torch.equal(
-        RoPE(scaling={"rope_type": "default"}).rotation(8, 64).make().inv_freq, RoPE().rotation(8, 64).make().inv_freq
-    )
-
-
-def test_the_callers_dict_isnt_kept() -> None:
+def test_scaling_is_copied_and_default_is_none() -> None:
     scaling = dict(YARN)
     scheme = RoPE(scaling=scaling)
     before = scheme.rotation(8, 64).make().inv_freq
     scaling["factor"] = 32.0
     assert torch.equal(scheme.rotation(8, 64).make().inv_freq, before)
     assert scheme == RoPE(scaling=YARN)
+    default = RoPE(scaling={"rope_type": "default"})
+    assert torch.equal(default.rotation(8, 64).make().inv_freq, RoPE().rotation(8, 64).make().inv_freq)
 
 
 _VALUES = st.recursive(

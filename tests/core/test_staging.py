@@ -201,15 +201,15 @@ def test_places_that_cant_be_written(name: str, model: Any, place: Path, monkeyp
     said = f"{place / name} can't be written: Read-only file system"
     with failing(place, 0, OSError(errno.EROFS, "Read-only file system")), pytest.raises(PatchError, match=said):
         WRITERS[name](model, place / name)
-    for out in (Path("/proc/none") / name, file / name):
-        with pytest.raises(PatchError, match=str(out)):
-            WRITERS[name](model, out)
-        monkeypatch.setattr(cli, "opened", lambda *_: pytest.fail("the model was opened first"))
+    monkeypatch.setattr(cli, "opened", lambda *_: pytest.fail("the model was opened first"))
+    with pytest.raises(PatchError, match=str(file / name)):
+        WRITERS[name](model, file / name)
     assert contents(place) == before
 
 
-@every_output
-@pytest.mark.parametrize("exists", [False, True], ids=["dangling", "older"])
+@pytest.mark.parametrize(
+    ("name", "exists"), [("plugin", False), ("remote", True), ("plot.png", False), ("report.json", True)]
+)
 def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, model: Any, place: Path) -> None:
     link, out = place / name, place / "elsewhere" / name
     if exists:

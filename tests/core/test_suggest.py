@@ -37,30 +37,16 @@ def test_nearest() -> None:
 @pytest.mark.parametrize(
     ("registry", "written", "meant"),
     [
-        (NORMS, "RMSNorm", "rms"),
-        (NORMS, "rmsnorm", "rms"),
-        (NORMS, "RMS", "rms"),
-        (NORMS, "LayerNorm", "layer"),
-        (NORMS, "layer_norm", "layer"),
-        (NORMS, "LN", "layer"),
-        (NORMS, "DynamicTanh", "dyt"),
-        (NORMS, "DyT", "dyt"),
-        (NORMS, "DeepNorm", "deepnorm"),
-        (NORMS, "DynamicErf", "derf"),
+        (NORMS, "rmsnorm", "rms"),  # a class of hfpatch's
+        (NORMS, "LN", "layer"),  # another name of it
+        (NORMS, "DynamicTanh", "dyt"),  # the class of its modules
         (NORMS, "BatchNorm", "batch"),
-        (POSITIONS, "RoPE", "rope"),
         (POSITIONS, "rotary", "rope"),
-        (POSITIONS, "RotaryEmbedding", "rope"),
-        (POSITIONS, "ALiBi", "alibi"),
         (POSITIONS, "none", "nope"),
-        (POSITIONS, "sin", "sinusoidal"),
-        (MLPS, "SwiGLU", "swiglu"),
         (MLPS, "silu", "swiglu"),
-        (PLACEMENTS, "pre-norm", "pre"),
         (PLACEMENTS, "postnorm", "post"),
         (ARCHITECTURES, "gptneo", "gpt_neo"),
         (NORMS, "GroupNorm", None),
-        (NORMS, "none", None),
         (NORMS, "rope", None),
     ],
 )
@@ -79,15 +65,12 @@ def test_names_of_schemes(registry: Registry, written: str, meant: str | None) -
     [
         (Norm, "dyt:alfa=1", r"no option 'alfa'\. Did you mean 'alpha'\? Options: alpha\."),
         (Position, "rope:max_position=9", r"Did you mean 'max_positions'\?"),
-        (Position, "rope:scale=linear", r"Did you mean 'scaling'\?"),
         (Position, "rope:base=9", r"no option 'base'\. Did you mean 'theta'\? Options: max_positions"),
         (Position, "rope:rotary_dim=9", r"Did you mean 'partial'\?"),
-        (Position, "rope:max_position_embeddings=9", r"Did you mean 'max_positions'\?"),
         (Position, "alibi:n_positions=9", r"Did you mean 'max_positions'\?"),
         (Position, "alibi:base=9", r"no option 'base'\. Options: "),
         (MLP, "swiglu:intermediate_size=9", r"Did you mean 'd_ff'\?"),
-        (Norm, "DyT(alpha=0.8)", r"write 'dyt:alpha=0\.8', or pass an object"),
-        (Norm, "dyt alpha=0.8", r"write 'dyt:alpha=0\.8'"),
+        (Norm, "dyt alpha=0.8", r"write 'dyt:alpha=0\.8', or pass an object"),
         (Position, "RoPE(theta=1e6, partial=0.5)", r"write 'rope:theta=1e6, partial=0\.5'"),
     ],
 )
@@ -96,25 +79,15 @@ def test_options_of_schemes(kind: Any, written: str, message: str) -> None:
         kind.resolve(written)
 
 
-def test_what_is_suggested_for_a_call_works() -> None:
-    with pytest.raises(OptionError) as caught:
-        Position.resolve("RoPE(theta=1e6, partial=0.5)")
-    assert str(Position.resolve(str(caught.value).split("'")[3])) == "rope:theta=1000000.0,partial=0.5"
-
-
 @pytest.mark.parametrize(
     ("glob", "meant"),
     [
         ("ln_1", "*.ln_1"),
-        ("*.lnf", "*.ln_f"),
-        ("*ln1", "*.ln_1"),
         (".*ln_1", "*.ln_1"),
         ("*.LN_F", "*.ln_f"),
         ("transformer.h.*.ln1", "transformer.h.*.ln_1"),
         ("h.*.ln1", "*.h.*.ln_1"),
-        ("ln_", "*ln_*"),
         ("ln", "*ln*"),
-        ("xyz", None),
         ("*.attention.*", None),
     ],
 )
@@ -129,20 +102,17 @@ def test_globs(option: str, glob: str, meant: str | None) -> None:
         plan_patch(model, norm="rms", only=meant)
 
 
-@pytest.mark.parametrize(
-    ("family", "meant"), [("gtp2", "gpt2"), ("Llama", "llama"), ("gpt-2", "gpt2"), ("xyzzy", None)]
-)
+@pytest.mark.parametrize(("family", "meant"), [("gtp2", "gpt2"), ("xyzzy", None)])
 def test_families_with_random_weights(family: str, meant: str | None) -> None:
     with pytest.raises(PatchError, match=f"no family '{family}'") as caught:
         config_of(f"config:{family}", False)
     assert str(caught.value).endswith(f"Did you mean {meant!r}?" if meant else f"{family!r}.")
 
 
-@pytest.mark.parametrize("family", ["mamba", "rwkv"])
-def test_a_family_is_near_only_if_a_table_stands_where_it_has_one(family: str) -> None:
+def test_a_family_is_near_only_if_a_table_stands_where_it_has_one() -> None:
     """Mamba is near mBART by its name alone."""
     with torch.device("meta"):
-        model = AutoModel.from_config(AutoConfig.for_model(family, num_hidden_layers=1))
+        model = AutoModel.from_config(AutoConfig.for_model("mamba", num_hidden_layers=1))
     with pytest.raises(UnsupportedError, match="has no record for it") as caught:
         plan_patch(model, pos="rope")
     assert "earest" not in str(caught.value)

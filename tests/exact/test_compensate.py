@@ -12,23 +12,6 @@ from hfpatch.exact.check import mean_ratios
 from hfpatch.exact.compensate import compensate, find_pairs
 
 
-def pairs_of(model: nn.Module) -> list[tuple[str, str, str]]:
-    stream = norms_of(model, nn.LayerNorm)
-    writers = [f"encoder.layer.{i}.{name}.dense" for i in (0, 1) for name in ("attention.output", "output")]
-    found = find_pairs(model, inputs(model), stream, stream, writers)
-    return [(pair.norm, pair.earlier, pair.writer) for pair in found]
-
-
-def test_the_pairs_of_bert() -> None:
-    expected, earlier = [], "embeddings.LayerNorm"
-    for i in (0, 1):
-        for part in ("attention.output", "output"):
-            norm = f"encoder.layer.{i}.{part}.LayerNorm"
-            expected.append((norm, earlier, f"encoder.layer.{i}.{part}.dense"))
-            earlier = norm
-    assert pairs_of(tiny("bert")) == expected
-
-
 def test_it_takes_away_the_mean_of_the_earlier_norms_shift() -> None:
     model = tiny("bert").double()
     with torch.no_grad():  # writers that are zero-mean, gains that are all alike: the shift's mean is all there is

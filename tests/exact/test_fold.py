@@ -38,7 +38,6 @@ from hfpatch.exact.fold import carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.edits import pattern_of
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
@@ -108,19 +107,18 @@ def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> Non
     assert bool(moved) == (mode == "fold")
 
 
-@pytest.mark.parametrize("mode", slow_but(["fold", "parametrize"], ["fold"]))
-def test_whisper_in_part(mode: str) -> None:
+def test_whisper_in_part() -> None:
     """What enters its encoder comes out of a GELU; the decoder is exact."""
     model = tiny("whisper").double()
     plain = copy.deepcopy(model)
-    silent(model, norm=RMS(mode), init="exact")
+    silent(model, norm="rms", init="exact")
     assert {name.partition(".")[0] for name in norms_of(model, AffineNorm)} == {"decoder"}
     assert {name.partition(".")[0] for name in norms_of(model, nn.LayerNorm)} == {"encoder"}
     assert distance(plain, model) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gpt2", "opt", "vit", "dinov2"])
+@pytest.mark.parametrize("name", ["gpt2", "dinov2"])
 def test_in_lower_precision_it_stays_as_far_as_rounding_goes(name: str, dtype: torch.dtype) -> None:
     original = MAKE[name]()
     plain, model = copy.deepcopy(original).to(dtype), copy.deepcopy(original).to(dtype)
@@ -143,74 +141,12 @@ def test_a_tied_head_stays_tied() -> None:
     assert [name for name, module in model.named_modules() if CENTRED in module.__dict__] == ["transformer.drop"]
 
 
-@pytest.mark.parametrize("only", [["*.ln_1"], ["*.h.0.*"], ["*.ln_f"]])
-def test_norms_that_stay_dont_mind(only: list[str]) -> None:
-    model = tiny("gpt2", LM).double()
-    plain = copy.deepcopy(model)
-    silent(model, norm="rms", only=only)
-    assert norms_of(model, nn.LayerNorm)
-    assert distance(plain, model) < 1e-9
-
-
-def test_the_streams_are_zero_mean_afterwards() -> None:
-    model = tiny("gpt2", LM)
-    norms = norms_of(model, nn.LayerNorm)
-    before = mean_ratios(model, inputs(model), norms)
-    silent(model, norm="rms")
-    after = mean_ratios(model, inputs(model), norms)
-    assert min(float(ratio.abs().max()) for ratio in before.values()) > 0.1
-    assert max(float(ratio.abs().max()) for ratio in after.values()) < 1e-5
-
-
-# By hand, without the search
-
-
-def axes(**patterns: int) -> tuple[Axis, ...]:
-    return tuple(Axis(pattern, axis) for pattern, axis in patterns.items())
-
-
-BLOCK = {"h.*.attn.c_proj.weight": 1, "h.*.attn.c_proj.bias": 0, "h.*.mlp.c_proj.weight": 1, "h.*.mlp.c_proj.bias": 0}
-SCALE = "encoder.layer.*.layer_scale2.lambda1"
-HAND: dict[str, tuple[str, Centring]] = {
-    "gpt2": ("gpt2", Centring(axes(**BLOCK, **{"wte.weight": 1, "wpe.weight": 1}), parametrized=(("drop", 2),))),
-    "gpt2 at run time": ("gpt2", Centring(axes(**BLOCK), outputs=(("drop", -1),), parametrized=(("drop", -1),))),
-    "vit": ("vit", Centring(axes(**{"embeddings.cls_token": 2, "embeddings.patch_embeddings.projection.weight": 0}))),
-    "dinov2": (
-        "dinov2",
-        Centring(tuple(Axis(f"encoder.layer.*.mlp.fc2.{name}", 0, SCALE) for name in ("weight", "bias"))),
-    ),
-}
-
-
-@pytest.mark.parametrize(("family", "centring"), HAND.values(), ids=HAND)
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
-def test_a_layernorm_model_stays_and_it_is_undone(family: str, centring: Centring, mode: str) -> None:
-    """Whatever was centred, a LayerNorm that reads it doesn't see it; a layer-scale may be zero."""
-    model = (dinov2() if family == "dinov2" else tiny(family)).double()
-    if family == "dinov2":
-        scale = model.encoder.layer[0].layer_scale2.lambda1
-        scale.data[::3] = 0.0
-    before, plain, edits = fingerprint(model), copy.deepcopy(model), Transaction()
-    carry_out(model, centring, edits, mode)
-    assert distance(plain, model) < 1e-9
-    if mode == "fold":
-        for fold in centring.folds:
-            named = [value for name, value in model.named_parameters() if pattern_of(name) == fold.pattern]
-            assert named
-            assert all(float(value.detach().mean(fold.axis).abs().max()) < 1e-12 for value in named)
-        assert family != "dinov2" or bool((scale == 1).all())
-    else:
-        assert len(edits) == 2 * len(centring.parametrized)  # no weight is touched
-    edits.undo()
-    assert not changes(before, fingerprint(model))
-
-
 def test_a_parameter_in_two_places_is_centred_once() -> None:
     model = tiny("gpt2").double()
     model.add_module("other", nn.Module())
     model.other.weight = model.wpe.weight
     edits = Transaction()
-    carry_out(model, Centring(axes(**{"wpe.weight": 1, "other.weight": 1})), edits)
+    carry_out(model, Centring((Axis("wpe.weight", 1), Axis("other.weight", 1))), edits)
     assert len(edits) == 1
 
 
@@ -225,18 +161,15 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
     model = tiny("gpt2")
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"wpe\.weight.*torch\.int8"):
-        carry_out(model, Centring(axes(**{"wpe.weight": 1})), Transaction())
+        carry_out(model, Centring((Axis("wpe.weight", 1),)), Transaction())
 
 
 # Centred in every forward
 
 
-def run_time() -> Any:
-    return silent(tiny("gpt2", LM), norm=RMS("parametrize"))
-
-
 def test_a_module_that_is_centred_keeps_its_class_name() -> None:
-    model, plain = run_time(), tiny("gpt2", LM)
+    plain = tiny("gpt2", LM)
+    model = silent(copy.deepcopy(plain), norm=RMS("parametrize"))
     for name in {name for name, _ in plain.named_modules() if name} - set(norms_of(plain, nn.LayerNorm)):
         here, kind = model.get_submodule(name), type(plain.get_submodule(name))
         assert isinstance(here, kind)
@@ -247,23 +180,13 @@ def test_lenses_and_centring_share_a_class() -> None:
     """RoPE's view of an attention and a centred output are two attributes of one generated class."""
     model = tiny("gpt2", LM)
     plain = patch(copy.deepcopy(model), pos="rope")
-    attention = Centring(axes(), outputs=(("transformer.h.*.attn", 2),))
+    attention = Centring(outputs=(("transformer.h.*.attn", 2),))
     for order in itertools.permutations(["rope", "centre"]):
         both = copy.deepcopy(model)
         for what in order:
             patch(both, pos="rope") if what == "rope" else carry_out(both, attention, Transaction())
         assert difference(both, plain) < 1e-5
         assert both.transformer.h[0].attn.__dict__.keys() >= {CENTRED, LENS}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_fullgraph_compilation() -> None:
-    model = run_time()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    given = inputs(model)
-    with torch.no_grad():
-        assert (compiled(**given).logits - model(**given).logits).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -444,16 +367,16 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
 
 
 @pytest.mark.parametrize(("family", "change"), WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_isnt_exact_on_the_model_itself_is_taken_back(
-    family: str, change: Callable, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    family: str, change: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: change(find_centring(*a)))
-    model = tiny(family, LM if family == "gpt2" else BASE).to(dtype)
+    model = tiny(family, LM if family == "gpt2" else BASE)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     before = fingerprint(model)
-    with pytest.raises(VerificationError, match="init='copy'"):
+    with pytest.raises(VerificationError, match="init='copy'") as caught:
         patch(model, norm="rms", init="exact")
+    assert pickle.loads(pickle.dumps(caught.value)).measured == caught.value.measured
     assert not changes(before, fingerprint(model))
     with pytest.warns(NotPreservedWarning, match="failed its check"):
         patch_model(model, norm="rms", reversible=True)
@@ -462,33 +385,27 @@ def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     assert not changes(before, fingerprint(model))
 
 
-def test_a_verification_error_pickles() -> None:
-    error = pickle.loads(pickle.dumps(VerificationError("what", "measured")))
-    assert (str(error), error.measured) == ("what", "measured")
-
-
-def test_the_check_runs_nothing_of_the_users() -> None:
+@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
+def test_neither_plan_nor_check_leaves_a_trace_or_runs_a_users_hook(norm: Any) -> None:
     model = tiny("gpt2", LM).train()
     for module in model.modules():
         module.register_forward_hook(lambda *a: pytest.fail("a user's hook ran"))
         module.register_forward_pre_hook(lambda *a, **k: pytest.fail("a user's hook ran"), with_kwargs=True)
     before = fingerprint(model)
-    silent(model, norm="rms", reversible=True)
+    assert not plan_patch(model, norm=norm).empty
+    assert not changes(before, fingerprint(model))
+    silent(model, norm=norm, reversible=True)
     unpatch_model(model)
     assert not changes(before, fingerprint(model))  # with modes and random streams
-
-
-def test_inputs_of_ones_own() -> None:
-    model = tiny("gpt2", LM)
-    given = {"input_ids": torch.randint(5, 97, (1, 3))}
-    assert plan_patch(model, norm="rms", example_inputs=given).conversion.inputs is given
-    silent(model, norm="rms", example_inputs=given)
 
 
 BEYOND = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
 
 
-def test_inputs_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"input_ids": torch.randint(5, 97, (1, 3))}
+    assert plan_patch(tiny("gpt2", LM), norm="rms", example_inputs=given).conversion.inputs is given
+    silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
     monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: BEYOND)
@@ -519,19 +436,6 @@ def test_on_the_meta_device() -> None:
 # Back, again, saved
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "opt", "vit", "dinov2", "bert", "albert"])
-@pytest.mark.parametrize("mode", ["fold", "parametrize"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unpatch_restores_every_bit(name: str, mode: str, dtype: torch.dtype) -> None:
-    model = (MAKE[name]() if name in MAKE else tiny(name)).to(dtype)
-    before = fingerprint(model)
-    patch(model, norm=RMS(mode), reversible=True)
-    assert changes(before, fingerprint(model))
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-
-
 def test_unpatch_after_training_restores_what_was_changed() -> None:
     """Parameters that the conversion wrote to are what they were; the others keep what training made of them."""
     plain = tiny("gpt2", LM).double()
@@ -547,7 +451,7 @@ def test_unpatch_after_training_restores_what_was_changed() -> None:
     assert torch.equal(model.transformer.get_parameter(other), learned)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit", "dinov2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "dinov2", "bert"])
 @pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": RMS("parametrize")}, {"norm": "rms", "init": "exact"}])
 def test_saved_and_opened(name: str, request_: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(MAKE[name]() if name in MAKE else tiny(name), **request_)
@@ -573,16 +477,6 @@ def test_base_from_head_and_head_from_base(request_: dict, tmp_path: Path) -> No
     assert difference(again, head) == 0
     from_base = reload(patch(copy.deepcopy(plain.transformer), **request_), tmp_path / "other", LM)
     assert difference(from_base.transformer, plain.transformer) < 2e-5
-
-
-def test_left_norms_are_found_under_either_name(tmp_path: Path) -> None:
-    """BLOOM's first norm reads the tied embeddings alone."""
-    head = silent(tiny("bloom", LM), norm="rms", init="exact")
-    base = reload(head, tmp_path / "head")
-    assert norms_of(base, nn.LayerNorm) == ["word_embeddings_layernorm"]
-    assert difference(base, tiny("bloom", LM).transformer) < 2e-5
-    again = reload(base, tmp_path / "base", LM)
-    assert norms_of(again, nn.LayerNorm) == ["transformer.word_embeddings_layernorm"]
 
 
 @pytest.mark.parametrize("mode", ["fold", "parametrize"])
@@ -614,26 +508,27 @@ def test_another_depth_from_the_same_config() -> None:
 # With other patches
 
 
-@pytest.mark.parametrize("mode", slow_but(["fold", "parametrize"], ["fold"]))
-def test_with_positions_in_any_order(mode: str, tmp_path: Path) -> None:
+def test_with_positions_in_any_order(tmp_path: Path) -> None:
     plain = patch(tiny("gpt2", LM), pos="rope")
     for first in (None, "norm", "pos"):
         model = tiny("gpt2", LM)
         if first == "norm":
-            silent(model, norm=RMS(mode))
+            silent(model, norm="rms")
         elif first == "pos":
             patch(model, pos="rope")
-        patch(model, norm=RMS(mode), pos="rope")
+        patch(model, norm="rms", pos="rope")
         assert not norms_of(model, nn.LayerNorm)
         assert difference(model, plain) < 1e-4
         assert difference(model, reload(model, tmp_path, LM)) == 0
 
 
-@pytest.mark.parametrize("modes", [*itertools.product(["fold", "parametrize"], repeat=2)], ids="-".join)
+@pytest.mark.parametrize("modes", [("fold", "parametrize"), ("parametrize", "fold")], ids="-".join)
 def test_some_norms_and_then_the_others(modes: tuple[str, str], tmp_path: Path) -> None:
     model = tiny("gpt2", LM)
     plain, before = copy.deepcopy(model), fingerprint(model)
     silent(model, norm=RMS(modes[0]), only=["*.ln_1"], reversible=True)
+    assert norms_of(model, nn.LayerNorm)
+    assert difference(model, plain) < 2e-5, "norms that stay don't mind"
     silent(model, norm=RMS(modes[1]), reversible=True)
     assert not norms_of(model, nn.LayerNorm)
     assert difference(model, plain) < 2e-5
@@ -682,23 +577,10 @@ def test_fold_bias_leaves_bias_free_norms(tmp_path: Path) -> None:
 
 
 def test_fold_bias_with_conv1d() -> None:
-    model = tiny("gpt2", LM).double()
-    plain = copy.deepcopy(model)
-    silent(model, norm=RMS(fold_bias=True))
+    plain = tiny("gpt2", LM).double()
+    model = silent(copy.deepcopy(plain), norm=RMS(fold_bias=True))
     assert distance(plain, model) < 1e-9
-    assert model.transformer.h[0].ln_1.bias is None
-    assert model.transformer.h[1].ln_2.bias is None
-
-
-@pytest.mark.parametrize("name", ["gpt2", "vit", "dinov2"])
-@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
-def test_a_plan_touches_nothing(name: str, norm: Any) -> None:
-    model = MAKE[name]().train()
-    for module in model.modules():
-        module.register_forward_hook(lambda *a: pytest.fail("a plan ran a user's hook"))
-    before = fingerprint(model)
-    assert not plan_patch(model, norm=norm).empty
-    assert not changes(before, fingerprint(model))
+    assert model.transformer.h[0].ln_1.bias is model.transformer.h[1].ln_2.bias is None
 
 
 def with_its_own_dropout() -> Any:

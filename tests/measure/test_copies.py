@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import torch
-from tiny_models import patch, tiny
+from tiny_models import tiny
 from torch import Tensor, nn
 
 from hfpatch.measure.blocks import listed_modules, repeated_blocks
-from hfpatch.measure.copies import copy_with, host_on_meta, unpatched_config
+from hfpatch.measure.copies import copy_with
 
 LM = "AutoModelForCausalLM"
 
@@ -26,19 +26,6 @@ def test_a_copy_takes_other_tensors_and_keeps_what_is_shared() -> None:
     assert copied.transformer.ln_f.bias is model.transformer.ln_f.bias
     assert copied.config is model.config
     assert set(names) >= {"transformer.wte.weight", "transformer.ln_f.bias"}
-
-
-def test_the_host_without_a_patch_and_without_weights() -> None:
-    model = patch(tiny("gpt2", LM), norm="rms", pos="rope")
-    config = unpatched_config(model.config)
-    state = torch.get_rng_state()
-    host = host_on_meta(model, config)
-    assert torch.equal(state, torch.get_rng_state())
-    assert type(host).__module__ == type(config).__module__.replace("configuration", "modeling")
-    assert not hasattr(config, "hfpatch")
-    assert hasattr(model.config, "hfpatch")
-    assert host.transformer.wpe.weight.is_meta
-    assert type(host.transformer.ln_f) is nn.LayerNorm
 
 
 class Stage(nn.Module):

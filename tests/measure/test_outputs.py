@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfpatch.measure.outputs import Deviation, Outputs, deviations, last_bit, max_error, noise_floor, outputs_of
 
-INF, NAN = math.inf, math.nan
+INF, NAN, LOWEST = math.inf, math.nan, torch.finfo(torch.float32).min
 
 
 def deviation(truth: Any, output: Any, mask: Any = None, equal_nan: bool = False) -> Deviation:
@@ -28,13 +28,9 @@ class TestOutputs:
         assert list(found.tensors) == ["logits", "inner.parts[0]", "inner.parts[1][0]"]
         assert {name: len(layers) for name, layers in found.streams.items()} == {"encoder_hidden_states": 2}
 
-    def test_a_tensor_by_the_name_of_a_cache_is_an_output(self) -> None:
-        assert list(Outputs.of({"hidden_states": torch.ones(1), "last_hidden_state": torch.ones(1)}).tensors) == [
-            "hidden_states",
-            "last_hidden_state",
-        ]
-
-    def test_what_holds_no_numbers_and_what_has_no_name(self) -> None:
+    def test_names_of_caches_for_tensors_what_holds_no_numbers_and_what_has_no_name(self) -> None:
+        named = {"hidden_states": torch.ones(1), "last_hidden_state": torch.ones(1)}
+        assert list(Outputs.of(named).tensors) == list(named)
         assert Outputs.of({"loss": torch.ones(0), "other": None}).tensors == {}
         assert list(Outputs.of(torch.ones(1)).tensors) == ["output"]
         assert outputs_of(lambda x: {"ids": x.long(), "y": x}, {"x": torch.ones(1)}).keys() == {"y"}
@@ -72,29 +68,32 @@ class TestDeviation:
         everything.add(truth, output)
         assert (found.max_error, found.rms_error, everything.max_error) == (0.5, 0.25, 8)
 
-    def test_masked_logits_are_equal_in_every_dtype(self) -> None:
-        found = deviation([1.0, -INF], [1.0, torch.finfo(torch.float32).min])
-        assert (found.max_error, found.incomparable) == (0, 0)
+    @pytest.mark.parametrize(
+        ("truth", "output", "error"),
+        [
+            ([1.0, -INF], [1.0, LOWEST], 0),  # masked logits are equal in every dtype
+            ([1.0, 2.0], [1.0, -INF], INF),
+            ([1.0, -INF], [1.0, INF], INF),
+            ([1.0, LOWEST], [2.0, LOWEST], 1),  # what is masked hides no difference
+            ([1.0, NAN], [1.0, NAN], INF),
+            ([0.0, 0.0], [0.0, 0.0], 0),
+            ([0.0, 0.0], [1.0, 1.0], INF),
+            ([1, 2], [1, 2], 0),
+            ([1, 2], [1, 3], INF),
+            ([1.0, 2.0], [1.0], INF),
+        ],
+    )
+    def test_what_is_equal_and_what_cant_be_compared(self, truth: list, output: list, error: float) -> None:
+        assert deviation(truth, output).max_error == error
+
+    def test_incomparable_numbers_are_counted_and_nan_is_equal_where_that_is_asked_for(self) -> None:
+        found = deviation([1.0, -INF], [1.0, LOWEST])
+        assert found.incomparable == 0
         found.add(torch.tensor([1.0, 2.0]), torch.tensor([1.0, -INF]))
         assert (found.max_error, found.incomparable) == (INF, 1)
         assert deviation([1.0, -INF], [1.0, INF]).incomparable == 1
-
-    def test_what_is_masked_hides_no_difference(self) -> None:
-        lowest = torch.finfo(torch.float32).min
-        assert deviation([1.0, lowest], [2.0, lowest]).max_error == 1
-
-    def test_nan_is_equal_where_that_is_asked_for(self) -> None:
-        assert deviation([1.0, NAN], [1.0, NAN]).max_error == INF
         assert deviation([1.0, NAN], [1.0, NAN], equal_nan=True).max_error == 0
         assert deviation([1.0, 2.0], [1.0, NAN], equal_nan=True).max_error == INF
-
-    def test_a_truth_of_zeros(self) -> None:
-        assert (deviation([0.0, 0.0], [0.0, 0.0]).max_error, deviation([0.0, 0.0], [1.0, 1.0]).max_error) == (0, INF)
-
-    def test_integers_and_shapes_must_be_equal(self) -> None:
-        assert deviation([1, 2], [1, 2]).max_error == 0
-        assert deviation([1, 2], [1, 3]).max_error == INF
-        assert deviation([1.0, 2.0], [1.0]).max_error == INF
 
     def test_of_all_outputs(self) -> None:
         x, y = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.5])
@@ -112,12 +111,8 @@ def test_the_noise_floor_is_of_the_size_of_the_last_bit(dtype: torch.dtype) -> N
     assert floor == noise_floor(model, inputs(model))
     assert model.training
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_eight_bit_floats_have_no_last_bit_of_their_own() -> None:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
-    assert last_bit(model) == torch.finfo(torch.float32).eps
+    eight_bits = nn.Linear(2, 2).requires_grad_(False).to(torch.float8_e4m3fn)  # they have no last bit of their own
+    assert last_bit(eight_bits) == torch.finfo(torch.float32).eps
 
 
 def test_noise_that_no_output_feels() -> None:

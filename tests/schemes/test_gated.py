@@ -14,7 +14,6 @@ from transformers.activations import ACT2FN
 from hfpatch.core.registry import MLPS
 from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.patch import unpatch_model
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
 from hfpatch.schemes.request import INITS
@@ -32,40 +31,34 @@ def test_text_there_and_back(name: str) -> None:
     [
         ("swiglu:d_ff=0", r"SwiGLU: d_ff must be a number in \(0, inf\), not 0"),
         ("swiglu:d_ff=10.5", r"d_ff must be a whole number of channels, not 10\.5"),
-        ("swiglu:d_ff=true", "d_ff must be a number"),
         ("geglu:ratio=-1", "GeGLU: ratio must be a number"),
         ("geglu:ratio=0.5,d_ff=8", "give d_ff or ratio, not both"),
         ("reglu:bias=1", "ReGLU: bias must be True, False or None, not 1"),
         ("reglu:beta=1", r"mlp 'reglu' has no option 'beta'\. Options: d_ff, ratio, bias"),
+        ("swiglue", r"'swiglue'.*'swiglu'"),
     ],
 )
 def test_options_outside_their_domain(text: str, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(UnknownNameError if text == "swiglue" else OptionError, match=message):
         MLP.resolve(text)
 
 
-def test_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"'swiglue'.*'swiglu'"):
-        MLP.resolve("swiglue")
-    with pytest.raises(PatchError, match=r"hfpatch\.MLP"):
-        MLPS.register("nothing")(int)
-
-
 @pytest.mark.parametrize(
-    ("scheme", "init", "width"),
+    ("scheme", "init", "d_ff", "width"),
     [
-        (SwiGLU(), "auto", 3072),
-        (SwiGLU(), "exact", 3072),
-        (SwiGLU(), "copy", 3072),
-        (SwiGLU(), "reset", 2048),
-        (SwiGLU(ratio=0.5), "reset", 1536),
-        (SwiGLU(ratio=0.3333), "reset", 1024),
-        (SwiGLU(ratio=1.0), "reset", 3072),
-        (SwiGLU(d_ff=7), "reset", 7),
+        (SwiGLU(), "auto", 3072, 3072),
+        (SwiGLU(), "exact", 3072, 3072),
+        (SwiGLU(), "copy", 3072, 3072),
+        (SwiGLU(), "reset", 3072, 2048),  # two thirds, rounded up to a multiple of eight
+        (SwiGLU(), "reset", 12, 8),
+        (SwiGLU(), "reset", 13, 16),
+        (SwiGLU(ratio=0.3333), "reset", 3072, 1024),
+        (SwiGLU(ratio=1.0), "reset", 3072, 3072),
+        (SwiGLU(d_ff=7), "reset", 3072, 7),
     ],
 )
-def test_widths(scheme: MLP, init: str, width: int) -> None:
-    assert scheme.settled(init).width(3072) == width
+def test_widths(scheme: MLP, init: str, d_ff: int, width: int) -> None:
+    assert scheme.settled(init).width(d_ff) == width
     assert scheme.settled(init).settled(init) == scheme.settled(init)
 
 
@@ -77,19 +70,8 @@ def test_a_settled_scheme_is_shown_as_it_was_asked_for(text: str, init: str) -> 
     settled = scheme.settled(init)
     assert str(settled.unsettled(init)) == text
     assert settled.unsettled(init).settled(init) == settled
-
-
-def test_options_that_init_would_set_otherwise_are_shown() -> None:
-    """As of a checkpoint that was recorded under other defaults."""
+    # options that init would set otherwise, as of a checkpoint that was recorded under other defaults
     assert str(SwiGLU(ratio=1.0, bias=True).unsettled("reset")) == "swiglu:ratio=1.0,bias=true"
-    assert str(SwiGLU(ratio=2 / 3, bias=True).unsettled("auto")) == f"swiglu:ratio={2 / 3}"
-
-
-def test_two_thirds_are_rounded_up_to_eight() -> None:
-    for d_ff in range(1, 500):
-        width = GeGLU().settled("reset").width(d_ff)
-        assert width % 8 == 0
-        assert 2 * d_ff <= 3 * width < 2 * d_ff + 24
 
 
 @pytest.mark.parametrize(
@@ -99,10 +81,8 @@ def test_two_thirds_are_rounded_up_to_eight() -> None:
         (SwiGLU(), "quick_gelu", 1.702, 0.0),
         (SwiGLU(), "gelu", 1.712, 0.0194),
         (SwiGLU(), "gelu_new", 1.712, 0.0197),
-        (SwiGLU(), "gelu_pytorch_tanh", 1.712, 0.0197),
         (SwiGLU(), "relu", 1.712, 0.1627),
         (GeGLU(), "gelu", 1.0, 0.0),
-        (GeGLU(), "gelu_new", 1.0, 0.0),
         (GeGLU(), "gelu_fast", 1.0, 0.0),
         (GeGLU(), "quick_gelu", 1.0, 0.0203),
         (GeGLU(), "relu", 1.712, 0.0993),

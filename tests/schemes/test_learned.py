@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from position_checks import RECORDED, TEXT, base, difference, generated, generator, owners, patched, states, tokens
+from position_checks import difference, generated, generator, patched, tokens
 from position_families import inputs, logits, make
 from torch import nn
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.learned import Learned
 
-SERVED = [name for name in RECORDED if name != "vit"]  # a grid of patches, see test_image_size.py
 TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor([[0.0, 7.0]])
 
 
@@ -46,61 +43,18 @@ def test_half_precision_is_interpolated_in_float32() -> None:
     assert torch.equal(resized, wide.bfloat16())
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "cubic"}, {"max_positions": -1}, {"max_positions": 1.5}, {"max_positions": True}]
-)
-def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        Learned(**options)
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
-# --- every record -----------------------------------------------------------------------------------------------------
-
-
-def lengths(model_type: str) -> tuple[int, int]:
-    """Positions that the first table holds, and rows before them."""
-    model, _ = zoo.tiny(model_type)
-    stack = ARCHITECTURES[model_type].stacks[0]
-    table = model.get_submodule(f"{owners(model, model_type)[0]}.{stack.table}".strip("."))
-    first = stack.reserved_rows if table.padding_idx is None else table.padding_idx + 1
-    return table.num_embeddings - first, first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", SERVED)
-def test_extended_keeps_the_function_on_what_fitted_before(model_type: str) -> None:
-    original, given = base(model_type)
-    old, first = lengths(model_type)
-    text = set(given) <= TEXT
-    request = Learned(max_positions=3 * old)
-    plan = plan_patch(zoo.tiny(model_type)[0], pos=request)
-    assert not plan.losses()
-    model, _ = base(model_type, request)
-    if text:
-        assert torch.equal(states(model, given), states(original, given))
-        long = {name: tokens(2, 3 * old, len(name)) for name in given if name.endswith("input_ids")}
-        assert states(model, long).isfinite().all()
-        with pytest.raises((IndexError, RuntimeError, ValueError)):
-            states(model, {name: torch.cat((value, value), 1) for name, value in long.items()})
-    stack = ARCHITECTURES[model_type].stacks[0]
-    path = f"{owners(model, model_type)[0]}.{stack.table}".strip(".")
-    table, before = model.get_submodule(path), original.get_submodule(path)
-    assert table.weight.shape == (first + 3 * old, before.embedding_dim)
-    assert type(table) is type(before)
-    assert table.weight.requires_grad is before.weight.requires_grad
-    assert torch.equal(table.weight[: first + old], before.weight)
-
-
-@pytest.mark.parametrize("method", ["tile", "linear"])
-def test_whisper_takes_as_many_frames_as_its_new_table(method: str) -> None:
-    model = patched(make("whisper"), pos=Learned(max_positions=48, method=method))
+def test_whisper_takes_as_many_frames_as_its_new_table() -> None:
+    model = patched(make("whisper"), pos=Learned(max_positions=48, method="linear"))
     assert model.config.max_source_positions == model.config.max_target_positions == 48
     assert logits(model, inputs("whisper", 48)).shape[1] == 48
     with pytest.raises(IndexError):
         logits(model, inputs("whisper", 49))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neo", "bart"])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_decoding_beyond_the_old_length(name: str) -> None:
     model, prompt = generator(name, "learned:max_positions=300")
     steps = {"max_new_tokens": 12, "min_new_tokens": 12}
@@ -108,15 +62,6 @@ def test_decoding_beyond_the_old_length(name: str) -> None:
     assert difference(generated(model, prompt, **steps), plain) <= 1e-4
     static = {"cache_implementation": "static", "disable_compile": True}
     assert difference(generated(model, prompt, **static, **steps), plain) <= 1e-4
-
-
-def test_new_rows_train() -> None:
-    model = patched(make("gpt2"), pos="learned:max_positions=40")
-    model(tokens(1, 38), labels=tokens(1, 38)).loss.backward()
-    grad = model.transformer.wpe.weight.grad
-    assert grad.shape == (40, 32)
-    assert (grad[32:37].abs().sum(-1) > 0).all()  # the last token predicts nothing
-    assert not grad[37:].any()
 
 
 @pytest.mark.parametrize(
@@ -132,17 +77,11 @@ def test_what_a_plan_says(options: str, note: str | None, loss: str | None) -> N
     row, *_ = plan.rows
     assert (row.reason, row.loss, row.expected) == (note, loss, "approximate" if loss else "exact")
     assert plan.losses() == ([loss] if loss else [])
-
-
-def test_exact_is_refused_where_rows_change() -> None:
-    with pytest.raises(UnsupportedError, match=r"pos='learned'.*32"):
-        plan_patch(make("gpt2"), pos="learned:max_positions=64,method=linear", init="exact")
-    assert plan_patch(make("gpt2"), pos="learned:max_positions=64", init="exact")
-
-
-def test_cut_to_fewer_it_refuses_longer_inputs() -> None:
-    with pytest.raises(IndexError):
-        patched(make("gpt2"), pos="learned:max_positions=16")(tokens(1, 17))
+    if row.expected == "exact":
+        assert plan_patch(make("gpt2"), pos=f"learned:max_positions={options}", init="exact")
+    elif options == "16":
+        with pytest.raises(IndexError):
+            patched(make("gpt2"), pos="learned:max_positions=16")(tokens(1, 17))
 
 
 def test_fresh_rows() -> None:
@@ -159,21 +98,26 @@ def test_fresh_rows() -> None:
 
 # --- nothing to do, and what can't be ---------------------------------------------------------------------------------
 
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({}, {"pos": "learned"}, NothingToPatchError, "max_positions"),
+    ({}, {"pos": "learned:max_positions=32"}, NothingToPatchError, "32"),
+    ({}, {"pos": "learned:max_positions=64,method=linear", "init": "exact"}, UnsupportedError, r"pos='learned'.*32"),
+    ({"pos": "rope"}, {"pos": "learned:max_positions=64"}, UnsupportedError, "an earlier patch removed this table"),
+    ({"pos": "sinusoidal"}, {"pos": "learned:max_positions=64"}, UnsupportedError, "has no rows to resize"),
+    ({}, {"pos": "learned:method=cubic"}, OptionError, "method"),
+    ({}, {"pos": "learned:max_positions=-1"}, OptionError, "max_positions"),
+    ({}, {"pos": "learned:max_positions=1.5"}, OptionError, "max_positions"),
+    ({}, {"pos": "learned:max_positions=true"}, OptionError, "max_positions"),
+]
 
-@pytest.mark.parametrize("request_", ["learned", "learned:max_positions=32"])
-def test_the_size_that_it_has_changes_nothing(request_: str) -> None:
-    model = make("gpt2")
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(NothingToPatchError, match=r"max_positions|32"):
-        patched(model, pos=request_)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
-
-def test_a_table_that_is_gone_is_refused() -> None:
-    for pos, message in (("rope", "an earlier patch removed this table"), ("sinusoidal", "has no rows to resize")):
-        model = patched(make("gpt2"), pos=pos)
-        with pytest.raises(UnsupportedError, match=message):
-            plan_patch(model, pos="learned:max_positions=64")
+@pytest.mark.parametrize(("earlier", "request_", "error", "message"), REFUSED)
+def test_what_is_refused(
+    earlier: dict[str, Any], request_: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = patched(make("gpt2"), **earlier) if earlier else make("gpt2")
+    with pytest.raises(error, match=message):
+        plan_patch(model, **request_)
 
 
 def test_resized_twice_and_taken_back(tmp_path: Path) -> None:
@@ -193,10 +137,3 @@ def test_resized_twice_and_taken_back(tmp_path: Path) -> None:
     unpatch_model(model)
     assert model.config.max_position_embeddings == 32
     assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
-
-
-def test_rope_after_a_longer_table() -> None:
-    model = patched(patched(make("gpt2"), pos="learned:max_positions=64"), pos="rope")
-    direct = patched(make("gpt2"), pos="rope")  # the mean row is that of the rows which were tiled
-    with torch.no_grad():
-        assert difference(model(tokens(2, 50)).logits, direct(tokens(2, 50)).logits) <= 1e-5

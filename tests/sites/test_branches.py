@@ -27,16 +27,6 @@ def neox(parallel: bool) -> hf.PreTrainedModel:
     return hf.GPTNeoXModel(hf.GPTNeoXConfig(**sizes, use_parallel_residual=parallel)).eval()
 
 
-def dinov2() -> hf.PreTrainedModel:
-    model = hf.Dinov2Model(hf.Dinov2Config(**SIZES, image_size=8, patch_size=4)).eval()
-    for name, parameter in model.named_parameters():
-        if "lambda" in name:
-            parameter.data.copy_(torch.rand(parameter.shape) + 0.5)
-    return model
-
-
-_RENAMED = hasattr(dinov2().encoder.layer[0].attention, "o_proj")  # it isn't in older transformers
-DINO_PROJECTION = "attention.o_proj" if _RENAMED else "attention.output.dense"
 # block: [(norm, outlet, writer, projection, placement, dropout)], names relative to the block
 PRE, POST, PARALLEL = "pre", "post", "parallel"
 OPT = [
@@ -57,18 +47,9 @@ GPT2 = [
     ("ln_1", "attn", "attn.resid_dropout", "attn.c_proj", PRE, ""),
     ("ln_2", "mlp", "mlp.dropout", "mlp.c_proj", PRE, ""),
 ]
-GPT_NEO = [("ln_1", "attn", "attn.attention.resid_dropout", "attn.attention.out_proj", PRE, ""), GPT2[1]]
-DISTILBERT = [
-    ("sa_layer_norm", "attention", "attention.out_lin", "attention.out_lin", POST, ""),
-    ("output_layer_norm", "ffn", "ffn.dropout", "ffn.lin2", POST, ""),
-]
 VIT = [
     ("layernorm_before", "dropout", "dropout", "attention.o_proj", PRE, ""),
     ("layernorm_after", "dropout", "dropout", "mlp.fc2", PRE, ""),
-]
-DINOV2 = [
-    ("norm1", "drop_path", "drop_path", DINO_PROJECTION, PRE, ""),
-    ("norm2", "drop_path", "drop_path", "mlp.fc2", PRE, ""),
 ]
 NEOX = [
     ("input_layernorm", *["post_attention_dropout"] * 2, "attention.dense", PARALLEL, ""),
@@ -86,23 +67,16 @@ COHERE = [LLAMA[0], ("input_layernorm", *LLAMA[1][1:])]  # both read one norm
 CROSS = ("encoder_attn_layer_norm", "encoder_attn", "encoder_attn.out_proj", "encoder_attn.out_proj", PRE, "dropout")
 FAMILIES: dict[str, tuple[Any, dict[str, list[tuple]]]] = {
     "gpt2": (lambda: tiny("gpt2"), {"h.0": GPT2}),
-    "gpt2 with a head": (lambda: tiny("gpt2", "AutoModelForCausalLM"), {"transformer.h.1": GPT2}),
-    "opt": (lambda: tiny("opt"), {"decoder.layers.0": OPT}),
     "opt, post-norm": (lambda: tiny("opt", do_layer_norm_before=False), {"decoder.layers.1": moved(OPT, POST)}),
     "bert": (lambda: tiny("bert"), {"encoder.layer.0": BERT}),
-    "roberta": (lambda: tiny("roberta"), {"encoder.layer.1": BERT}),
-    "distilbert": (lambda: tiny("distilbert"), {"transformer.layer.0": DISTILBERT}),
     "vit": (lambda: tiny("vit"), {"layers.0": VIT}),
-    "dinov2": (dinov2, {"encoder.layer.0": DINOV2}),
     "bart": (
         lambda: tiny("bart"),
         {"encoder.layers.0": moved(OPT, POST), "decoder.layers.1": moved([OPT[0], CROSS, OPT[1]], POST)},
     ),
     "whisper": (lambda: tiny("whisper"), {"encoder.layers.0": OPT, "decoder.layers.1": [OPT[0], CROSS, OPT[1]]}),
     "gpt_neox": (lambda: neox(parallel=True), {"layers.0": NEOX}),
-    "gpt_neo": (lambda: tiny("gpt_neo"), {"h.1": GPT_NEO}),
     "bloom": (lambda: tiny("bloom"), {"h.0": BLOOM}),
-    "llama": (lambda: tiny("llama"), {"layers.0": LLAMA}),
     "cohere": (lambda: tiny("cohere"), {"layers.0": moved(COHERE, PARALLEL)}),
 }
 
@@ -126,27 +100,16 @@ def test_branches(name: str) -> None:
         assert branch.cross == crossing
 
 
-def test_calls_of_a_shared_dropout() -> None:
-    assert [branch.call for branch in found("vit")] == [0, 1, 0, 1]
-
-
-def test_one_block_that_runs_several_times() -> None:
-    branches = find_branches(*double(tiny("albert", num_hidden_layers=3)))
-    assert [branch.placement for branch in branches] == ["post", "post"]
-    assert all(branch.shared for branch in branches)
-
-
-def test_sequential_is_not_parallel() -> None:
-    """The same class, and the same names, with one branch after another."""
-    branches = find_branches(*double(neox(parallel=False)))
-    assert {branch.placement for branch in branches} == {"pre"}
-
-
-def test_readers_of_post_norm_blocks() -> None:
+def test_calls_readers_and_blocks_that_run_several_times() -> None:
+    assert [branch.call for branch in found("vit")] == [0, 1, 0, 1], "one dropout for both"
     readers = {branch.norm: branch.readers for branch in found("bert")}
     assert readers["attention.output.LayerNorm"] == ("attention.self",)
     assert readers["output.LayerNorm"] == ("intermediate",)
     assert all(not branch.readers for branch in found("gpt2"))
+    shared = find_branches(*double(tiny("albert", num_hidden_layers=3)))
+    assert [(branch.placement, branch.shared) for branch in shared] == [("post", True)] * 2
+    sequential = find_branches(*double(neox(parallel=False)))  # the names of parallel branches
+    assert {branch.placement for branch in sequential} == {"pre"}
 
 
 def norm_as_the_stream(m: Any, x: Tensor) -> Tensor:
@@ -256,11 +219,6 @@ def qwen2_moe() -> hf.PreTrainedModel:
     return hf.Qwen2MoeModel(hf.Qwen2MoeConfig(**sizes, **more, experts_implementation="eager")).eval()
 
 
-def mixtral() -> hf.PreTrainedModel:
-    sizes = {**SIZES, "intermediate_size": 48, "vocab_size": 97, "num_key_value_heads": 2, "num_local_experts": 3}
-    return hf.MixtralModel(hf.MixtralConfig(**sizes, num_experts_per_tok=2, experts_implementation="eager")).eval()
-
-
 LINEAR_ATTENTION = {"self_attn.v_proj": "all", "self_attn.o_proj": "all"}
 
 
@@ -284,16 +242,15 @@ LINEAR_ATTENTION = {"self_attn.v_proj": "all", "self_attn.o_proj": "all"}
             lambda: double(tiny("llama")),
             LINEAR_ATTENTION | {f"mlp.{name}_proj": "all" for name in ("gate", "up", "down")},
         ),
-        (  # shared experts, and not their gate
+        (  # stacked experts and a shared one, and not their router and gate
             lambda: double(qwen2_moe()),
             LINEAR_ATTENTION
             | {"mlp.experts": "all"}
             | {f"mlp.shared_expert.{name}_proj": "all" for name in ("gate", "up", "down")},
         ),
-        (lambda: double(mixtral()), LINEAR_ATTENTION | {"mlp.experts": "all"}),  # stacked, and not their router
         (lambda: mixture(), {"experts.*.*": "all"}),  # a list of them
     ],
-    ids=["gpt2", "bloom", "llama", "shared experts", "stacked experts", "a list of experts"],
+    ids=["gpt2", "bloom", "llama", "stacked and shared experts", "a list of experts"],
 )
 def test_weights_that_deepnorm_scales(make: Callable[[], Any], expected: dict[str, str]) -> None:
     model, given = make()

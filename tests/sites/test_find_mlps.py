@@ -12,13 +12,12 @@ import zoo
 from tiny_models import changes, fingerprint, tiny
 from torch import Tensor, nn
 from transformers import AutoModel
-from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import NothingToPatchError, WrappedModelError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.gated import GatedActivation, GatedLinear, bare_copy
+from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import GeGLU
 from hfpatch.sites.mlp_flow import is_activation
 from hfpatch.sites.mlps import MLPSite, find_mlps
@@ -114,22 +113,6 @@ def test_what_is_none(host: Host) -> None:
     assert sites(host) == []
 
 
-def test_a_transposed_projection_counts() -> None:
-    host = plain()
-    host.first, host.last = Conv1D(24, 8), Conv1D(8, 24)
-    assert [site.sizes for site in sites(host)] == [(8, 24)]
-
-
-def test_running_leaves_no_trace() -> None:
-    for family in ("gpt2", "bert", "opt", "bart"):
-        model = tiny(family)
-        for module in model.modules():
-            module.register_forward_hook(lambda *args: pytest.fail("a user's hook ran"))
-        before = fingerprint(model)
-        assert find_mlps(model)
-        assert not changes(before, fingerprint(model))
-
-
 def test_a_pair_that_meets_anything_else_is_an_error() -> None:
     """What a run didn't show (a branch that wasn't taken, say) fails at once instead of computing something else."""
     host = Host(between)
@@ -146,13 +129,10 @@ def test_a_pair_that_meets_anything_else_is_an_error() -> None:
         (nn.GELU(), True),
         (nn.ReLU(inplace=True), True),
         (F.silu, True),
-        (torch.tanh, True),
         (nn.Identity(), False),
         (nn.Dropout(0.0), False),
         (nn.Softmax(-1), False),
-        (nn.Flatten(), False),
         (nn.GLU(), False),
-        (lambda x: x - x.mean(), False),
         (lambda x, y: x, False),
         (lambda x: "no tensor", False),
     ],
@@ -161,22 +141,15 @@ def test_activations(function: Any, expected: bool) -> None:
     assert is_activation(function) == expected
 
 
-def test_a_bare_copy_has_containers_of_its_own() -> None:
-    linear = nn.Linear(2, 3)
-    linear.register_forward_hook(lambda *args: pytest.fail("a hook ran"))
-    twin = bare_copy(linear)
-    assert twin.weight is linear.weight
-    twin(torch.zeros(1, 2))
-    twin.bias = None
-    assert linear.bias is not None
-
-
-def test_what_is_found_hangs_on_no_default() -> None:
+@pytest.mark.parametrize("family", ["opt", "bart"])
+def test_running_leaves_no_trace_and_hangs_on_no_default(family: str) -> None:
     """A model is built on the meta device and in its checkpoint's dtype when it is loaded."""
-    model = tiny("opt")
+    model = tiny(family)
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: pytest.fail("a user's hook ran"))
+    before = fingerprint(model)  # with the random streams
     expected = [site.name for site in find_mlps(model)]
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
+    assert expected
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
@@ -184,8 +157,8 @@ def test_what_is_found_hangs_on_no_default() -> None:
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
+    assert not changes(before, fingerprint(model))
     assert [site.name for site in find_mlps(model.bfloat16())] == expected
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Models
@@ -195,9 +168,7 @@ def test_what_is_found_hangs_on_no_default() -> None:
     ("make", "message"),
     [
         (lambda: tiny("llama"), "mlp='swiglu'.*already"),
-        (lambda: tiny("gemma"), "mlp='swiglu'.*already"),
         (lambda: zoo.tiny("mixtral")[0], "routed experts"),
-        (lambda: zoo.tiny("qwen3_moe")[0], "routed experts"),
         (lambda: zoo.tiny("resnet")[0], "has no MLP"),
         (lambda: sharing(tiny("gpt2")), "shared"),
     ],
@@ -242,44 +213,54 @@ def test_globs_name_projections_or_what_holds_them() -> None:
 # What is refused
 
 
-def test_an_activation_that_is_too_far() -> None:
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.up_proj: mlp='swiglu'.*init='reset'"):
-        plan_patch(tiny("nemotron"), mlp="swiglu")
-    assert not plan_patch(tiny("nemotron"), mlp="swiglu", init="reset").empty
-    assert not plan_patch(tiny("nemotron", hidden_act="gelu"), mlp="swiglu").empty
+class Root(nn.Module):
+    """An activation that is no number somewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 5).sqrt()
 
 
-def test_an_activation_that_is_no_number_somewhere() -> None:
-    class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + 5).sqrt()
-
+def with_root() -> Any:
     model = tiny("gpt2")
     model.h[1].mlp.act = Root()
-    with pytest.raises(UnsupportedError, match=r"h\.1\.mlp\.c_fc.*Root"):
-        plan_patch(model, mlp="swiglu")
+    return model
 
 
-@pytest.mark.parametrize(("family", "mlp"), [("gpt2", "swiglu"), ("opt", "geglu"), ("bert", "reglu")])
-def test_exact_is_exact(family: str, mlp: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"mlp={mlp!r}.*0\.\d+\. Use init="):
-        plan_patch(tiny(family), mlp=mlp, init="exact")
-    assert not plan_patch(tiny(family), mlp={"opt": "reglu"}.get(family, "geglu"), init="exact").empty
+def gpt2() -> Any:
+    return tiny("gpt2")
 
 
-@pytest.mark.parametrize("mlp", ["geglu:d_ff=64", "geglu:ratio=0.5", "geglu:bias=false"])
-def test_a_start_that_keeps_the_function_needs_its_size(mlp: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"128.*init='reset'"):
-        plan_patch(tiny("gpt2"), mlp=mlp)
-    assert not plan_patch(tiny("gpt2"), mlp=GeGLU(d_ff=128)).empty
+def with_a_norm_behind_the_activation() -> Any:
+    return zoo.tiny("kosmos_2_text_model")[0]
 
 
-def test_something_as_wide_behind_the_activation() -> None:
-    model = zoo.tiny("kosmos_2_text_model")[0]  # has a norm there
-    with pytest.raises(UnsupportedError, match=r"ffn_layernorm.*Use ratio=1"):
-        plan_patch(model, mlp="geglu", init="reset")
-    assert not plan_patch(model, mlp="geglu:ratio=1", init="reset").empty
-    assert not plan_patch(model, mlp="geglu").empty
+RESET = {"init": "reset"}
+EXACT = {"init": "exact"}
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str, dict[str, Any]]] = [
+    (lambda: tiny("nemotron"), {"mlp": "swiglu"}, r"layers\.0\.mlp\.up_proj: mlp='swiglu'.*init='reset'", RESET),
+    (with_root, {"mlp": "swiglu"}, r"h\.1\.mlp\.c_fc.*Root", RESET),
+    (gpt2, {"mlp": "swiglu"} | EXACT, r"mlp='swiglu'.*0\.\d+\. Use init=", {"mlp": "geglu"}),
+    (lambda: tiny("opt"), {"mlp": "geglu"} | EXACT, r"mlp='geglu'.*0\.\d+\. Use init=", {"mlp": "reglu"}),
+    (gpt2, {"mlp": "geglu:d_ff=64"}, r"128.*init='reset'", {"mlp": GeGLU(d_ff=128)}),
+    (gpt2, {"mlp": "geglu:ratio=0.5"}, r"128.*init='reset'", RESET),
+    (gpt2, {"mlp": "geglu:bias=false"}, r"128.*init='reset'", RESET),
+    (
+        with_a_norm_behind_the_activation,
+        {"mlp": "geglu"} | RESET,
+        "ffn_layernorm.*Use ratio=1",
+        {"mlp": "geglu:ratio=1"},
+    ),
+    (with_a_norm_behind_the_activation, {"mlp": "geglu"} | RESET, "ffn_layernorm.*Use ratio=1", {"init": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("make", "request_", "message", "instead"), REFUSED)
+def test_starts_and_sizes_that_are_refused_and_what_works_instead(
+    make: Callable[[], Any], request_: dict[str, Any], message: str, instead: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        plan_patch(make(), **request_)
+    assert not plan_patch(make(), **(request_ | instead)).empty
 
 
 @pytest.mark.parametrize("name", ["c_fc", "act"])
