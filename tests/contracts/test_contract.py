@@ -342,7 +342,7 @@ def test_control_save_and_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 15, slow=170), ids=case_id
+    ("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 16, slow=170), ids=case_id
 )
 def test_copies(name: str, request_: dict, how: str) -> None:
     model, given = patched(name, **request_), inputs(name)
