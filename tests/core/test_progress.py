@@ -53,12 +53,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
-    found = STEP.fullmatch(caplog.messages[-1])
-    assert found
-    return found["left"] or ""
-
-
 def test_the_time_that_is_left(
     clock: Clock, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +62,12 @@ def test_the_time_that_is_left(
         clock.now += 10
         bar.step(32, "drawing")
     assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err, "equal parts"
+
+    def said() -> str:
+        found = STEP.fullmatch(caplog.messages[-1])
+        assert found
+        return found["left"] or ""
+
     caplog.set_level(logging.INFO, logger="hfpatch")
     with ProgressBar("repair", 4) as bar:
         bar.step(0, "distance before")
@@ -78,21 +78,44 @@ def test_the_time_that_is_left(
         bar.begin_parts(1)
         clock.now += 60
         bar.step(1, "still block 0")
-        assert said(caplog) == "", "nothing is known before a block is done"
+        assert said() == "", "nothing is known before a block is done"
         bar.begin_parts(2)  # a later block changes nothing
         bar.step(2, "block 1")
-        assert said(caplog) == ", about 02:21 left"  # two parts and the last measurement
+        assert said() == ", about 02:21 left"  # two parts and the last measurement
         clock.now += 1000
         bar.step(2, "still block 1")
-        assert said(caplog) == ", about 00:00 left"
+        assert said() == ", about 00:00 left"
         bar.step(4, "distance after")
-        assert said(caplog) == ""
+        assert said() == ""
 
 
 def draw() -> None:
     with ProgressBar("task", 2) as bar:
         bar.step(1, "part")
         bar.step(2, "part")
+
+
+def test_one_bar_for_each_task_until_an_error_and_logging_for_who_asks(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def three_and_an_error() -> None:
+        for _ in range(3):
+            draw()
+        raise KeyError
+
+    before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
+    with pytest.raises(KeyError), show_progress():
+        three_and_an_error()
+    lines = capfd.readouterr().err.strip().split("\n")
+    assert [line.rpartition("\r")[2].partition("%")[0] for line in lines] == ["task: 100"] * 3
+    assert (LOGGER.level, LOGGER.propagate, LOGGER.handlers) == before
+    assert caplog.records == []
+    with caplog.at_level(logging.INFO, logger="hfpatch"):
+        draw()
+    assert capfd.readouterr() == ("", "")
+    steps = [STEP.fullmatch(message) for message in caplog.messages]
+    found = [step and step.group("task", "done", "what") for step in steps]
+    assert found == [("task", "1", "part"), ("task", "2", "part")]
 
 
 class Terminal(io.StringIO):
@@ -136,38 +159,6 @@ def test_who_sees_a_bar(
     off = functools.partialmethod(tqdm.auto.tqdm.__init__, disable=True)
     monkeypatch.setattr(tqdm.auto.tqdm, "__init__", off)
     assert said(inside) == ""
-
-
-def test_one_bar_for_each_task_until_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        for _ in range(3):
-            draw()
-        raise KeyError
-
-    with pytest.raises(KeyError), show_progress():
-        fail()
-    lines = capfd.readouterr().err.strip().split("\n")
-    assert [line.rpartition("\r")[2].partition("%")[0] for line in lines] == ["task: 100"] * 3
-    draw()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_logging_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    def state() -> tuple[int, bool, list[logging.Handler]]:
-        return LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
-
-    before = state()
-    with show_progress():
-        draw()
-        assert state() == before
-    assert caplog.records == [], "level INFO is shown to whoever asks for it"
-    with caplog.at_level(logging.INFO, logger="hfpatch"), show_progress():
-        draw()
-    steps = [STEP.fullmatch(message) for message in caplog.messages]
-    assert [step and step.group("task", "done", "what") for step in steps] == [
-        ("task", "1", "part"),
-        ("task", "2", "part"),
-    ]
 
 
 def test_command_line(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -126,14 +126,11 @@ FORMULAS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "clamped": ("gb", lambda *all_: layer(*all_).clamp(-1, 1)),
     "over time": ("gb", lambda x, g, b, e: layer((x - mean(x, 1)) / (x.var(1, keepdim=True) + e).sqrt(), g, b, e)),
     "statistics of the batch": ("gb", lambda x, g, b, e: (x - x.mean()) / (x.var() + e).sqrt() * g + b),
-    "mean only": ("gb", lambda x, g, b, e: (x - mean(x)) * g + b),
     "squared gain": ("gb", lambda x, g, b, e: layer(x, g**2, b, e)),
     "L2 without a gain": ("", lambda x, g, b, e: F.normalize(x, dim=-1)),
     "half of the channels' scale": ("g", lambda x, g, b, e: g * x / rms(x[..., : D_ // 2], e)),  # pRMSNorm
     "L2": ("g", lambda x, g, b, e: g * F.normalize(x, dim=-1)),
-    "L1": ("g", lambda x, g, b, e: g * x / (mean(x.abs()) + e)),
     "scale": ("g", lambda x, g, b, e: g * x),
-    "softmax": ("g", lambda x, g, b, e: g * x.softmax(-1)),
 }
 
 
@@ -148,15 +145,11 @@ class GatedNorm(nn.LayerNorm):
 
 NOT_NORMS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(D_),
-    "BatchNorm2d without statistics": lambda: nn.BatchNorm2d(D_, track_running_stats=False),
-    "GroupNorm": lambda: nn.GroupNorm(4, D_),
     "GroupNorm of one": lambda: nn.GroupNorm(1, D_),
     "InstanceNorm": lambda: nn.InstanceNorm1d(D_, affine=True),
-    "LocalResponseNorm": lambda: nn.LocalResponseNorm(2),
     "Linear": lambda: nn.Linear(D_, D_),
     "Embedding": lambda: nn.Embedding(10, D_),
     "Conv1d": lambda: nn.Conv1d(D_, D_, 1, groups=D_),
-    "PReLU": lambda: nn.PReLU(D_),
     "Identity": nn.Identity,
     "LayerScale": lambda: Dinov2LayerScale(tiny_dinov2()),
     "GRN": lambda: ConvNextV2GRN(D_),
