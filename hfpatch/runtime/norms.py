@@ -165,7 +165,10 @@ class AffineNorm(nn.Module):
         super().register_parameter(name, param)
 
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
-        """A learned scalar (1,) with the dtype and device of `like`; frozen if the norm's own Parameters are."""
+        """A learned scalar (1,) with the dtype and device of `like`; frozen if the norm's own Parameters are.
+
+        Of a norm that has none, `like` is a Parameter beside it.
+        """
         return self._learned((1,), value, like)
 
     def new_vector(self, value: float, like: Tensor) -> nn.Parameter:
@@ -173,7 +176,7 @@ class AffineNorm(nn.Module):
         return self._learned(self.facts.shape, value, like)
 
     def _learned(self, shape: tuple[int, ...], value: float, like: Tensor) -> nn.Parameter:
-        own = next(self.parameters(), None)
+        own = next(self.parameters(), like if isinstance(like, nn.Parameter) else None)
         tensor = torch.full(shape, value, dtype=like.dtype, device=like.device)
         return nn.Parameter(tensor, requires_grad=own is None or own.requires_grad)
 
