@@ -24,11 +24,10 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_fla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .command import DivergedError, Stopped, run_recipe, stop_requests
+from .command import DivergedError, Stopped, progress, run_recipe, stop_requests
 from .compiled import compiled, really_called
 from .corpus import RecipeError, refusing
 from .methods import Method
-from .progress import Progress
 from .results import OutputFolder
 from .settings import read_run
 from .tasks import Drawn, Figures, find_task
@@ -109,7 +108,7 @@ class Run(OutputFolder):
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c, unit = self.config, self.task.unit
         units, times = 0, []
-        with stop_requests(self.requests), Progress(name, steps, record["step"], self.main) as bar:
+        with stop_requests(self.requests), progress(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 begun = time.perf_counter()
                 with really_called(model):
@@ -127,7 +126,8 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,} {unit}/s", refresh=False)
+                bar.update()
                 stop = self.stop_requested()
                 if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
