@@ -54,34 +54,25 @@ class Baseline:
         return self.task.baseline()
 
     def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
-        """A copy, patched; `start` is the settings', unless another one is given."""
-        return patched(self.task, self.copy(), variant, start or self.config.start, self.config, self.seed)
+        """A copy, patched, and repaired where `start` says so: the settings', unless another one is given."""
+        model, start, config = self.copy(), start or self.config.start, self.config
+        if variant == CONTROL:
+            return model
+        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
+        if start == "repaired":
+            items = Drawn(self.task, self.seed, 0, config.calibration)
+            batches = DataLoader(items, config.batch_size, collate_fn=self.task.collate)
+            options["calibration"] = [self.task.inputs(batch) for batch in batches]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
+            return patch_model(model, **options)
 
 
 def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
     """Try a patch out on paper.
 
     Raises:
-        PatchError: hfpatch refuses the patch.
+        PatchError: hfpatch refuses it.
     """
     if variant != CONTROL:
         plan_patch(model, **parse_variant(variant), **INIT.get(start, {}))
-
-
-def patched(
-    task: Task, model: PreTrainedModel, variant: str, start: str, config: Any = None, seed: int = 0
-) -> PreTrainedModel:
-    """The model, patched in place, and repaired where `start` says so.
-
-    Args:
-        start: "copied", "auto", "repaired" (on `config.calibration` items to learn from) or "reset".
-    """
-    if variant == CONTROL:
-        return model
-    options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
-    if start == "repaired":
-        items = DataLoader(Drawn(task, seed, 0, config.calibration), config.batch_size, collate_fn=task.collate)
-        options["calibration"] = [task.inputs(batch) for batch in items]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
-        return patch_model(model, **options)

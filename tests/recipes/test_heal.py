@@ -75,7 +75,7 @@ def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished,
         pytest.fail("went on")
 
     with monkeypatch.context() as patch:
-        patch.setattr(start, "patched", interrupted)
+        patch.setattr(start.Baseline, "patched", interrupted)
         assert heal.main(small(tmp_path, text, "--method distil")) == 130
     assert "to go on: python recipes/heal.py" in capsys.readouterr().err
     assert heal.main(small(tmp_path, text, "--method distil --resume --no_control")) == 2, "another setting"

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from hfrecipes import image, settings
 from hfrecipes.corpus import RecipeError
 from PIL import Image
-from run_files import ROOT, read_results
+from run_files import read_results
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, pipeline
 
@@ -145,10 +145,3 @@ class TestBadInput:
         task = task_of("--data", tmp_path)
         with pytest.raises(RecipeError, match=r"/\d\.png"):
             task.collate([task.heldout[0]])
-
-
-def test_yaml_spells_out_the_task():
-    config = settings.read_run([str(ROOT / "recipes" / "configs" / "vision.yaml")], "finetune.py")
-    defaults = vars(image.ImageClassificationConfig())
-    assert config.task == "image"
-    assert {name: getattr(config, name) for name in defaults} == defaults
