@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from .command import DivergedError, Stopped, progress, run_recipe, stop_requests
-from .compiled import compiled, really_called
+from .compiled import compiled, require_compiled_calls
 from .corpus import RecipeError, refusing
 from .methods import Method
 from .results import OutputFolder
@@ -89,6 +89,7 @@ class Run(OutputFolder):
                 accelerator.load_state(state)
             else:
                 record["start"] = self.measure(model, heldout)
+                require_compiled_calls(trained)
                 record["curve"] = [{"step": 0, **self.measure(model, curve)}]
             left = steps - record["step"]
             if left:
@@ -111,9 +112,8 @@ class Run(OutputFolder):
         with stop_requests(self.requests), progress(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 begun = time.perf_counter()
-                with really_called(model):
-                    where = f"step {step} of {name}"
-                    loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
+                where = f"step {step} of {name}"
+                loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
                 times.append(time.perf_counter() - begun)
                 units += seen
                 rate = round(units / sum(times))
@@ -173,9 +173,7 @@ class Run(OutputFolder):
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: DataLoader) -> Figures:
         """The task's figures of a model, over all processes."""
-        model.eval()
-        with really_called(model):
-            return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
+        return self.task.figures(model.eval(), loader, self.accelerator.gather_for_metrics)
 
     def stop_requested(self) -> bool:
         """Whether any of the processes was asked to stop, or has taken as many steps as --stop_after allows."""
