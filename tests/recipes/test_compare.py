@@ -9,7 +9,7 @@ import compare
 import numpy as np
 import pandas as pd
 import pytest
-from hfrecipes import compare_report, paired, report, settings
+from hfrecipes import compare_report, curves, paired, report, settings
 from hfrecipes import training as run
 from hfrecipes.paired import Cell
 from run_files import ROOT, at_step, figures, read_results, tiny
@@ -234,6 +234,11 @@ class TestReport:
         ends = [results["stages"][f"dyt-auto-finetune-20-seed-{seed}"]["end"]["loss"] for seed in range(3)]
         assert drawn[1].lines["auto"].loc[20].tolist() == pytest.approx(ends)
         assert drawn[1].control.loc[20, 1] == results["stages"]["control-20-seed-1"]["end"]["loss"]
+
+    def test_steps_that_not_all_seeds_have_are_left_out(self):
+        stages = {0: {"curve": [{"step": 0, "loss": 3.0}, {"step": 1, "loss": 2.0}]}}
+        stages[1] = {"curve": [{"step": 0, "loss": 4.0}]}
+        assert curves.curve_of(stages, "loss").to_dict("index") == {0: {0: 3.0, 1: 4.0}}
 
     def test_table_is_aligned(self):
         assert report.table([{"a": "bcd", "e": "1"}]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
