@@ -27,12 +27,11 @@ import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
 from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
-from hfrecipes.command import keep_freed_memory, run_recipe
+from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
 from hfrecipes.files import write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, multiple_of, option
-from hfrecipes.progress import Progress
 from hfrecipes.report import environment, machine, table
 from hfrecipes.settings import CONTROL, parse_variant, read_settings
 from hfrecipes.timing import MODES, middle, time_in_turn
@@ -108,17 +107,18 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
     if not planned:
         raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
     try:
-        with Progress("benchmark", len(planned)) as bar:
-            for number, (told, entrants) in enumerate(planned, 1):
+        with progress("benchmark", len(planned)) as bar:
+            for told, entrants in planned:
                 name = "{case}, {work}, {mode}".format(**told)
                 if time.perf_counter() - started > 60 * config.minutes:
                     results["left_out"].append(name)
                 else:
-                    timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats, device)
+                    timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats)
                     results["races"].append(told | {"timings": timings})
                 results["wall_seconds"] = time.perf_counter() - started
                 write_json(out / "results.json", results)
-                bar.step(number, name)
+                bar.set_postfix_str(name, refresh=False)
+                bar.update()
     finally:  # Ctrl-C too: what was measured is reported
         if "wall_seconds" in results:
             text = benchmark_report(results)

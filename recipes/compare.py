@@ -35,7 +35,7 @@ from hfrecipes.settings import CONTROL, FREE_TO_CHANGE
 from hfrecipes.start import Baseline, check_patch
 from hfrecipes.training import Run, run_training
 
-STARTS = ("repaired", "self", "auto", "copied", "reset")
+STARTS = ("repaired", "auto", "copied", "reset")
 # What may change when a grid goes on: finished models keep their figures, others come on top.
 GRID = {"variants", "methods", "starts", "seeds", "steps", "start", "seed", "margin", "keep_models"}
 

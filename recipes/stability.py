@@ -31,12 +31,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hfrecipes.command import keep_freed_memory, run_recipe
+from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import Panel, draw_panels
 from hfrecipes.files import begin_results, write_json
 from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, multiple_of, option
-from hfrecipes.progress import Progress
 from hfrecipes.report import environment, provenance, table
 from hfrecipes.settings import read_settings
 from hfrecipes.texts import TextConfig, read_texts
@@ -129,7 +128,7 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = transformers.get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
     model.train()
-    with Progress(name, len(batches)) as bar:
+    with progress(name, len(batches)) as bar:
         for step, batch in enumerate(batches.to(model.device), 1):
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
@@ -142,7 +141,8 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
             record["grad_norm"].append(float(f"{norm.item():.4g}"))
             optimizer.step()
             scheduler.step()
-            bar.step(step, f"loss {loss.item():.3f}")
+            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+            bar.update()
     return record | {"seconds": time.perf_counter() - begun}
 
 

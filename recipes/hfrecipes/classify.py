@@ -1,6 +1,5 @@
 """Text classification: one label for each text, or any number of them."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .corpus import Document, RecipeError, refusing, train_tokenizer
+from .corpus import Document, RecipeError, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
 from .options import COUNT, RATE, at_least, multiple_of, option
 from .settings import CONTROL
 from .tasks import Batch, Figures, Task, load, load_whole, place_of
 
-THRESHOLD = "threshold.json"  # beside a saved model of several labels
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number
 Table = torch.Tensor | np.ndarray  # (N, labels)
 
@@ -57,15 +55,11 @@ class Classification(Task):
     """Labels of a text: the likeliest one, or all whose probability reaches a threshold.
 
     The threshold is the one that gives the development texts the best micro F1; test texts play no part in it.
-
-    Attributes:
-        given: a threshold that was found in training, which takes the place of the development texts' best.
     """
 
     name = "classify"
     Config = ClassificationConfig
     higher_is_better = True
-    given: float | None = None
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
@@ -151,7 +145,6 @@ class Classification(Task):
             head.bias.data.copy_(share.logit() if self.multi else share.log())
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        self.threshold = None
         auto = AutoModelForSequenceClassification
         if source != self.config.model:
             return load_whole(auto, source)
@@ -164,22 +157,7 @@ class Classification(Task):
         return model
 
     def save_extras(self, folder: Path) -> None:
-        """The tokenizer and, of several labels, the probability from which on they are given."""
         self.tokenizer.save_pretrained(folder)
-        (folder / THRESHOLD).unlink(missing_ok=True)
-        if self.threshold is not None:
-            (folder / THRESHOLD).write_text(json.dumps({"threshold": self.threshold}), "utf-8")
-
-    def take_extras(self, source: str) -> None:
-        """Measure by the threshold that is saved beside a model, or by the development texts where there is none.
-
-        Raises:
-            RecipeError: it can't be read.
-        """
-        path, self.given = Path(source) / THRESHOLD, None
-        if self.multi and path.exists():
-            with refusing(f"can't read the threshold in {path}; remove the file"):
-                self.given = float(json.loads(path.read_text("utf-8"))["threshold"])
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""
@@ -216,7 +194,8 @@ class Classification(Task):
         return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
-        """Loss; micro and macro F1 at the development texts' threshold, or accuracy and macro F1 of single labels.
+        """Loss; micro and macro F1 at the development texts' threshold, and that threshold; or, of single labels,
+        accuracy and macro F1.
 
         Of development texts, as in the curves, the threshold is chosen on the texts themselves.
         """
@@ -224,14 +203,10 @@ class Classification(Task):
         loss = float(self.nats(logits, labels).double().mean())
         if not self.multi:
             return {"loss": loss, **scores(logits, F.one_hot(labels, len(self.labels)))}
-        found = logits.sigmoid()
-        if loader.dataset is not self.heldout:
-            return {"loss": loss, **scores(found, labels, best_threshold(found, labels))}
-        self.threshold = self.given
-        if self.threshold is None:
-            answers, truth = self.answers(model, self.dev_loader(), gather)
-            self.threshold = best_threshold(answers.sigmoid(), truth)
-        return {"loss": loss, **scores(found, labels, self.threshold)}
+        of_test = loader.dataset is self.heldout
+        chosen_on = self.answers(model, self.dev_loader(), gather) if of_test else (logits, labels)
+        threshold = best_threshold(chosen_on[0].sigmoid(), chosen_on[1])
+        return {"loss": loss, **scores(logits.sigmoid(), labels, threshold), "threshold": threshold}
 
     def answers(
         self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]

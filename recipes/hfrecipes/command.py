@@ -1,7 +1,7 @@
 """A recipe as a command: how it is stopped, and what it says and returns where it fails.
 
 0    done
-1    training went wrong: TrainingError; or figures aren't numbers: NotFiniteError
+1    training went wrong: TrainingError
 2    bad input: RecipeError, or hfpatch's PatchError
 130  stopped, with the command to go on: Stopped, or Ctrl-C
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import tqdm
 
 from hfpatch.runtime.errors import PatchError
 
@@ -32,10 +33,6 @@ class TrainingError(RuntimeError):
 
 class DivergedError(TrainingError):
     """A loss or gradient isn't finite."""
-
-
-class NotFiniteError(ValueError):
-    """Figures of a model that was measured aren't numbers."""
 
 
 class Stopped(Exception):  # noqa: N818
@@ -95,14 +92,17 @@ def run_recipe(
     except DivergedError as error:
         advice = "start again with a lower --learning_rate; in the first step it is the model or the data that isn't"
         status, told = 1, f"{type(error).__name__}: {error}: {advice} sound"
-    except NotFiniteError as error:
-        status, told = 1, f"{type(error).__name__}: {error}"
     except TrainingError as error:
         status, told = 1, f"{type(error).__name__}: {error}\n{go_on}"
     except (Stopped, KeyboardInterrupt) as stop:
         status, told = 130, (str(stop) or "interrupted") + f"\n{go_on}" * resumable
     print(told, file=sys.stderr)
     return status
+
+
+def progress(task: str, total: int, done: int = 0) -> Any:
+    """A bar of the main process: drawn anew ten times a second in a terminal, now and then in a log."""
+    return tqdm(desc=task, total=total, initial=done, mininterval=0.1 if sys.stderr.isatty() else 30)
 
 
 def keep_freed_memory() -> bool:

@@ -51,7 +51,6 @@ def html_report(results: Results, curves: Path) -> str:
         **contents(results),
         curves=base64.b64encode(curves.read_bytes()).decode(),
         about_curves=ABOUT,
-        folded=other_figures(results),
         signs=SIGNS,
     )
 
@@ -147,15 +146,6 @@ def ranking_tables(results: Results) -> dict[str, pd.DataFrame]:
         if rows:
             found[f"{axis.capitalize()}s against each other, the rest and the seed being equal"] = pd.DataFrame(rows)
     return found
-
-
-def other_figures(results: Results) -> dict[str, pd.DataFrame]:
-    """Further figures of the task: tables without what depends on which way is better."""
-    ends = [stage["end"] for stage in results["stages"].values() if "end" in stage]
-    names = [name for name, value in ends[0].items() if value is not None and name != results["main"]] if ends else []
-    tables = {name: main_table(results | {"main": name}) for name in names}
-    judged = ["verdict", "recovered", "seeds needed"]
-    return {words(name): frame.drop(columns=judged, errors="ignore") for name, frame in tables.items()}
 
 
 # -- words

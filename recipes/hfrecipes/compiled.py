@@ -38,19 +38,15 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
             config.use_cache = kept
 
 
-@contextmanager
-def really_called(model: nn.Module) -> Iterator[None]:
-    """Blocks that are compiled must run as compiled code inside; in training, some of them: a model may drop others.
+def require_compiled_calls(model: nn.Module) -> None:
+    """Blocks that are compiled must have run as compiled code, once the model was measured.
 
     Raises:
         RecipeError: they were passed by.
     """
-    before = compiled_calls(model)
-    yield
-    after = compiled_calls(model)
-    silent = [name for name, calls in after.items() if calls == before[name]]
-    if silent and (len(silent) == len(after) or not model.training):
+    calls = compiled_calls(model)
+    if silent := [name for name in calls if not calls[name]]:
         raise RecipeError(
-            f"--compile: {len(silent)} of {len(after)} blocks of {type(model).__name__} ran uncompiled ({silent[0]}): "
+            f"--compile: {len(silent)} of {len(calls)} blocks of {type(model).__name__} ran uncompiled ({silent[0]}): "
             "they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
         )

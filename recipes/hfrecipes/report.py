@@ -20,7 +20,6 @@ from .tasks import Figures
 
 BEGINNINGS = {
     "repaired": "what a patch didn't keep was repaired on {calibration} items of the training data",
-    "self": "what a patch didn't keep was repaired on {calibration} sequences that the model drew",
     "auto": "patched without data",
     "copied": "gains and shifts were copied",
     "reset": "every model starts from scratch",

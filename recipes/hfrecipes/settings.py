@@ -39,13 +39,12 @@ class RunConfig:
         None, "steps before the copies are made; none: 900 from scratch, 0 for --model", NOT_NEGATIVE
     )
     steps: int = option(150, "steps after the patch, the same for every variant", COUNT)
-    start: Literal["repaired", "self", "auto", "copied", "reset"] = option(
+    start: Literal["repaired", "auto", "copied", "reset"] = option(
         "repaired",
-        "how a patched copy begins: repaired on --calibration training inputs, or on sequences that the model draws "
-        "itself; auto: the closest that takes no data; copied: gains and shifts as they were, nothing else touched; "
-        "reset: fresh, for training from scratch",
+        "how a patched copy begins: repaired on --calibration training inputs; auto: the closest that takes no data; "
+        "copied: gains and shifts as they were, nothing else touched; reset: fresh, for training from scratch",
     )
-    calibration: int = option(64, "training items, or own sequences, that a repair takes", NOT_NEGATIVE)
+    calibration: int = option(64, "training items that a repair takes", NOT_NEGATIVE)
     batch_size: int = option(16, "items in a batch, over all processes", COUNT)
     learning_rate: float = option(2e-3, "peak of AdamW's learning rate", POSITIVE)
     warmup_steps: int = option(

@@ -11,9 +11,7 @@ from hfpatch.compile import compile_model, uncompile_model
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
-from hfpatch.repairs.sample import sample_batches
 
-from .corpus import RecipeError
 from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
 from .tasks import Drawn, Task
@@ -26,7 +24,7 @@ class Baseline:
     """The unpatched model, trained for `--baseline_steps`; every copy begins as it ended.
 
     Raises:
-        RecipeError: the model doesn't fit the data, or can't draw the sequences that it would be repaired on.
+        RecipeError: the model doesn't fit the data.
         PatchError: it repeats no block to compile, or a variant is refused; all are tried out on paper.
     """
 
@@ -56,41 +54,25 @@ class Baseline:
         return self.task.baseline()
 
     def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
-        """A copy, patched; `start` is the settings', unless another one is given."""
-        return patched(self.task, self.copy(), variant, start or self.config.start, self.config, self.seed)
+        """A copy, patched, and repaired where `start` says so: the settings', unless another one is given."""
+        model, start, config = self.copy(), start or self.config.start, self.config
+        if variant == CONTROL:
+            return model
+        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
+        if start == "repaired":
+            items = Drawn(self.task, self.seed, 0, config.calibration)
+            batches = DataLoader(items, config.batch_size, collate_fn=self.task.collate)
+            options["calibration"] = [self.task.inputs(batch) for batch in batches]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
+            return patch_model(model, **options)
 
 
 def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
     """Try a patch out on paper.
 
     Raises:
-        RecipeError: the model can't draw the sequences that it would be repaired on.
-        PatchError: hfpatch refuses the patch.
+        PatchError: hfpatch refuses it.
     """
-    if variant == CONTROL:
-        return
-    if start == "self" and not model.can_generate():
-        raise RecipeError(f"--start self: a {type(model).__name__} draws no sequences; take repaired or auto")
-    plan_patch(model, **parse_variant(variant), **INIT.get(start, {}))
-
-
-def patched(
-    task: Task, model: PreTrainedModel, variant: str, start: str, config: Any = None, seed: int = 0
-) -> PreTrainedModel:
-    """The model, patched in place, and repaired where `start` says so.
-
-    Args:
-        start: "copied", "auto", "repaired" (on `config.calibration` items to learn from), "self" (on as many sequences
-            that the model draws itself) or "reset".
-    """
-    if variant == CONTROL:
-        return model
-    options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
-    if start == "repaired":
-        items = DataLoader(Drawn(task, seed, 0, config.calibration), config.batch_size, collate_fn=task.collate)
-        options["calibration"] = [task.inputs(batch) for batch in items]
-    elif start == "self":
-        options["calibration"] = sample_batches(model, sequences=config.calibration, seed=seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
-        return patch_model(model, **options)
+    if variant != CONTROL:
+        plan_patch(model, **parse_variant(variant), **INIT.get(start, {}))

@@ -34,7 +34,6 @@ class Task(ABC):
         data: where the data came from and how much of it there is, for results.json.
         heldout, curve: what the table's figures are measured on, and the curves'.
         keep_head: whether a given model was made for the data's labels.
-        threshold: of several labels, the probability from which on they were given last.
     """
 
     name: ClassVar[str]
@@ -46,7 +45,6 @@ class Task(ABC):
     heldout: Dataset
     curve: Dataset
     keep_head: bool = True
-    threshold: float | None = None
 
     @abstractmethod
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
@@ -89,9 +87,6 @@ class Task(ABC):
 
     def save_extras(self, folder: Path) -> None:  # noqa: B027
         """What belongs beside a saved model: its tokenizer or processor."""
-
-    def take_extras(self, source: str) -> None:  # noqa: B027
-        """What `evaluate.py` reads beside a saved model."""
 
     def size(self, batch: Batch) -> int:
         """How many units a batch holds."""

@@ -1,5 +1,7 @@
 """Reads plain text and rows of tables: files, `datasets` ids, the plays that come along, or the standard library."""
 
+import csv
+import json
 import logging
 import platform
 from dataclasses import dataclass
@@ -7,18 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+
 from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files, refusing
 from .options import COUNT, option
 
-TABLES = {  # and what reads them in `datasets`, which knows suffixes in small letters alone
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-}
+TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 LIBRARY = "library"  # in place of a file's name
+PLAYS = "plays of Shakespeare"
 Rows = list[dict[str, Any]]
 
 
@@ -55,8 +53,10 @@ def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
     if c.dataset:
         tables = read_tables(c.dataset, c.dataset_config, c.dataset_split, c.dataset_rows)
         return f"{c.dataset}, {c.dataset_split}", row_documents(c.dataset, tables[c.dataset_split], c.text_column)
-    if not c.text or c.text == [LIBRARY]:
-        return read_own(c.text[0] if c.text else None)
+    if not c.text:
+        return PLAYS, read_shakespeare()
+    if c.text == [LIBRARY]:
+        return f"standard library of Python {platform.python_version()}", read_standard_library()
     documents = []
     for path in map(Path, c.text):
         if path.suffix.lower() in TABLES:
@@ -64,13 +64,6 @@ def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
         else:
             documents += read_text_files([str(path)])
     return ", ".join(Path(path).name for path in c.text), documents
-
-
-def read_own(name: str | None) -> tuple[str, list[Document]]:
-    """What needs no file: "library", or else the plays."""
-    if name == LIBRARY:
-        return f"standard library of Python {platform.python_version()}", read_standard_library()
-    return "plays of Shakespeare", read_shakespeare()
 
 
 def row_documents(source: str, rows: Rows, column: str) -> list[Document]:
@@ -102,41 +95,39 @@ def read_tables(
     Raises:
         RecipeError: it is missing, unreadable or empty.
     """
-    import datasets  # takes a second
-
-    path, options = Path(source).expanduser().resolve(), {"split": split, "streaming": count is not None}
-    if path.exists():
-        options["streaming"] = True  # read where it is, not copied to a cache
-        name, suffix, files = str(path), path.suffix.lower(), {}
-        if path.is_file() and suffix in TABLES:
-            name, files = TABLES[suffix], {"data_files": str(path)} | ({"sep": "\t"} if suffix == ".tsv" else {})
-        elif path.is_file():
-            name, files = str(path.parent), {"data_files": path.name}
-        with refusing(f"datasets can't read {source}"):
-            options |= files | as_text(datasets.load_dataset_builder(name, **files))
-    elif Path(source).suffix.lower() in TABLES or is_path(source):
-        raise RecipeError(f"there is no file or folder {source}")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        tables = {file.stem: read_rows(file) for file in path.iterdir() if file.suffix.lower() in TABLES}
+    elif path.suffix.lower() in TABLES or is_path(source):
+        tables = {"train": read_rows(path)}
     else:
-        name = source
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are told once, below
-    with refusing(f"datasets can't read {source}"):
-        found = datasets.load_dataset(name, config, **options)
-        splits = found if isinstance(found, dict) else {split: found}
-        tables = {key: [with_names(row, part.features) for row in islice(part, count)] for key, part in splits.items()}
+        tables = read_dataset(source, config, split, count)
     if empty := [name for name, rows in tables.items() if not rows]:
         raise RecipeError(f"{source} has no rows in its {', '.join(empty)} split")
     return tables
 
 
-def as_text(builder: Any) -> dict[str, Any]:
-    """Options of `datasets` by which cells of csv and tsv files are text as written: 00, and words such as "NA"."""
-    if builder.name != "csv":
-        return {}
-    import pandas
+def read_rows(path: Path) -> Rows:
+    """The rows of a file; cells of csv and tsv files are text as written."""
+    suffix = path.suffix.lower()
+    with refusing(f"can't read rows of a table from {path}"):
+        if suffix == ".parquet":
+            return pyarrow.parquet.read_table(path).to_pylist()
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if suffix in (".csv", ".tsv"):
+                csv.field_size_limit(2**31 - 1)  # a cell may be a book
+                return list(csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ","))
+            return json.load(file) if suffix == ".json" else [json.loads(line) for line in file]
 
-    files = [file for split in builder.config.data_files.values() for file in split]
-    names = {name for file in files for name in pandas.read_csv(file, sep=builder.config.sep, nrows=0)}
-    return {"keep_default_na": False, "converters": dict.fromkeys(names, str)}
+
+def read_dataset(name: str, config: str | None, split: str | None, count: int | None) -> dict[str, Rows]:
+    import datasets  # takes a second
+
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are told once, below
+    with refusing(f"datasets can't read {name}"):
+        found = datasets.load_dataset(name, config, split=split, streaming=count is not None)
+        splits = found if isinstance(found, dict) else {split: found}
+        return {key: [with_names(row, part.features) for row in islice(part, count)] for key, part in splits.items()}
 
 
 def with_names(row: dict[str, Any], features: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Times alternatives in turn, so that disturbances of the machine affect all of them alike."""
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from scipy.stats import quantile_test
 from torch import Tensor, nn
+from torch.utils.benchmark import timer
 
 from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.runtime.errors import described
@@ -52,7 +52,7 @@ class Entrant:
         return {name: getattr(self, name) for name in names}
 
 
-def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int) -> list[dict[str, Any]]:
     """Time things that do the same work, in turn after runs that warm them up, each round in an order of its own.
 
     One that fails is left out, with the reason.
@@ -68,7 +68,7 @@ def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int, device: t
             continue
         try:
             with memory.holding(entrant.model):
-                once = first_runs(entrant, mode, device)
+                once = first_runs(entrant, mode)
             running.append((entrant, max(1, round(AT_LEAST / once))))
         except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
             entrant.failed = described(error)
@@ -76,13 +76,13 @@ def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int, device: t
         for entrant, times in order.sample(running, len(running)):
             before = dict(entrant.inside)
             with memory.holding(entrant.model):
-                entrant.seconds.append(clock(entrant.once, device, times))
+                entrant.seconds.append(clock(entrant.once, times))
             for name, seconds in entrant.inside.items():
                 entrant.inside_seconds.setdefault(name, []).append((seconds - before[name]) / times)
     return [entrant.measured() for entrant in entrants]
 
 
-def first_runs(entrant: Entrant, mode: str, device: torch.device) -> float:
+def first_runs(entrant: Entrant, mode: str) -> float:
     """Compile and warm up. Returns the seconds of a warm run.
 
     Raises:
@@ -90,22 +90,19 @@ def first_runs(entrant: Entrant, mode: str, device: torch.device) -> float:
     """
     if mode == "compiled":
         compile_model(entrant.model, **entrant.compile)
-    entrant.first_seconds = clock(entrant.once, device)
-    once = min(clock(entrant.once, device) for _ in range(2))
+    entrant.first_seconds = clock(entrant.once)
+    once = min(clock(entrant.once) for _ in range(2))
     if mode == "compiled" and not all(compiled_calls(entrant.model).values()):
         raise RuntimeError("its compiled code isn't called")
     return once
 
 
-def clock(run: Callable[[], Any], device: torch.device, times: int = 1) -> float:
+def clock(run: Callable[[], Any], times: int = 1) -> float:
     """Seconds that one run takes, of several in a row; a GPU is waited for."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    started = time.perf_counter()
+    started = timer()
     for _ in range(times):
         run()
-    wait()
-    return (time.perf_counter() - started) / times
+    return (timer() - started) / times
 
 
 class SharedMemory:

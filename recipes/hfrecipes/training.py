@@ -24,11 +24,10 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_fla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .command import DivergedError, Stopped, run_recipe, stop_requests
-from .compiled import compiled, really_called
+from .command import DivergedError, Stopped, progress, run_recipe, stop_requests
+from .compiled import compiled, require_compiled_calls
 from .corpus import RecipeError, refusing
 from .methods import Method
-from .progress import Progress
 from .results import OutputFolder
 from .settings import read_run
 from .tasks import Drawn, Figures, find_task
@@ -90,6 +89,7 @@ class Run(OutputFolder):
                 accelerator.load_state(state)
             else:
                 record["start"] = self.measure(model, heldout)
+                require_compiled_calls(trained)
                 record["curve"] = [{"step": 0, **self.measure(model, curve)}]
             left = steps - record["step"]
             if left:
@@ -109,12 +109,11 @@ class Run(OutputFolder):
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c, unit = self.config, self.task.unit
         units, times = 0, []
-        with stop_requests(self.requests), Progress(name, steps, record["step"], self.main) as bar:
+        with stop_requests(self.requests), progress(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
                 begun = time.perf_counter()
-                with really_called(model):
-                    where = f"step {step} of {name}"
-                    loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
+                where = f"step {step} of {name}"
+                loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
                 times.append(time.perf_counter() - begun)
                 units += seen
                 rate = round(units / sum(times))
@@ -127,7 +126,8 @@ class Run(OutputFolder):
                     point = self.measure(model, curve)
                     record["curve"].append({"step": step, **point})
                     self.accelerator.log({f"{name}/heldout_{self.task.main}": point[self.task.main]}, step=step)
-                bar.step(step, f"loss {loss:.3f}, {rate:,} {unit}/s")
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,} {unit}/s", refresh=False)
+                bar.update()
                 stop = self.stop_requested()
                 if stop or step == steps or step % c.save_every == 0:
                     self.save_state(name, record)
@@ -173,9 +173,7 @@ class Run(OutputFolder):
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: DataLoader) -> Figures:
         """The task's figures of a model, over all processes."""
-        model.eval()
-        with really_called(model):
-            return self.task.figures(model, loader, self.accelerator.gather_for_metrics)
+        return self.task.figures(model.eval(), loader, self.accelerator.gather_for_metrics)
 
     def stop_requested(self) -> bool:
         """Whether any of the processes was asked to stop, or has taken as many steps as --stop_after allows."""

@@ -6,7 +6,8 @@ import finetune
 import pytest
 from accelerate.state import AcceleratorState
 from run_files import tiny
-from tiny_encoder import write_encoder, write_masked, write_sources
+from tiny_encoder import write_bert, write_sources
+from transformers import BertForMaskedLM, BertModel
 
 
 @contextmanager
@@ -52,10 +53,10 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="session")
 def folder(files, tmp_path_factory):
     """A tiny encoder with a tokenizer of that source."""
-    return write_encoder(tmp_path_factory.mktemp("encoder"), files)
+    return write_bert(BertModel, tmp_path_factory.mktemp("encoder"), files)
 
 
 @pytest.fixture(scope="session")
 def bert(files, tmp_path_factory):
     """A tiny masked language model with a tokenizer of that source."""
-    return write_masked(tmp_path_factory.mktemp("bert"), files)
+    return write_bert(BertForMaskedLM, tmp_path_factory.mktemp("bert"), files)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hfrecipes.training import Run
+
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
 TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --baseline_steps 5 --steps 4"
 TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
@@ -27,16 +29,28 @@ def figures(out: Path) -> dict[str, Any]:
     return stages | ({"agreement": results["agreement"]} if "agreement" in results else {})
 
 
+def at_step(monkeypatch, where, act):
+    """Have `act` done when a step begins."""
+    train_step = Run.train_step
+
+    def acting(self, step, *args):
+        if step == where:
+            act()
+        return train_step(self, step, *args)
+
+    monkeypatch.setattr(Run, "train_step", acting)
+
+
 def write_table(path, rows):
     """Rows as a csv, tsv, json, jsonl or parquet file, by its suffix. Returns its path as a flag takes it."""
     import pandas as pd
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(rows)
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         frame.to_parquet(path)
-    elif path.suffix in (".csv", ".tsv"):
-        frame.to_csv(path, sep="\t" if path.suffix == ".tsv" else ",", index=False)
+    elif suffix in (".csv", ".tsv"):
+        frame.to_csv(path, sep="\t" if suffix == ".tsv" else ",", index=False)
     else:
-        frame.to_json(path, orient="records", lines=path.suffix == ".jsonl")
+        frame.to_json(path, orient="records", lines=suffix == ".jsonl")
     return str(path)

@@ -61,20 +61,13 @@ def test_a_given_model_is_trained_without_unless_it_is_asked_for(recipe, rates, 
         assert {config["attn_pdrop"] for config in saved} == {0.1}, "it stays on record"
 
 
-@pytest.mark.parametrize("module", [finetune, compare])
-def test_what_is_made_from_scratch_keeps_the_tasks(module, rates, tmp_path):
+def test_what_is_made_from_scratch_keeps_the_tasks(rates, tmp_path):
     path = tmp_path / "fruit.csv"
     rows = [f"{'sour' if i % 2 else 'sweet'} thing number {i},{'lemon' if i % 2 else 'plum'}" for i in range(120)]
     path.write_text("\n".join(["text,label", *rows]))
-    flags = "--task classify --vocab_size 300 --max_length 8 --dropout 0.3"
-    flags += " --seeds 0 --variants rms" if module is compare else " --variants rms control"
-    argv = [*TINY.split(), *flags.split(), "--data", str(path)]
-    assert module.main([*argv, "--baseline_steps", "0", "--start", "reset", "--output_dir", str(tmp_path / "a")]) == 0
-    assert len(rates) == 2
-    assert rates == {name: {0.3} for name in rates}, "all from scratch"
-    rates.clear()
-    assert module.main([*argv, "--baseline_steps", "1", "--output_dir", str(tmp_path / "b")]) == 0
-    baseline = next(name for name in rates if name.startswith("baseline"))
-    assert rates.pop(baseline) == {0.3}
-    assert len(rates) == 2
-    assert rates == {name: {0.0} for name in rates}, "copies"
+    flags = "--task classify --vocab_size 300 --max_length 8 --dropout 0.3 --variants rms control"
+    argv = [*TINY.split(), *flags.split(), "--data", str(path), "--output_dir", str(tmp_path / "out")]
+    assert finetune.main([*argv, "--baseline_steps", "0", "--start", "reset"]) == 0
+    assert rates == {"rms": {0.3}, "control": {0.3}}, "all from scratch"
+    assert finetune.main([*argv, "--baseline_steps", "1"]) == 0
+    assert rates == {"baseline": {0.3}, "rms": {0.0}, "control": {0.0}}, "copies"

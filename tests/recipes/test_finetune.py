@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import io
 import json
 import math
 import os
@@ -22,8 +21,7 @@ from accelerate import Accelerator
 from hfrecipes import command, lm, options, settings
 from hfrecipes import corpus as data
 from hfrecipes import training as run
-from hfrecipes.progress import Progress
-from run_files import ROOT, figures, read_results, tiny
+from run_files import ROOT, at_step, figures, read_results, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -46,8 +44,6 @@ class TestFigures:
         assert f"{stages['dyt']['end']['loss']:.3f}" in (finished / "results.md").read_text("utf-8")
         assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
         assert {"python", "hfpatch", "torch", "transformers", "accelerate"} <= set(found["versions"])
-        assert found["config"]["seed"] == 0
-        assert found["wall_seconds"] > 0
         assert not (finished / "state").exists(), "nothing is left to resume"
 
     def test_saved_models_have_the_reported_figures(self, finished, text):
@@ -66,18 +62,6 @@ class TestFigures:
             assert end["loss"] == pytest.approx(loss, abs=1e-5)
             assert end["perplexity"] == pytest.approx(math.exp(end["loss"]))
             assert end["bits_per_byte"] == pytest.approx(loss * 20 * 15 / math.log(2) / size, rel=0.01)
-
-
-def at_step(monkeypatch, where, act):
-    """Have `act` done when a step begins."""
-    train_step = run.Run.train_step
-
-    def acting(self, step, *args):
-        if step == where:
-            act()
-        return train_step(self, step, *args)
-
-    monkeypatch.setattr(run.Run, "train_step", acting)
 
 
 def saved_step(out):
@@ -148,7 +132,6 @@ class TestStopping:
 import os
 import finetune
 from hfrecipes import training as run
-from hfrecipes.progress import Progress
 train_step = run.Run.train_step
 def killed(self, where, *args):
     if where == "step 4 of dyt":
@@ -207,14 +190,6 @@ def in_process(*argv):
 
 class TestOptions:
     @pytest.mark.slow
-    def test_gradient_checkpointing_changes_no_figure(self, finished, text, tmp_path):
-        assert finetune.main(tiny(tmp_path, text, "--gradient_checkpointing", variants="dyt control")) == 0
-        ours = figures(tmp_path)
-        for name in ours:
-            assert ours[name]["train_loss"] == pytest.approx(figures(finished)[name]["train_loss"], abs=1e-5)
-        assert "gradient_checkpointing" not in (tmp_path / "dyt" / "config.json").read_text()
-
-    @pytest.mark.slow
     def test_from_scratch(self, text, tmp_path):
         argv = tiny(tmp_path, text, "--start reset --baseline_steps 0", variants="layer dyt control")
         assert finetune.main(argv) == 0
@@ -222,16 +197,6 @@ class TestOptions:
         assert stages["layer"]["start"]["loss"] == pytest.approx(stages["control"]["start"]["loss"], abs=1e-6)
         assert stages["layer"]["train_loss"] == pytest.approx(stages["control"]["train_loss"], abs=1e-5)
         assert stages["dyt"]["end"] != stages["control"]["end"]
-
-    @pytest.mark.slow
-    def test_starts_differ(self, text, tmp_path):
-        starts = {}
-        for start in ("repaired", "self", "copied"):
-            out = tmp_path / start
-            assert finetune.main(tiny(out, text, "--start", start, variants="dyt control")) == 0
-            starts[start] = figures(out)["dyt"]["start"]["loss"]
-            assert figures(out)["control"] == figures(tmp_path / "repaired")["control"]
-        assert len(set(starts.values())) == 3
 
     def test_tensorboard(self, text, tmp_path):
         assert finetune.main(tiny(tmp_path, text, "--tracker tensorboard", variants="control")) == 0
@@ -251,8 +216,6 @@ class TestOptions:
         assert found["data"]["objective"] == "masked"
         assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
         assert stages["control"]["end"]["loss"] < stages["control"]["start"]["loss"]
-        assert stages["dyt"]["start"] != stages["control"]["start"]
-        assert stages["dyt"]["end"]["bits_per_byte"] is None
         assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
 
 
@@ -296,22 +259,6 @@ class TestSettings:
         assert settings.parse_variant("rms+rope") == {"norm": "rms", "pos": "rope"}
         assert settings.parse_variant("rope+dyt:alpha=1e+0") == {"norm": "dyt:alpha=1e+0", "pos": "rope"}
         assert settings.parse_variant("control") == {}
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_or_ten_lines(monkeypatch, terminal):
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", stream)
-    with Progress("work", 3000, done=1000) as bar:
-        for step in range(1001, 3001):
-            bar.step(step, f"part {step}")
-    written = stream.getvalue()
-    if terminal:
-        assert "\r" in written
-        assert written.count("\n") == 1
-    else:
-        assert written.splitlines() == [f"work: {10 * i} %, part {300 * i}" for i in range(4, 11)]
 
 
 class TestOwnFolder:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hfrecipes import report, settings, start
 from hfrecipes import training as run
-from run_files import ROOT, figures, read_results, tiny
+from run_files import figures, read_results, tiny
 from safetensors.torch import load_file
 
 
@@ -75,7 +75,7 @@ def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished,
         pytest.fail("went on")
 
     with monkeypatch.context() as patch:
-        patch.setattr(start, "patched", interrupted)
+        patch.setattr(start.Baseline, "patched", interrupted)
         assert heal.main(small(tmp_path, text, "--method distil")) == 130
     assert "to go on: python recipes/heal.py" in capsys.readouterr().err
     assert heal.main(small(tmp_path, text, "--method distil --resume --no_control")) == 2, "another setting"
@@ -101,12 +101,3 @@ def test_adapters_are_merged_in_the_end(finished, text, tmp_path):
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("healed", "swapped")]
     records = [{k: v for k, v in config["hfpatch"].items() if k != "fingerprint"} for config in configs]
     assert records[0] == records[1]
-
-
-def test_yaml_holds_own_settings(tmp_path):
-    path = tmp_path / "own.yaml"
-    path.write_text("patch: rms\nmethod: distil\ndistil_weight: 0.3\nlora_rank: 4\n")
-    config = settings.read_run([str(path), "--distil_weight", "0.4"], "heal.py", "", (heal.HealConfig,))
-    assert (config.patch, config.method, config.distil_weight) == ("rms", "distil", 0.4)
-    shared = settings.read_run([str(ROOT / "recipes/configs/lm.yaml")], "heal.py", "", (heal.HealConfig,))
-    assert shared.steps == 150

@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from hfrecipes import image, settings
 from hfrecipes.corpus import RecipeError
-from hfrecipes.files import folder_name
 from PIL import Image
-from run_files import ROOT, read_results
+from run_files import read_results
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, pipeline
 
 TINY = "--task image --layers 1 --width 32 --batch_size 32 --baseline_steps 80 --steps 6 --learning_rate 3e-3"
 TINY += " --tracker none --eval_every 3 --save_every 50 --heldout_images 60 --curve_images 20 --warmup_steps 2"
-
-
-def tiny(out, *more, variants="rope:axes=2 control"):
-    return [*TINY.split(), "--variants", *variants.split(), "--output_dir", str(out), *map(str, more)]
 
 
 def task_of(*flags):
@@ -34,7 +29,7 @@ def task_of(*flags):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
-    assert finetune.main(tiny(out)) == 0
+    assert finetune.main([*TINY.split(), "--variants", "rope:axes=2", "control", "--output_dir", str(out)]) == 0
     return out
 
 
@@ -62,10 +57,9 @@ class TestRun:
         assert stages["control"]["start"] == stages["baseline"]["end"] != stages["rope:axes=2"]["start"]
         assert stages["control"]["images_per_second"] > 0
 
-    @pytest.mark.parametrize("variant", ["rope:axes=2", "control"])
-    def test_saved_model_has_the_reported_figures_in_a_pipeline_too(self, finished, variant):
-        end = read_results(finished)["stages"][variant]["end"]
-        source = finished / folder_name(variant)
+    def test_saved_model_has_the_reported_figures_in_a_pipeline_too(self, finished):
+        end = read_results(finished)["stages"]["rope:axes=2"]["end"]
+        source = finished / "rope-axes=2"
         model = AutoModelForImageClassification.from_pretrained(source).eval()
         task = task_of("--heldout_images", 60)
         heldout = task.heldout
@@ -78,15 +72,6 @@ class TestRun:
         told = pipeline("image-classification", str(source))(pictures, top_k=1)
         assert [one[0]["label"] for one in told] == [str(int(i)) for i in logits[:5].argmax(-1)]
         assert [one[0]["score"] for one in told] == pytest.approx(logits[:5].softmax(-1).amax(-1).tolist(), abs=1e-5)
-
-    def test_goes_on_from_a_saved_model(self, finished, tmp_path):
-        argv = tiny(tmp_path, "--model", finished / "control", variants="rms control")
-        argv[argv.index("--baseline_steps") + 1] = "0"
-        assert finetune.main(argv) == 0
-        stages = read_results(tmp_path)["stages"]
-        before = read_results(finished)["stages"]["control"]["end"]
-        assert stages["baseline"]["end"]["loss"] == pytest.approx(before["loss"], abs=1e-6)
-        assert stages["rms"]["start"]["loss"] == pytest.approx(before["loss"], abs=1e-4), "exact on a ViT"
 
 
 class TestData:
@@ -160,10 +145,3 @@ class TestBadInput:
         task = task_of("--data", tmp_path)
         with pytest.raises(RecipeError, match=r"/\d\.png"):
             task.collate([task.heldout[0]])
-
-
-def test_yaml_spells_out_the_task():
-    config = settings.read_run([str(ROOT / "recipes" / "configs" / "vision.yaml")], "finetune.py")
-    defaults = vars(image.ImageClassificationConfig())
-    assert config.task == "image"
-    assert {name: getattr(config, name) for name in defaults} == defaults

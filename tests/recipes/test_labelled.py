@@ -22,27 +22,19 @@ def everything(found):
     return [item for items in found.splits.values() for item in items]
 
 
-@pytest.fixture(scope="module")
-def plays():
-    return read()
-
-
 class TestHiddenWords:
-    def test_size(self, plays):
+    def test_of_the_plays(self):
+        """No word stays where it is hidden, and no text is there twice."""
+        plays = read()
         sizes = {name: len(items) for name, items in plays.splits.items()}
         assert sum(sizes.values()) > 5000
         assert min(sizes.values()) > 500
         assert len(plays.labels) == 24
-        assert plays.multi
         assert {len(item.labels) for item in everything(plays)} == {1, 2, 3}
-
-    def test_they_are_hidden_wherever_they_stand(self, plays):
         words = re.compile(rf"\b({'|'.join(plays.labels)})\b", re.IGNORECASE)
         for item in everything(plays):
             assert not words.search(item.text)
             assert item.text.count(labelled.MASK) >= len(item.labels)
-
-    def test_no_text_is_in_two_splits(self, plays):
         assert len({item.text for item in everything(plays)}) == len(everything(plays))
         assert not any(plays.remarks().values())
 
@@ -62,13 +54,6 @@ class TestHiddenWords:
         ]
         assert [tuple(item) for item in splits["test"]] == [("BLANK", ("thou",))]
 
-    def test_of_the_standard_library(self, monkeypatch):
-        files = [Document(f"{i}.py", f"{['return', 'yield'][i % 2]} number_{i}\n") for i in range(60)]
-        monkeypatch.setattr("hfrecipes.texts.read_standard_library", lambda: files)
-        found = read("library")
-        assert found.labels == ["return", "yield"]
-        assert "standard library of Python" in found.source
-
 
 class TestFormats:
     """How tables are read is in test_texts.py."""
@@ -80,45 +65,21 @@ class TestFormats:
         assert found.labels == ["None", "good"]
         assert {(i.text, *i.labels) for i in everything(found)} == {(row["text"], row["label"]) for row in SINGLE}
 
-    @pytest.mark.parametrize("suffix", [".json", ".parquet"])
-    def test_lists_of_labels(self, tmp_path, suffix):
-        found = read(write_table(tmp_path / f"x{suffix}", MULTI))
+    def test_lists_of_labels(self, tmp_path):
+        found = read(write_table(tmp_path / "x.parquet", MULTI))
         assert found.multi
         assert found.labels == ["a", "b", "c"]
         assert {(i.text, i.labels) for i in everything(found)} == {(r["text"], tuple(r["labels"])) for r in MULTI}
 
-    def test_separated_labels(self, tmp_path):
-        rows = [{"sentence": row["text"], "tags": " | ".join(row["labels"])} for row in MULTI]
-        path = write_table(tmp_path / "x.csv", rows)
-        found = read(path, label_separator="|", text_column="sentence", label_column="tags")
-        assert found.splits == read(write_table(tmp_path / "y.json", MULTI)).splits
-
-    def test_numbers_are_ordered_as_numbers(self, tmp_path):
+    def test_labels_that_are_numbers(self, tmp_path):
+        """In their order; in a csv file as they are written."""
         rows = [{"text": f"text {i}", "label": i % 12} for i in range(200)]
         assert read(write_table(tmp_path / "x.jsonl", rows)).labels == [str(i) for i in range(12)]
-
-    def test_labels_of_a_csv_are_names(self, tmp_path):
-        rows = [{"text": f"{i:05}", "label": f"{i % 12:02}"} for i in range(200)]
-        found = read(write_table(tmp_path / "x.csv", rows))
-        assert found.labels == [f"{i:02}" for i in range(12)]
-        assert {item.text for item in everything(found)} == {row["text"] for row in rows}
-        numbers = [{"text": f"text {i}", "label": i % 2} for i in range(200)]
-        as_json = read(write_table(tmp_path / "y.jsonl", numbers))
-        assert as_json.labels == ["0", "1"]
-        assert read(write_table(tmp_path / "y.csv", numbers)).splits == as_json.splits
-
-    def test_csv_files_in_folders(self, tmp_path):
-        """Files of a split may have other columns, and other files may lie beside them."""
-        for name, more in (("train", {}), ("dev", {"note": "1"}), ("test", {})):
-            rows = [{"text": f"0{i}", "label": f"0{i % 2}", **more} for i in range(20)]
-            write_table(tmp_path / name / "part.csv", rows)
-        write_table(tmp_path / "notes.json", [{"made": "by hand"}])
-        found = read(tmp_path)
-        assert found.labels == ["00", "01"]
-        assert found.splits["dev"][3] == ("03", ("01",))
+        rows = [{"text": f"text {i}", "label": f"{i % 12:02}"} for i in range(200)]
+        assert read(write_table(tmp_path / "x.csv", rows)).labels == [f"{i:02}" for i in range(12)]
 
     def test_folder(self, tmp_path):
-        for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:]}.items():
+        for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:], "notes": MULTI}.items():
             write_table(tmp_path / f"{name}.csv", rows)
         splits = read(tmp_path).splits
         assert {name: len(items) for name, items in splits.items()} == {"train": 40, "dev": 20, "test": 20}
@@ -165,12 +126,6 @@ class TestSplits:
         for name, items in once.splits.items():
             assert all(where[item.text] == name for item in items)
         assert all(0.05 < len(more.splits[name]) / 500 < 0.15 for name in ("dev", "test"))
-
-    def test_equal_texts_fall_on_the_same_side(self, tmp_path):
-        rows = [{"text": f"text {i % 50}", "label": i % 3} for i in range(200)]
-        found = read(write_table(tmp_path / "x.jsonl", rows))
-        texts = {name: {item.text for item in items} for name, items in found.splits.items()}
-        assert sum(map(len, texts.values())) == 50
 
     def test_what_is_told(self, tmp_path):
         write_table(tmp_path / "train.json", [*SINGLE[:40], {"text": " ", "label": "good"}])

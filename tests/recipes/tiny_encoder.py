@@ -1,10 +1,10 @@
-"""A tiny encoder of sentences with its tokenizer, and Python source for it to read."""
+"""Tiny BERTs with their tokenizer, and Python source for them to read."""
 
 from pathlib import Path
 
 from tiny_models import randomise
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, PreTrainedTokenizerFast
 
 POSITIONS = 24
 
@@ -27,39 +27,28 @@ def write_sources(folder):
     return sorted(map(str, folder.iterdir()))
 
 
-def make_tokenizer(texts, **more):
+def make_tokenizer(texts):
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *more.values()]
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    )
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **names, **more)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **names)
 
 
-def write_encoder(out, files):
-    """A tiny encoder with dropout, and its tokenizer; the folder as a string."""
+def write_bert(kind, out, files):
+    """A tiny BERT with dropout (`kind` is its class), and its tokenizer; the folder as a string."""
     tokenizer = make_tokenizer([Path(f).read_text() for f in files])
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, initializer_range=0.4, **sizes)
-    model = randomise(BertModel(config))
+    model = randomise(kind(config))
     for name, parameter in model.named_parameters():
         if name.endswith("LayerNorm.bias"):  # a large shift, equal for all texts, would make them all alike
             parameter.data *= 0.1
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return str(out)
-
-
-def write_masked(out, files):
-    """A tiny BERT of masked tokens, and its tokenizer; the folder as a string."""
-    tokenizer = make_tokenizer([Path(f).read_text() for f in files], mask_token="[MASK]")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **sizes))
-    randomise(model).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return str(out)
