@@ -16,7 +16,6 @@ from hfpatch.compile import compile_model
 
 SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
 QUICK = [*SMALL, "--repeats", "2", "--widths", "64", "--modes", "eager"]
-CPU = torch.device("cpu")
 
 
 def run(out, *flags):
@@ -29,7 +28,7 @@ def raced(works, mode="eager", repeats=2):
     entrants = [Entrant(*work) if isinstance(work, tuple) else work for work in works]
     for entrant in entrants:
         entrant.model = entrant.model or nn.Identity()
-    return timing.time_in_turn(entrants, mode, repeats, CPU)
+    return timing.time_in_turn(entrants, mode, repeats)
 
 
 class TestRun:
