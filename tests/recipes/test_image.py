@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import datasets
+import evaluate
 import finetune
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ class TestRun:
         assert stages["control"]["start"] == stages["baseline"]["end"] != stages["rope:axes=2"]["start"]
         assert stages["control"]["images_per_second"] > 0
 
-    def test_saved_model_has_the_reported_figures_in_a_pipeline_too(self, finished):
+    def test_saved_model_has_the_reported_figures_in_evaluate_and_in_a_pipeline(self, finished, tmp_path):
         end = read_results(finished)["stages"]["rope:axes=2"]["end"]
         source = finished / "rope-axes=2"
         model = AutoModelForImageClassification.from_pretrained(source).eval()
@@ -68,6 +69,10 @@ class TestRun:
             logits, labels = model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
         assert F.cross_entropy(logits, labels).item() == pytest.approx(end["loss"], abs=1e-5)
         assert (logits.argmax(-1) == labels).float().mean().item() == pytest.approx(end["accuracy"], abs=1e-6)
+        flags = ["--task", "image", "--models", str(source), "--heldout_images", "60"]
+        assert evaluate.main([*flags, "--output_dir", str(tmp_path)]) == 0
+        figures = read_results(tmp_path)["models"][str(source)]["figures"]
+        assert figures["loss"] == pytest.approx(end["loss"], abs=1e-5)
         pictures = heldout.cast_column("image", datasets.Image())["image"][:5]
         told = pipeline("image-classification", str(source))(pictures, top_k=1)
         assert [one[0]["label"] for one in told] == [str(int(i)) for i in logits[:5].argmax(-1)]
