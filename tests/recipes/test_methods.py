@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hfrecipes import methods
 from hfrecipes.corpus import RecipeError
 from hfrecipes.methods import agreement, divergence
 from hfrecipes.settings import parse_variant
+from hfrecipes.start import Baseline
 from hfrecipes.tasks import Drawn, Task
 from tiny_models import tiny
 
@@ -204,3 +206,10 @@ def test_agreement():
     assert found["same_answer"] == pytest.approx((ours.argmax(-1) == theirs.argmax(-1)).float().mean().item())
     task.states = lambda model, batch: torch.ones(2, 3, 4) * (1 + (model is teacher))
     assert agreement(teacher, model, task, loader, lambda x: x) == {"cosine": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(("start", "init"), [("auto", "auto"), ("copied", "copy"), ("reset", "reset")])
+def test_patched_copies_start_as_asked(start, init):
+    config = SimpleNamespace(model=None, baseline_steps=0, compile=False, start=start)
+    model = Baseline(Tiny(), config, 0, ["dyt"]).patched("dyt")
+    assert model.config.hfpatch["request"][0].get("init", "auto") == init
