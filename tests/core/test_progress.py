@@ -172,4 +172,5 @@ def test_command_line(model: PreTrainedModel, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "own sequences: 100%" in result.stderr
     assert "repair: 100%" in result.stderr
+    assert "norm transformer.h.1.ln_1" in result.stderr, "what is being fitted"
     assert "%|" not in result.stdout

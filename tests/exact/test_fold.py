@@ -131,6 +131,21 @@ def test_a_tied_head_stays_tied() -> None:
     assert [name for name, module in model.named_modules() if CENTRED in module.__dict__] == ["transformer.drop"]
 
 
+def test_a_layer_scale_moves_into_its_writer_without_the_search() -> None:
+    """Which would leave it out where that isn't exact. A scale may be zero."""
+    pattern, absorbed = "encoder.layer.*.mlp.fc2", "encoder.layer.*.layer_scale2.lambda1"
+    model, edits = dinov2().double(), Transaction()
+    scale = model.encoder.layer[0].layer_scale2.lambda1
+    scale.data[::3] = 0.0
+    before, plain = fingerprint(model), copy.deepcopy(model)
+    carry_out(model, Centring(tuple(Axis(f"{pattern}.{name}", 0, absorbed) for name in ("weight", "bias"))), edits)
+    assert distance(plain, model) < 1e-9
+    assert bool((scale == 1).all())
+    assert float(model.encoder.layer[1].mlp.fc2.weight.detach().mean(0).abs().max()) < 1e-12
+    edits.undo()
+    assert not changes(before, fingerprint(model))
+
+
 def test_a_parameter_in_two_places_is_centred_once() -> None:
     model = tiny("gpt2").double()
     model.add_module("other", nn.Module())

@@ -36,6 +36,8 @@ class TestFloat64:
         with Float64():
             assert torch.ones(2, dtype=torch.long).dtype == torch.long
             assert (torch.ones(2) > 0).dtype == torch.bool
+            x = torch.rand(3, dtype=torch.float64)
+            assert torch.equal(x.float(), x), "no digit is lost"
         assert torch.rand(3, dtype=torch.float64).float().dtype == torch.float32
         assert torch.zeros(3).dtype == torch.float32
 
