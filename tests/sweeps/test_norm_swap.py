@@ -42,7 +42,7 @@ def test_type_converts(model_type: str) -> None:
 
 @pytest.mark.sweep
 def test_all_types_convert() -> None:
-    results = [*norm_swap.sweep(zoo.model_types())]
+    results = norm_swap.sweep(zoo.model_types())
     good, counted, missed = norm_swap.totals(results)
     assert missed == 0, [(result.model_type, result.missed) for result in results if result.missed]
     assert good >= 0.95 * counted, [(r.model_type, r.status) for r in results if r.counted and r.status != "ok"]
