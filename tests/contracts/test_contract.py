@@ -1,10 +1,13 @@
 """The contract of every scheme on every recorded family. Each check has a control: the same check on a mechanism that
-was broken on purpose must fail."""
+was broken on purpose must fail.
+
+Of the tests that take every request through every family the default run has a sample, `-m slow` about a third, and
+`-m sweep` the rest. Default and slow together have every family and every request in each of these tests.
+"""
 
 from __future__ import annotations
 
 import json
-import random
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from position_checks import changed_positions, difference, require_the_same_with_checkpointing
 from position_families import FAMILIES, inputs, logits, make
-from sampled import sampled, slow_but
+from proof import opened
+from sampled import SEED, slow_but
 from tiny_models import COPIES, patch, require_a_model_of_its_own
 from transformers import AutoModelForCausalLM
 
-from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
@@ -52,8 +55,23 @@ def case_id(value: str | dict[str, str]) -> str:
     return value if isinstance(value, str) else request_id(value)
 
 
-every_request = pytest.mark.parametrize("request_", REQUESTS, ids=request_id)
 every_family = pytest.mark.parametrize("name", ALL)
+WAYS = [*COPIES, "saved"]
+# in an order of which an even sample has all families, requests and ways
+EVERY = [(ALL[(i + turn) % len(ALL)], request) for turn in range(len(ALL)) for i, request in enumerate(REQUESTS)]
+EVERY_WAY = [(*case, WAYS[(i + turn) % len(WAYS)]) for turn in range(len(WAYS)) for i, case in enumerate(EVERY)]
+COPIED = slow_but(EVERY_WAY, 22, slow=150)
+COMPILED = slow_but(EVERY, (), slow=25)
+HALVED = slow_but([(name, one) for name, one in EVERY if "init" not in one], (), slow=42)
+
+
+@pytest.mark.skipif(SEED is not None, reason="of the fixed sample")
+@pytest.mark.parametrize("cases", [COPIED, COMPILED, HALVED], ids=["copied", "compiled", "halved"])
+def test_every_family_and_request_is_in_the_default_or_the_slow_run(cases: list[Any]) -> None:
+    def named(some: list[Any]) -> set[str]:
+        return {case_id(value) for one in some for value in one.values}
+
+    assert named([one for one in cases if pytest.mark.sweep not in one.marks]) == named(cases)
 
 
 def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> torch.Tensor:
@@ -97,12 +115,19 @@ def test_control_shift(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_family
-def test_active_in_every_stack(name: str) -> None:
+def test_every_stack_is_rotated_in_each_attention_and_nothing_else(name: str) -> None:
     model, given = patched(name, pos="rope"), inputs(name)
-    stacks = ("encoder", "decoder") if FAMILIES[name].kind in ("seq2seq", "audio") else ("",)
-    for stack in stacks:
-        off = changed_logits(model, given, torch.zeros_like, f"{stack}.layers" if stack else "")
-        assert difference(off, logits(model, given)) >= 1e-2
+    stacks = ("encoder.layers", "decoder.layers") if FAMILIES[name].kind in ("seq2seq", "audio") else ("",)
+    rotated = [module_name for module_name, _ in model.named_modules() if module_name.endswith(ROTARY)]
+    assert len(rotated) == 2 * len(stacks)
+    assert not any("encoder_attn" in module_name or "cross" in module_name for module_name in rotated)
+    expected = logits(model, given)
+    for attention in ("sdpa", "eager"):
+        if name != "gpt_neo":  # which has eager attention alone
+            model.set_attn_implementation(attention)
+        assert difference(logits(model, given), expected) <= 1e-4
+        for stack in stacks:
+            assert difference(changed_logits(model, given, torch.zeros_like, stack), expected) >= 1e-2
 
 
 @every_family
@@ -110,24 +135,6 @@ def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "rotate", lambda self, x, phases: x)
     model, given = patched(name, pos="rope"), inputs(name)
     assert difference(changed_logits(model, given, torch.zeros_like), logits(model, given)) < 1e-2
-
-
-@every_family
-def test_cross_attention_is_not_rotated(name: str) -> None:
-    model = patched(name, pos="rope")
-    rotated = [module_name for module_name, _ in model.named_modules() if module_name.endswith(ROTARY)]
-    assert len(rotated) == 2 * (2 if FAMILIES[name].kind in ("seq2seq", "audio") else 1)
-    assert not any("encoder_attn" in module_name or "cross" in module_name for module_name in rotated)
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != "gpt_neo"])  # which has eager attention alone
-def test_attention_backends_agree(name: str) -> None:
-    model, given = patched(name, pos="rope"), inputs(name)
-    expected = logits(model, given)
-    assert model.config._attn_implementation == "sdpa"
-    model.set_attn_implementation("eager")
-    assert difference(logits(model, given), expected) <= 1e-4
-    assert difference(changed_logits(model, given, torch.zeros_like), expected) >= 1e-2, "eager isn't rotated"
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -163,18 +170,7 @@ def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor,
     return out.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
-COMPILED = [(name, request_) for name in ALL for request_ in REQUESTS]
-COMPILED = random.Random(0).sample(COMPILED, len(COMPILED))
-
-
-SAMPLE = sampled(COMPILED, 25)
-
-
-@pytest.mark.parametrize(
-    ("name", "request_"),
-    [pytest.param(*one, marks=pytest.mark.slow if one in SAMPLE else pytest.mark.sweep) for one in COMPILED],
-    ids=case_id,
-)
+@pytest.mark.parametrize(("name", "request_"), COMPILED, ids=case_id)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     """One graph, of which outputs and gradients are the eager model's. In float64, where rounding hides nothing."""
     torch._dynamo.reset()
@@ -186,15 +182,6 @@ def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     largest = {key: float(grad.abs().max()) for key, grad in grads.items()}
     rounding = 1e-13 * max(largest.values())  # all that a key's bias has, which adds the same to all scores of a query
     assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-11 * largest[key] + rounding for key in grads)
-
-
-@pytest.mark.slow
-def test_compiles_with_inductor() -> None:
-    torch._dynamo.reset()
-    model = patched("gpt2", norm="rms", pos="rope")
-    out, _ = forward_and_backward(model, model, "gpt2")
-    compiled_out, _ = forward_and_backward(model, torch.compile(model, fullgraph=True), "gpt2")
-    assert difference(compiled_out, out) <= 1e-4
 
 
 def test_control_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +247,7 @@ def long_inputs(name: str) -> dict[str, torch.Tensor]:
     return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
 
 
-@pytest.mark.parametrize(("name", "pos"), slow_but(product(ALL, SCHEMES), 15))
+@pytest.mark.parametrize(("name", "pos"), slow_but(product(ALL, SCHEMES), 15, slow=10))
 def test_four_times_the_old_length(name: str, pos: str) -> None:
     out = logits(patched(name, pos=pos), long_inputs(name))
     assert out.isfinite().all()
@@ -283,9 +270,7 @@ def test_whisper_labels_beyond_the_old_length() -> None:
         make("whisper")(**{**inputs("whisper"), "decoder_input_ids": None}, labels=labels)
 
 
-@pytest.mark.slow
-@every_family
-@pytest.mark.parametrize("request_", [one for one in REQUESTS if "init" not in one], ids=request_id)
+@pytest.mark.parametrize(("name", "request_"), HALVED, ids=case_id)
 def test_bfloat16_runs(name: str, request_: dict) -> None:
     model, given = patched(name, **request_), inputs(name)
     expected = logits(model, given)
@@ -315,16 +300,13 @@ def test_control_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@every_family
-@every_request
-def test_save_and_load(name: str, request_: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "request_", "how"), COPIED, ids=case_id)
+def test_copies(name: str, request_: dict, how: str, tmp_path: Path) -> None:
+    """Also opened from its checkpoint, by the class that its record leads to (test_checkpoint.py has all heads)."""
     model, given = patched(name, **request_), inputs(name)
-    model.save_pretrained(tmp_path)
-    # the class by way of the record, as AutoModelFor* finds it (test_checkpoint.py goes through all heads)
-    loaded = patched_model_class(type(make(name))).from_pretrained(tmp_path).eval()
-    assert torch.equal(logits(loaded, given), logits(model, given))
-    assert loaded.state_dict().keys() == model.state_dict().keys()
+    twin = opened(model, tmp_path) if how == "saved" else COPIES[how](model)
+    assert twin.state_dict().keys() == model.state_dict().keys()
+    require_a_model_of_its_own(twin, model, lambda one: logits(one, given))
 
 
 def test_control_save_and_load(tmp_path: Path) -> None:
@@ -339,11 +321,3 @@ def test_control_save_and_load(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, check_fingerprint=False).eval()
     assert difference(logits(loaded, given), logits(model, given)) > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("name", "request_", "how"), slow_but(product(ALL, REQUESTS, COPIES), 16, slow=170), ids=case_id
-)
-def test_copies(name: str, request_: dict, how: str) -> None:
-    model, given = patched(name, **request_), inputs(name)
-    require_a_model_of_its_own(COPIES[how](model), model, lambda one: logits(one, given))

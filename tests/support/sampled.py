@@ -26,17 +26,13 @@ def sampled(cases: Sequence[Case], size: int) -> list[Case]:
 def slow_but(cases: Iterable[Any], default: int | Iterable[Any], slow: int | None = None) -> list[Any]:
     """All of the cases, as slow tests but for these, or for a sample of so many.
 
-    Args:
-        cases: values of a parameter, or tuples of several parameters' values.
-        default: the cases that every run has, or their number.
-        slow: how many of all may be slow tests; the others are a sweep. None: all.
+    With `slow` only a sample of so many of the others is slow, and the rest is for `-m sweep`.
     """
     cases = list(cases)
     chosen = sampled(cases, default) if isinstance(default, int) else list(default)
-    often = cases if slow is None else sampled(cases, slow)
     assert all(case in cases for case in chosen), "no such case"
-
-    def marks(case: Any) -> Any:
-        return () if case in chosen else pytest.mark.slow if case in often else pytest.mark.sweep
-
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks(case)) for case in cases]
+    others = [case for case in cases if case not in chosen]
+    slow_ones = others if slow is None else sampled(others, slow)
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [() if case in chosen else pytest.mark.slow if case in slow_ones else pytest.mark.sweep for case in cases]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]

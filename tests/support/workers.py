@@ -22,7 +22,7 @@ GIGABYTES = 8  # per process
 KILLED = "killed: time or memory limit"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sweep:
     """A script that examines model types, and writes what it found beside itself, as JSON and as Markdown.
 
@@ -32,7 +32,6 @@ class Sweep:
         failed: the same of one that can't be examined, from the type's name and the reason.
         batch: types per process.
         seconds: per type.
-        log: a file of what was found; what is in it isn't examined again.
     """
 
     script: str
@@ -41,61 +40,47 @@ class Sweep:
     failed: Callable[[str, str], Any]
     batch: int
     seconds: int
-    log: Path | None = None
 
-    def examined(self, model_types: list[str], seconds: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each type with what a process of its own found in it, as JSON has it; in other `seconds`, without the log."""
-        log = self.log if seconds is None else None
-        logged = log.read_text().splitlines() if log is not None and log.exists() else []
-        known = dict(map(json.loads, logged))
-        new = self._examined([one for one in model_types if one not in known], seconds or self.seconds, log)
-        for model_type in model_types:
-            yield model_type, known[model_type] if model_type in known else next(new)
-
-    def _examined(self, left: list[str], seconds: int, log: Path | None) -> Iterator[dict[str, Any]]:
+    def examined(self, model_types: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each type with what a process of its own found in it, as JSON has it."""
+        left = list(model_types)
         while left:  # a new process goes on after one that died
-            for line in _lines(self.script, left[: self.batch], seconds):
+            for line in _lines(self.script, left[: self.batch], self.seconds):
                 model_type = left.pop(0)
-                found = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
-                if log is not None:
-                    with log.open("a") as stream:
-                        stream.write(json.dumps([model_type, found]) + "\n")
-                yield found
+                yield model_type, json.loads(line) if line else as_json(self.failed(model_type, KILLED))
 
     def run(
         self,
         every: Callable[[], list[str]],
-        results: Callable[[list[str]], Iterable[Any]],
-        reports: Callable[[list[Any]], tuple[str, str]],
-        totals: Callable[[list[Any]], Any],
+        sweep: Callable[[list[str]], Any],
+        to_json: Callable[[Any], str],
+        to_markdown: Callable[[Any], str],
     ) -> None:
-        """The script's command line: without types all are examined and the report is written.
+        """The script's command line: types that are named are examined and shown; without, the report is written.
 
         Args:
             every: all types.
-            results: examines types, in processes.
-            reports: results as JSON and as Markdown.
-            totals: what is printed at the end.
+            sweep: examines types, in processes.
+            to_json, to_markdown: what it found, as a report.
         """
         parser = argparse.ArgumentParser(
             description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
-        parser.add_argument("--log", type=Path, help="go on with what this file of an interrupted run has")
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
         given = parser.parse_args()
-        self.log = given.log
-        quiet_on_one_thread()
+        torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         if given.worker:
             self.work(given.model_types)
             return
-        found = list(results(given.model_types or every()))
+        found = sweep(given.model_types or every())
         if given.model_types:
-            print("\n".join(json.dumps(as_json(result), indent=1) for result in found))
+            print(to_json(found))
         else:
-            for suffix, text in zip((".json", ".md"), reports(found), strict=True):
-                Path(self.script).resolve().with_suffix(suffix).write_text(text)
-        print(totals(found))
+            Path(self.script).resolve().with_suffix(".json").write_text(to_json(found))
+            Path(self.script).resolve().with_suffix(".md").write_text(to_markdown(found))
 
     def work(self, model_types: list[str]) -> None:
         """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""
@@ -113,14 +98,7 @@ def as_json(result: Any) -> dict[str, Any]:
     """A result as JSON has it."""
     if hasattr(result, "to_json"):
         return result.to_json()
-    return result if isinstance(result, dict | tuple) else asdict(result)
-
-
-def quiet_on_one_thread() -> None:
-    """No warnings of transformers and no progress bars; one thread."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    return result if isinstance(result, dict) else asdict(result)
 
 
 def _lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:

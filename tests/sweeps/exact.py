@@ -39,7 +39,6 @@ from hfpatch.runtime.errors import PatchError
 from hfpatch.sites.norms import describe
 
 HERE = Path(__file__).resolve().parent
-PATIENCE = 600  # seconds for a type on the second try
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 # collections, tensor by tensor
 INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|cache|mems)\[")
@@ -302,18 +301,16 @@ def with_layer_norms() -> list[str]:
     return [one["model_type"] for one in types if one["layer_norms"] and one["model_type"] in zoo.model_types()]
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=50, seconds=60)
+SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=50, seconds=600)
 
 
-def sweep(model_types: list[str], seconds: int | None = None) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory; slow ones once more, alone."""
+def sweep(model_types: list[str]) -> list[Result]:
+    """Examine the types in processes of their own, each with a limit on time and memory."""
     results: list[Result] = []
-    for _, found in SWEEP.examined(model_types, seconds):
+    for _, found in SWEEP.examined(model_types):
         results.append(result := Result(**found))
         print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
-    killed = [result.model_type for result in results if kind(result) == "killed" and seconds is None]
-    again = {one.model_type: one for name in killed for one in sweep([name], PATIENCE)}
-    return [again.get(result.model_type, result) for result in results]
+    return results
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -366,9 +363,4 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    SWEEP.run(
-        with_layer_norms,
-        sweep,
-        lambda results: (to_json(results), to_markdown(results)),
-        lambda results: dict(Counter(kind(result) for result in results)),
-    )
+    SWEEP.run(with_layer_norms, sweep, to_json, to_markdown)

@@ -15,7 +15,6 @@ import json
 import site
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +131,14 @@ def examine(model_type: str) -> dict[str, str]:
 SWEEP = workers.Sweep(__file__, __doc__, examine, lambda model_type, reason: {"not run": reason}, batch=50, seconds=300)
 
 
-def sweep(types: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+def sweep(types: list[str]) -> dict[str, dict[str, str]]:
     """What was found in each type that may rotate by itself, in processes of their own."""
+    rows = {}
     for model_type, row in SWEEP.examined(types):
         if row:
-            yield model_type, row
+            rows[model_type] = row
             print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
+    return rows
 
 
 def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:
@@ -172,9 +173,4 @@ def to_markdown(rows: dict[str, dict[str, str]]) -> str:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    SWEEP.run(
-        model_types,
-        sweep,
-        lambda rows: (to_json(dict(rows)), to_markdown(dict(rows))),
-        lambda rows: totals(dict(rows)),
-    )
+    SWEEP.run(model_types, sweep, to_json, to_markdown)

@@ -376,12 +376,14 @@ def _zero_mean(fit: LayerNormFit, seen: Seen) -> bool:
 SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=100, seconds=120)
 
 
-def sweep(model_types: list[str]) -> Iterator[Result]:
+def sweep(model_types: list[str]) -> list[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory."""
+    results: list[Result] = []
     for _, found in SWEEP.examined(model_types):
-        yield (result := Result(**found))
+        results.append(result := Result(**found))
         if result.status not in ("ok", "no LayerNorm"):
             print(f"{result.model_type}: {result.status}", flush=True)
+    return results
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -437,4 +439,4 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    SWEEP.run(zoo.model_types, sweep, lambda results: (to_json(results), to_markdown(results)), totals)
+    SWEEP.run(zoo.model_types, sweep, to_json, to_markdown)

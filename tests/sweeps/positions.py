@@ -8,15 +8,13 @@ The proof is that of tests/support/proof.py: moving all positions of a stack by 
 order, decoding with a cache equals decoding without (*cached*), text of four times the old length runs (*length*), and
 a saved model loads as what it was. In models that contain a class of another type's only that class's own outputs are
 compared, since detectors around it choose among candidates. A class is *supported* if that holds wherever a forward
-reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and something of it doesn't hold. With
-`--log FILE` an interrupted run can be gone on with, as in every sweep of model types.
+reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and something of it doesn't hold.
 """
 
 from __future__ import annotations
 
 import json
 import site
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,13 +185,15 @@ def every_type() -> list[str]:
 SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=40, seconds=180)
 
 
-def sweep(model_types: list[str]) -> Iterator[Result]:
+def sweep(model_types: list[str]) -> list[Result]:
     """Examine the types in processes of their own, each with a limit on time and memory."""
+    results: list[Result] = []
     for model_type, found in SWEEP.examined(model_types):
-        yield (result := Result.from_json(found))
+        results.append(result := Result.from_json(found))
         wrong = [seen for seen in result.seen if seen.wrong]
         if wrong or result.status.startswith("killed"):
             print(f"{model_type}: {result.status} {wrong}", flush=True)
+    return results
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -293,4 +293,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    SWEEP.run(every_type, sweep, lambda results: (to_json(results), to_markdown(results)), totals)
+    SWEEP.run(every_type, sweep, to_json, to_markdown)

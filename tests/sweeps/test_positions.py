@@ -32,7 +32,7 @@ def test_types_are_what_the_report_says(model_type: str) -> None:
 
 @pytest.mark.sweep
 def test_all_types() -> None:
-    count = positions.totals([*positions.sweep(positions.every_type())])
+    count = positions.totals(positions.sweep(positions.every_type()))
     assert count["wrong anywhere"] == 0
     assert count["supported"] >= 185
 
