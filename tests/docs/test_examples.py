@@ -1,4 +1,4 @@
-"""What the pages say of their examples beyond that they run: a norm that is exported, a loss as a diff, settings."""
+"""What the pages say of their examples beyond that they run: a loss as a diff, tables of settings."""
 
 from __future__ import annotations
 
@@ -13,52 +13,15 @@ from typing import Any
 import pytest
 import torch
 from blocks import PAGES, ROOT, blocks
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from tiny_models import tiny
 
-from hfpatch.core.registry import NORMS
-from hfpatch.export import export_model
 from hfpatch.patch import patch_model
 
 
-def example(containing: str, language: str = "python") -> str:
-    """The one block that contains a text; a page that repeats another's block repeats it to the letter."""
-    every = [block for page in PAGES for block in blocks(page) if block.language == language]
-    found = {block.code for block in every if containing in block.code}
-    assert len(found) == 1, f"{len(found)} blocks contain {containing!r}"
-    return found.pop()
-
-
-@pytest.fixture
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_layer=8, n_head=4, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).eval()
-
-
-@pytest.mark.slow
-def test_own_norm_with_parameters_is_exported_and_reloads(
-    gpt2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, written in {"vector_tanh": "class VectorTanh(", "vector_tanh_scheme": "class VectorTanhNorm("}.items():
-        (tmp_path / f"{name}.py").write_text(example(written))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        importlib.import_module("vector_tanh_scheme")
-        patch_model(gpt2, norm="vtanh:slope=0.8", init="reset")
-        assert gpt2.transformer.ln_f.slope.tolist() == pytest.approx([0.8] * 32)
-        export_model(gpt2, tmp_path / "anywhere", to="remote")
-        gpt2.save_pretrained(tmp_path / "out")
-        ids = torch.arange(12)[None]
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        assert torch.equal(loaded(ids).logits, gpt2(ids).logits)
-    finally:
-        NORMS.unregister("vtanh")
-
-
 @pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
-def test_a_loss_of_ones_own_is_a_short_diff(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    diff = example("METHODS: dict", "diff")
+def test_a_loss_of_ones_own_is_a_short_diff(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [block.code for page in PAGES for block in blocks(page) if block.language == "diff"]
+    (diff,) = {code for code in every if "METHODS: dict" in code}  # a page that repeats it does so to the letter
     (removed,) = re.findall(r"(?m)^-(.*)$", diff)
     added = re.findall(r"(?m)^\+(.*)$", diff)
     source = (ROOT / "recipes/hfrecipes/methods.py").read_text()
@@ -68,6 +31,7 @@ def test_a_loss_of_ones_own_is_a_short_diff(gpt2: Any, monkeypatch: pytest.Monke
     changed.__package__ = "hfrecipes"
     monkeypatch.setitem(sys.modules, changed.__name__, changed)  # where dataclasses look
     exec(source.replace(removed, "\n".join(added)), vars(changed))
+    gpt2 = tiny("gpt2", "AutoModelForCausalLM")
     config = SimpleNamespace(distil_weight=1.0, keep_dropout=False, model="given", baseline_steps=0)
     task, batch = SimpleNamespace(inputs=dict), {"input_ids": torch.arange(24).view(2, 12)}
     method = changed.METHODS["cosine"](task, config, lambda: copy.deepcopy(gpt2).eval())

@@ -69,10 +69,6 @@ def test_what_is_committed_was_run(name: str) -> None:
     assert NOTEBOOKS[name].stat().st_size < LARGEST
 
 
-def test_all_are_there() -> None:
-    assert set(NOTEBOOKS) == {"patch_and_look", "sentence_encoder_rope", "which_norm"}
-
-
 @pytest.mark.parametrize(
     "output",
     [

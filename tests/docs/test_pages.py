@@ -92,47 +92,33 @@ def run_block(block: Block, names: dict[str, Any], monkeypatch: pytest.MonkeyPat
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=() if page.parent in FIRST else pytest.mark.slow)
-        for page in WITH_CODE
-    ],
-)
-def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(page, tmp_path, monkeypatch, {"slow"})
+# with its slow blocks each page runs once, those that a newcomer reads first without them too
+CASES = [pytest.param(page, False, id=str(page.relative_to(ROOT))) for page in WITH_CODE if page.parent in FIRST] + [
+    pytest.param(page, True, id=f"{page.relative_to(ROOT)}, whole", marks=pytest.mark.slow)
+    for page in WITH_CODE
+    if page.parent not in FIRST or any(block.mark == "slow" for block in blocks(page))
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=str(page.relative_to(ROOT)))
-        for page in WITH_CODE
-        if any(block.mark == "slow" for block in blocks(page))
-    ],
-)
-def test_page_runs_with_its_slow_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(page, tmp_path, monkeypatch, set())
-
-
-def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, left_out: set[str]) -> None:
+@pytest.mark.parametrize(("page", "whole"), CASES)
+def test_page_runs(page: Path, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     for model_id in STAND_INS:
         if model_id in text:
-            save_stand_in(model_id, folder)
-    (folder / "sentences.txt").write_text("\n".join(CORPUS.read_text().split("\n\n")[:48]))
+            save_stand_in(model_id, tmp_path)
+    (tmp_path / "sentences.txt").write_text("\n".join(CORPUS.read_text().split("\n\n")[:48]))
     monkeypatch.setattr(sample_batches, "__defaults__", (16, 32, 0))  # for calibration="self": seconds, not minutes
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
+    left_out = ("not run",) if whole else ("not run", "slow")
     printed = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         for block in blocks(page):
             if block.mark == "output":
                 assert block.code.strip() == printed.strip(), f"{block.name} isn't what the block before it prints"
-            elif block.language not in SHOWN and not block.mark.startswith("not run") and block.mark not in left_out:
+            elif block.language not in SHOWN and not block.mark.startswith(left_out):
                 printed = run_block(block, names, monkeypatch)
 
 

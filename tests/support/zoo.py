@@ -68,19 +68,6 @@ def tiny(
         raise Unbuildable(model_type, last_line(error)) from error
 
 
-def reason(model_type: str) -> str | None:
-    """Why this model type can't be made or run here; None when it can."""
-    try:
-        model, inputs = tiny(model_type)
-        with torch.no_grad():
-            model(**inputs)
-    except Unbuildable as error:
-        return error.reason
-    except Exception as error:
-        return last_line(error)
-    return None
-
-
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 

@@ -37,43 +37,18 @@ def test_all_types() -> None:
     assert count["supported"] >= 185
 
 
-class TestFailuresAreSeen:
-    """Controls: a swap that does nothing, or the wrong thing, must not pass."""
-
-    def test_rotations_that_do_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hfpatch.runtime.rotary.RotaryEmbedding.rotate", lambda self, x, phases: x)
-        assert _examined("gpt2").wrong.startswith("2 attentions aren't rotated: h.0.attn")
-
-    def test_rotations_by_other_angles_than_the_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from hfpatch.runtime.qk_layouts import Fused
-
-        original = Fused.rotated
-
-        def queries_twice(self: Fused, module, arguments, head_dim, rotate):  # type: ignore[no-untyped-def]
-            attributes = original(self, module, arguments, head_dim, rotate)
-            call = attributes[self.name].call
-
-            def more(projection, *args):  # type: ignore[no-untyped-def]
-                once = call(projection, *args)
-                width = once.shape[-1] // 3
-                twice = call(lambda y: y, once)
-                return __import__("torch").cat((twice[..., :width], once[..., width:]), -1)
-
-            attributes[self.name].call = more
-            return attributes
-
-        monkeypatch.setattr(Fused, "rotated", queries_twice)
-        assert _examined("gpt2").wrong.startswith("shift is")
-
-    def test_a_class_without_a_record(self) -> None:
-        rows = {row.owner: row.status for row in positions.rows([])}
-        assert rows["GPT2Model"] == "not found in any model that was built"
-        assert positions.totals([])["open"] == len(positions.OWNERS)
-
-
-def _examined(model_type: str) -> positions.Seen:
+def test_control_rotations_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/sites/records/test_proof.py has the proof's other controls."""
+    monkeypatch.setattr("hfpatch.runtime.rotary.RotaryEmbedding.rotate", lambda self, x, phases: x)
     positions.proof.patched.cache_clear()
     try:
-        return positions.examine(model_type).seen[0]
+        (seen,) = positions.examine("gpt2").seen
     finally:
         positions.proof.patched.cache_clear()
+    assert seen.wrong.startswith("2 attentions aren't rotated: h.0.attn")
+
+
+def test_a_class_that_no_model_has() -> None:
+    rows = {row.owner: row.status for row in positions.rows([])}
+    assert rows["GPT2Model"] == "not found in any model that was built"
+    assert positions.totals([])["open"] == len(positions.OWNERS)
