@@ -3,87 +3,39 @@
     python tests/sweeps/loading_cost.py                                          # 124M parameters: a minute or two
     python tests/sweeps/loading_cost.py --width 1536 --layers 32 --heads 24 --dtype bfloat16   # 985M
 
-One thread. Time is CPU seconds of the process, the median of repeats that alternate between the three ways. Memory is
-the largest resident set over that of a process that has opened a tiny checkpoint already, each way in a process of its
-own (Linux; the pages of the file that are mapped count).
+One thread; CPU seconds of the process, the median of repeats that alternate between the three ways.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from repair_cost import forget_peak, gpt2_options, jittered, quiet_on_one_thread, resident
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from repair_cost import gpt2_options, jittered, quiet_on_one_thread
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from hfpatch.patch import patch_model
 
-WAYS = ("unpatched", "patched, unchecked", "patched, checked")
-TINY = {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
+WAYS = {  # folder, and how it is opened
+    "unpatched": ("unpatched", {}),
+    "patched, unchecked": ("patched", {"check_fingerprint": False}),
+    "patched, checked": ("patched", {}),
+}
+JOBS = ("from_pretrained", "with a first forward")
 
 
-def opened(way: str, folder: Path) -> Any:
-    options: dict[str, Any] = {"check_fingerprint": False} if way.endswith("unchecked") else {}
-    return AutoModelForCausalLM.from_pretrained(folder / way.partition(",")[0], dtype="auto", **options)
-
-
-def run(model: Any) -> None:
-    with torch.no_grad():
-        model(input_ids=torch.arange(8)[None] + 5)
-
-
-def make(folder: Path, config: GPT2Config, dtype: str, request: dict[str, Any]) -> None:
-    torch.set_default_dtype(getattr(torch, dtype))
-    model: GPT2LMHeadModel = jittered(config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder / "unpatched")
-    patch_model(model, **request, init="copy")
-    model.save_pretrained(folder / "patched")
-
-
-def seconds(job: Callable[[], Any]) -> float:
+def seconds(way: str, job: str, parent: Path) -> float:
+    folder, options = WAYS[way]
     start = time.process_time()
-    kept = job()
-    spent = time.process_time() - start
-    del kept
-    return spent
-
-
-def timed(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Median CPU seconds: job -> way -> seconds."""
-    jobs: dict[str, Callable[[str], Any]] = {
-        "from_pretrained": lambda way: opened(way, folder),
-        "with a first forward": lambda way: run(opened(way, folder)),
-    }
-    found: dict[str, dict[str, list[float]]] = {job: {way: [] for way in WAYS} for job in jobs}
-    for repeat in range(repeats + 1):
-        for way in WAYS[repeat % 3 :] + WAYS[: repeat % 3]:
-            for job, do in jobs.items():
-                spent = seconds(lambda do=do, way=way: do(way))  # type: ignore[misc]
-                if repeat:  # the first one reads the file and imports
-                    found[job][way].append(spent)
-    return {job: {way: median(all_of) for way, all_of in ways.items()} for job, ways in found.items()}
-
-
-def peaks(way: str, folder: Path) -> dict[str, float]:
-    """MiB over the libraries: after `from_pretrained`, and at most until a forward is through."""
-    make(folder / "tiny", GPT2Config(**TINY), "float32", {"norm": "rms", "pos": "rope"})
-    run(opened(way, folder / "tiny"))
-    libraries = resident()
-    forget_peak()
-    model = opened(way, folder)
-    alone = resident()
-    run(model)
-    return {"from_pretrained": alone - libraries, "with a first forward": resident("VmHWM") - libraries}
+    model = AutoModelForCausalLM.from_pretrained(parent / folder, dtype="auto", **options)
+    if job == "with a first forward":
+        with torch.no_grad():
+            model(input_ids=torch.arange(8)[None] + 5)
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -91,31 +43,27 @@ def main() -> None:
     parser.add_argument("--norm", default="rms")
     parser.add_argument("--pos", default="rope")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--peak", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     quiet_on_one_thread()
-    if asked.peak:
-        print(json.dumps(peaks(asked.peak[0], Path(asked.peak[1]))))
-        return
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = GPT2Config(n_layer=asked.layers, n_embd=asked.width, n_head=asked.heads)
-        make(folder, config, asked.dtype, {"norm": asked.norm, "pos": asked.pos})
-        size = (folder / "unpatched/model.safetensors").stat().st_size / 2**20
-        print(f"{size:.0f} MiB of {asked.dtype}; norm={asked.norm!r}, pos={asked.pos!r}\n")
-        table("CPU seconds", timed(folder, asked.repeats), "{:.3f}")
-        alone = [sys.executable, __file__, "--peak"]
-        told = {way: json.loads(subprocess.check_output([*alone, way, scratch], text=True)) for way in WAYS}
-        table("MiB over the libraries", {job: {way: told[way][job] for way in WAYS} for job in told[WAYS[0]]}, "{:.0f}")
-
-
-def table(title: str, found: dict[str, dict[str, float]], form: str) -> None:
-    print(f"| {title} | {' | '.join(WAYS)} |\n|---|---|---|---|")
-    for job, ways in found.items():
-        base = ways[WAYS[0]]
-        cells = [f"{form.format(value)} ({value / base - 1:+.1%})" for value in ways.values()]
-        print(f"| {job} | {form.format(base)} | {cells[1]} | {cells[2]} |")
-    print()
+        model = jittered(GPT2Config(n_layer=asked.layers, n_embd=asked.width, n_head=asked.heads))
+        model.to(getattr(torch, asked.dtype)).save_pretrained(folder / "unpatched")
+        patch_model(model, norm=asked.norm, pos=asked.pos, init="copy")
+        model.save_pretrained(folder / "patched")
+        ways = tuple(WAYS)
+        for repeat in range(asked.repeats + 1):
+            for way in ways[repeat % 3 :] + ways[: repeat % 3]:
+                for job in JOBS:
+                    spent = seconds(way, job, folder)
+                    if repeat:  # the first one reads the file and imports
+                        found[job, way].append(spent)
+    print(f"{model.num_parameters():,} parameters of {asked.dtype}; norm={asked.norm!r}, pos={asked.pos!r}\n")
+    print(f"| CPU seconds | {' | '.join(WAYS)} |\n|---|---|---|---|")
+    for job in JOBS:
+        plain, *others = (median(found[job, way]) for way in WAYS)
+        print(f"| {job} | {plain:.3f} | {' | '.join(f'{one:.3f} ({one / plain - 1:+.1%})' for one in others)} |")
 
 
 if __name__ == "__main__":
