@@ -11,13 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -141,23 +138,11 @@ def outcome(report: Path, code: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def workplace(keep: bool) -> Iterator[Path]:
-    """A temporary folder; `keep` leaves it for a look at what failed."""
-    folder = Path(tempfile.mkdtemp(prefix="matrix-"))
-    try:
-        yield folder
-    finally:
-        if keep:
-            print(f"kept: {folder}")
-        else:
-            shutil.rmtree(folder)
-
-
-def run(name: str, keep: bool = False) -> dict[str, Any]:
+def run(name: str) -> dict[str, Any]:
     """One row's result."""
     version, pins = ROWS[name]
-    with workplace(keep) as folder:
+    with tempfile.TemporaryDirectory(prefix="matrix-") as place:
+        folder = Path(place)
         try:
             python = make_environment(folder / "env", version)
             env = install(python, pins, folder)
@@ -190,21 +175,18 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; default: all")
-    parser.add_argument("--keep", action="store_true", help="leave the environments, to look at what failed")
     args = parser.parse_args()
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in args.rows or ROWS:
         print(f"== {name}: Python {ROWS[name][0]}, {ROWS[name][1]}", flush=True)
-        results[name] = run(name, args.keep)
+        results[name] = run(name)
         RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
     subprocess.run([sys.executable, str(ROOT / "tests/docs/update.py"), "versions"], check=True)
     print(table(results))
     bad = any(row.get("failed") or "broken" in row for row in results.values())
-    return int(
-        bad or any("not run" in results[name] for name in args.rows)
-    )  # of a row that was named, that is a failure
+    return int(bad or any("not run" in results[name] for name in args.rows))  # of a row that was named, a failure
 
 
 if __name__ == "__main__":
