@@ -82,13 +82,13 @@ class _Place:
     def value(self) -> nn.Parameter:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
-    def row(self, becomes: str) -> Row:
+    def row(self, becomes: str, exact: str = _CENTRED) -> Row:
         """The plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             row = Row("stream", self.name, "Parameter")
         else:
             row = Row("stream", self.name.rpartition(".")[0], self.module._get_name())
-        return row.replace_by(becomes, exact=_CENTRED)
+        return row.replace_by(becomes, exact=exact)
 
 
 def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
@@ -115,7 +115,10 @@ def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
     for scale in _places(model, {fold.scale for fold in centring.folds if fold.scale}):
         axes = {fold.pattern: fold.axis for fold in centring.folds if fold.scale == pattern_of(scale.name)}
         writers = [place for place in _places(model, set(axes)) if same_layer(scale.name, place.name)]
-        yield Change(scale.row("absorbed"), values=partial(_absorb, scale, writers, axes))
+        yield Change(
+            scale.row("absorbed", "the layer before it is multiplied by it"),
+            values=partial(_absorb, scale, writers, axes),
+        )
 
 
 def _absorb(scale: _Place, writers: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
