@@ -50,6 +50,7 @@ from .stored_config import (
 )
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+COMPARED = "compared"  # check_fingerprint for "full" where the caller has compared the files' bytes already
 _saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record and marker are set for one save
 
 
@@ -176,11 +177,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         @classmethod
         def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool | str = True, **kwargs: Any) -> Any:
-            full = isinstance(check_fingerprint, str) and check_fingerprint == "full"
+            full = isinstance(check_fingerprint, str) and check_fingerprint in ("full", COMPARED)
             if not full and not isinstance(check_fingerprint, bool):
                 raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
             wants_info = kwargs.pop("output_loading_info", False)
-            if full:
+            if full and check_fingerprint != COMPARED:
                 kwargs |= compare(name, kwargs)[-1]
             if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
                 kwargs["use_safetensors"] = True
@@ -264,7 +265,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__dict__
+    return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__getstate__()
 
 
 def _rebuild(host: Any, lensed: bool = False) -> Any:
