@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from test_fingerprint import stored_in, with_config
+from checkpoint_edits import stored_in, with_config, with_weights
+from safetensors.torch import load_file
 from tiny_models import difference, patch, tiny
 from torch import Tensor
 from transformers import AutoModel, GPT2Model
@@ -37,14 +37,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copied(saved: Path, to: Path, kind: str = "whole") -> Path:
-    return Path(shutil.copytree(saved / kind, to / kind))
-
-
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint."""
-    return copied(saved, tmp_path)
+    """A copy of the checkpoint in one file."""
+    return shutil.copytree(saved / "whole", tmp_path / "whole")
 
 
 def full(folder: Any, **options: Any) -> Any:
@@ -66,13 +62,6 @@ def flip(folder: Path, tensor: str, entry: int, files: str = "*.safetensors") ->
     path.write_bytes(content)
 
 
-def with_tensors(folder: Path, tensor: str, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    path = file_of(folder, tensor)
-    weights = load_file(path)
-    change(weights)
-    save_file({name: one.contiguous().clone() for name, one in weights.items()}, path, metadata={"format": "pt"})
-
-
 def test_what_is_stored(saved: Path) -> None:
     """By its formula, written out; wherever a tensor is."""
     stored = json.loads((saved / "whole/hfpatch_weights.json").read_text())
@@ -89,7 +78,7 @@ def test_what_is_stored(saved: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
 def test_one_bit(kind: str, saved: Path, tmp_path: Path) -> None:
-    folder = copied(saved, tmp_path, kind)
+    folder = shutil.copytree(saved / kind, tmp_path / kind)
     before = full(folder).wte.weight.clone()  # the model's is mapped from the file
     flip(folder, WTE, 50_001)
     changed = AutoModel.from_pretrained(folder)  # control: the quick check sees nothing
@@ -132,7 +121,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
 def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, folder: Path) -> None:
-    with_tensors(folder, WTE, change)
+    with_weights(folder, change)
     with pytest.raises(CheckpointError, match=says) as caught:
         full(folder)
     assert len(str(caught.value)) < 1_500
@@ -161,7 +150,7 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
 
 def test_saved_again_without_hfpatch(folder: Path) -> None:
     """Digests that stay behind are noticed; those of an unpatched model are never read."""
-    with_tensors(folder, WTE, lambda weights: weights[WTE].mul_(1 + 1e-6))
+    with_weights(folder, lambda weights: weights[WTE].mul_(1 + 1e-6))
     with pytest.raises(CheckpointError, match="without hfpatch"):
         full(folder)
     plain = tiny("gpt2", GPT2Model)
@@ -208,7 +197,7 @@ def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
     with pytest.raises(OptionError):
         cls.from_pretrained(None, config=model.config, state_dict=model.state_dict(), check_fingerprint="full")
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
-    with_config(folder, lambda config: config.update(transformers_weights="other.safetensors"))
+    with_config(folder, transformers_weights="other.safetensors")
     flip(folder, WTE, 50_001, "model*")
     for damaged in (False, True):
         if damaged:
@@ -228,7 +217,7 @@ def test_the_files_of_a_distributed_save_come_first(folder: Path) -> None:
 
 
 def test_the_quick_check_comes_on_top(folder: Path) -> None:
-    with_config(folder, lambda config: config.update(activation_function="relu"))
+    with_config(folder, activation_function="relu")
     with pytest.raises(CheckpointError, match="outputs"):
         full(folder)
 
