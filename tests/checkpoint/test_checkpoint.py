@@ -267,31 +267,6 @@ def known(config: Any, auto: Any, model: type) -> Iterator[None]:
         auto._model_mapping._extra_content.pop(config)
 
 
-def test_a_family_that_transformers_doesnt_know(tmp_path: Path) -> None:
-    """Patched, it opens by its class; by an Auto class where it is registered, if only after the patch."""
-
-    class OwnConfig(GPT2Config):
-        model_type = "gpt2_of_a_test"
-
-    class OwnModel(GPT2LMHeadModel):
-        config_class = OwnConfig
-
-        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-            output = super().forward(input_ids, **kwargs)
-            output.logits = 2 * output.logits
-            return output
-
-    settings = {**tiny_config("gpt2").to_diff_dict(), "model_type": "gpt2_of_a_test"}
-    model = patch(randomise(OwnModel(OwnConfig(**settings))), **BOTH)
-    assert difference(model, reload(model, tmp_path, type(model))) == 0
-    with pytest.raises(CheckpointError, match=r"'gpt2_of_a_test'.*(AutoConfig\.register|[Ii]mport)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    with known(OwnConfig, AutoModelForCausalLM, OwnModel):
-        again = reload(model, tmp_path, "AutoModelForCausalLM")
-        assert isinstance(again, OwnModel)
-        assert difference(model, again) == 0
-
-
 CODE = """
 from transformers import GPT2Config, GPT2Model
 
@@ -320,7 +295,8 @@ def test_a_model_of_a_repositorys_own_code(tmp_path: Path, monkeypatch: pytest.M
     model.save_pretrained(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "hfpatch_weights.json", "model.safetensors"]
     assert "auto_map" not in stored_in(saved)
-    with pytest.raises(CheckpointError, match=r"'mine_of_a_test'"):
+    assert difference(model, load(saved, type(model)), input_ids=torch.arange(10)[None]) == 0
+    with pytest.raises(CheckpointError, match=r"'mine_of_a_test'.*import"):
         AutoModel.from_pretrained(saved, trust_remote_code=True)
     with known(host.config_class, AutoModel, host):
         again = AutoModel.from_pretrained(saved)
@@ -365,12 +341,8 @@ MALFORMED: list[Any] = [
 # (what a scheme's text may be is tested in core/test_scheme.py)
 UNREADABLE: list[Any] = [
     *("rms", {}, {"norm": "rms", "pos": "rope"}, {"activation": "gelu"}, {"norm": "rms", "extra": 1}),
-    *({"norm": value} for value in (None, 3, {"name": "rms"}, "", "no_such_norm", "os.path", "rope")),
-    *({"norm": value} for value in ("rms:eps=1", "dyt:alpha=-1", "dyt:alpha=big")),
-    *({"pos": f"rope:theta={value}"} for value in ("Infinity", "NaN", "9" * 4000, "9" * 5000, "[" * 50 + "]" * 50)),
-    *({"pos": f"rope:scaling={value}"} for value in ("__import__('os').system('true')", '{"rope_type": [[[]]]}')),
-    {"pos": "rope:max_positions=" + "9" * 4000},
-    *({"pos": 'rope:scaling={"rope_type": "x"}'}, {"mlp": "no_such_mlp"}, {"mlp": "swiglu:ratio=0"}),
+    *({"norm": value} for value in (None, 3, {"name": "rms"}, "", "no_such_norm", "os.path", "rope", "dyt:alpha=-1")),
+    *({"pos": f"rope:theta={value}"} for value in ("NaN", "9" * 5000)),
     *({"norm": "rms", "only": value} for value in ("*", [1], [""], ["*" * 2000])),
     *({"norm": "rms", name: value} for name, value in (("keep", None), ("init", "magic"), ("init", ["auto"]))),
     *({"norm": "rms", "outcome": value} for value in (["exact"], "exact\n<!-- hfpatch: end -->", "exact" * 1000)),
@@ -468,14 +440,3 @@ def test_a_family_whose_model_is_another_familys_class(model_type: str, tmp_path
         assert difference(outputs(model, **given), outputs(opened, **given)) == 0
         assert opened.config.model_type == model_type
     assert type(opened.config) is type(model.config)
-
-
-def test_a_model_built_on_meta_takes_no_random_number() -> None:
-    model = patch(tiny("llama"), norm="dyt", pos="rope:theta=300")
-    before = torch.get_rng_state()
-    with torch.device("meta"):
-        empty = AutoModel.from_config(model.config)
-    assert torch.equal(before, torch.get_rng_state())
-    facts = [{n: (p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()} for m in (model, empty)]
-    assert facts[0] == facts[1]
-    assert all(p.is_meta for p in empty.parameters())

@@ -233,25 +233,6 @@ def test_indexes(damage: Damage, says: str, shards: Path, saved: Path, tmp_path:
     assert files(tmp_path) == before
 
 
-def in_the_wrong_shard(stored: dict[str, Any]) -> None:
-    names = sorted(stored["weight_map"])
-    first, last = stored["weight_map"][names[0]], stored["weight_map"][names[-1]]
-    assert first != last
-    stored["weight_map"].update({names[0]: last, names[-1]: first})
-
-
-def test_the_control_of_indexes(shards: Path, saved: Path, tmp_path: Path) -> None:
-    """What else an index says decides nothing: tensors are read from the files that it names."""
-    original = AutoModel.from_pretrained(saved / "one")
-    index(in_the_wrong_shard)(shards)
-    index(lambda stored: stored["metadata"].update(more=1))(shards)
-    for path in sorted(shards.glob("*.safetensors")):  # become links, as in the cache of the Hub's client
-        blob = tmp_path / f"blob-{path.name[:11]}"
-        path.rename(blob)
-        path.symlink_to(blob)
-    assert difference(AutoModel.from_pretrained(shards), original) < 1e-5
-
-
 def test_an_index_in_a_subfolder_and_of_a_variant(saved: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(saved / "one")
     model.save_pretrained(tmp_path / "inner", max_shard_size="20KB", variant="fp16")

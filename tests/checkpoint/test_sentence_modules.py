@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hfpatch.checkpoint.sentence_modules import with_modules
 from hfpatch.cli import app
-from hfpatch.export import export_model, holders
+from hfpatch.export import holders
 from hfpatch.hub.folder import checkpoint_of, read_checkpoint
 from hfpatch.runtime.errors import CheckpointError
 
@@ -132,12 +132,3 @@ def test_lists_of_modules_that_are_refused(content: Any, says: str, plain: Path,
     result = CliRunner().invoke(app, ["patch", str(plain), str(tmp_path / "out"), "--norm", "rms"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_a_model_alone(plain: Path, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(plain)
-    (plain / "modules.json").unlink()
-    assert with_modules(model, str(plain)) is model
-    patch(model, norm="rms")
-    export_model(model, tmp_path / "out")
-    assert not (tmp_path / "out/1_Pooling").exists()

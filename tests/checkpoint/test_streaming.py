@@ -107,26 +107,18 @@ def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, mo
     assert "passes the check of its fingerprint" in called("verify", tmp_path / "streamed")
 
 
-def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte for byte: header, order and padding."""
-    folder = tmp_path / "model"
-    tiny("gpt2", CAUSAL).to(torch.bfloat16).save_pretrained(folder)
-    called("patch", folder, tmp_path / "streamed", "--norm", "rms")
-    assert not list((tmp_path / "streamed").glob("*.index.json"))
-    monkeypatch.setattr(by_name, "files_of", lambda *names: None)
-    called("patch", folder, tmp_path / "memory", "--norm", "rms")
-    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "memory")]
-    assert written[0] == written[1]
-
-
-def test_other_shards_on_request(tmp_path: Path) -> None:
-    folder = sharded(tiny("opt", CAUSAL), tmp_path / "model")
-    called("patch", folder, tmp_path / "out", "--norm", "rms", "--max-shard-size", "1GB")
-    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
-    called("patch", folder, tmp_path / "small", "--norm", "rms", "--max-shard-size", "30KB")
-    assert len(list((tmp_path / "small").glob("model-*.safetensors"))) > 1
-    assert weights_of(tmp_path / "out").keys() == weights_of(tmp_path / "small").keys()
-    called("verify", tmp_path / "small")
+def test_other_shards_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte the files that safetensors writes: header, order and padding."""
+    folder = sharded(tiny("gpt2", CAUSAL).to(torch.bfloat16), tmp_path / "model")
+    for name in ("streamed", "memory"):
+        for size in ("1GB", "30KB"):
+            called("patch", folder, tmp_path / f"{name} {size}", "--norm", "rms", "--max-shard-size", size)
+        monkeypatch.setattr(by_name, "files_of", lambda *names: None)
+    for size in ("1GB", "30KB"):
+        files, others = (sorted((tmp_path / f"{one} {size}").glob("*.safetensors")) for one in ("streamed", "memory"))
+        assert [path.name for path in files] == [path.name for path in others]
+        assert (len(files) > 1) == (size == "30KB")
+        assert [path.read_bytes() for path in files] == [path.read_bytes() for path in others]
 
 
 def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 import time
@@ -15,8 +14,6 @@ from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils._http import default_client_factory, hf_request_event_hook
 from local_hub import LocalHub, http
-
-_numbers = itertools.count(1)
 
 
 @pytest.fixture
@@ -51,8 +48,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
 
 @pytest.fixture
 def name() -> str:
-    """A repository that no other test uses."""
-    return f"me/model-{next(_numbers)}"
+    return "me/model"
 
 
 @pytest.fixture(scope="session")
