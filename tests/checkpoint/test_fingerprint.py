@@ -249,11 +249,7 @@ def test_what_is_stored(saved: Path) -> None:
         assert list(recorded.inputs) == ["input_ids"]
         assert list(recorded.outputs) == [output]
         assert len(recorded.outputs[output]) == 9
-    text = (saved / "config.json").read_text()
-    assert text[text.index('"fingerprint"') :].partition("}")[0].count("\n") <= 6, "lines of config.json"
     config = AutoConfig.from_pretrained(saved)
-    assert "fingerprint" not in config.hfpatch
-    assert "fingerprint" not in str(config.to_dict())
     assert "fingerprint" not in config.to_json_string()  # a config alone stands for no weights
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert "fingerprint" not in str(vars(model.config))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import TEXTS, embedded, sentence_encoder, t5_encoder
+from sentence_encoders import TEXTS, embedded, sentence_encoder
 from tiny_models import patch
 from transformers import AutoModel
 from typer.testing import CliRunner
@@ -69,14 +69,6 @@ def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out/unrelated.txt").exists()
     called("patch", plain, tmp_path / "norms", "--norm", "rms")
     assert opened(tmp_path / "norms").max_seq_length == 20
-
-
-def test_the_encoder_of_a_t5(tmp_path: Path) -> None:
-    """A class that no Auto class opens."""
-    t5_encoder().save_pretrained(str(tmp_path / "plain"))
-    called("patch", tmp_path / "plain", tmp_path / "out", "--norm", "dyt", "--calibration", "none")
-    expected = patch(opened(tmp_path / "plain"), norm="dyt")
-    torch.testing.assert_close(embedded(opened(tmp_path / "out")), embedded(expected), rtol=0, atol=1e-6)
 
 
 def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

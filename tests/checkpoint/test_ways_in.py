@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import zoo
-from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from checkpoint_edits import weights_of, with_config, with_weights
 from tiny_models import difference, load, logged, patch, peft_of_transformers, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,17 +74,12 @@ def config_of(folder: Path) -> Any:
 PATCHED = "patched by hfpatch.*open it with an Auto class"
 INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, Any], Any], str]] = {
     "the host's config": (lambda folder, config, host: host.from_pretrained(folder, config=config), "warns"),
-    "the checkpoint's config": (
-        lambda folder, config, host: host.from_pretrained(folder, config=config_of(folder)),
-        PATCHED,
-    ),
     "the checkpoint's config, weights given": (
         lambda folder, config, host: host.from_pretrained(
             None, config=config_of(folder), state_dict=weights_of(folder)
         ),
         PATCHED,
     ),
-    "no config": (lambda folder, config, host: host.from_pretrained(folder), PATCHED),
     "load_state_dict": (
         lambda folder, config, host: filled(fresh(config), lambda one: one.load_state_dict(weights_of(folder))),
         MARKER,
@@ -142,14 +137,6 @@ def with_weights_given(saved: Saved, folder: Path) -> Any:
     return load(folder / "given", CAUSAL)
 
 
-def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
-    """Which writes the weights alone: nothing of ours is asked."""
-    Accelerator(cpu=True).save_model(saved.model, folder / "accelerated")
-    saved.model.config.save_pretrained(folder / "accelerated")
-    assert MARKER not in weights_of(folder / "accelerated")
-    return load(folder / "accelerated", CAUSAL)
-
-
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     peft = peft_of_transformers()
     adapted = load(folder, CAUSAL)
@@ -179,7 +166,6 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "by hand": by_hand,
     "accelerate": by_accelerate,
     "weights given": with_weights_given,
-    "accelerate's save_model": by_accelerators_save_model,
     "transformers' adapters": with_an_adapter_of_transformers,
     "an earlier version's": as_earlier_versions_wrote_it,
 }
