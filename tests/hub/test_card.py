@@ -138,17 +138,6 @@ def test_the_table_of_what_changed(folder: Checkpoint) -> None:
     assert changes_by_config(object()) == []  # a model that can't be built costs the card no more than the table
 
 
-def test_an_export_needs_nothing_but_transformers(folder: Checkpoint) -> None:
-    config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "hfpatch": {"version": 1}}
-    text, _ = card(facts(folder, config=config, record=None, base_model="openai/gpt2"), None)
-    assert "exported as a stock `gpt_neox` model" in text
-    assert "With transformers alone" in text
-    assert "import hfpatch" not in text
-    assert "What was patched" not in text
-    assert parsed(text).data.tags == ["hfpatch"]
-    assert parsed(text).data.pipeline_tag == "text-generation"
-
-
 @pytest.mark.parametrize(
     ("family", "auto", "task"),
     [
@@ -284,17 +273,6 @@ def original_on_the_hub(hub: LocalHub, name: str, tmp_path: Path) -> str:
     files = {path.name: Blob(path.read_bytes()) for path in (tmp_path / "original").iterdir()}
     repo.push("original", {**files, "README.md": Blob(b"---\nlicense: mit\n---\n")})
     return repo.id
-
-
-def test_it_reads_back_from_the_hub(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
-    original = original_on_the_hub(hub, name, tmp_path)
-    push_patched(saved, name, base_model=original, eval_results=RESULT)
-    assert hub.count("POST /api/validate-yaml") == 1
-    read = ModelCard.load(name)
-    assert (read.data.license, read.data.base_model) == ("mit", original)
-    assert read.data.tags == ["hfpatch", "dyt", "rope"]
-    assert [vars(result) for result in read.data.eval_results] == [vars(RESULT)]
-    assert "## How to open it" in read.text
 
 
 def test_bases(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
