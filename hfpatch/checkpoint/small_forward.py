@@ -121,7 +121,8 @@ class _Copies:
         new: nn.Module = self._keep(module, object.__new__(type(module)))
         state = dict(module.__dict__)  # at once: another thread's forward may add to it
         state.pop("_compiled_call_impl", None)
-        if not isinstance(state.get("forward"), MethodType | partial):  # a user's own, which no checkpoint stores
+        # a user's own, which no checkpoint stores; with accelerate's autocast around the forward, `quiet` takes it off
+        if not isinstance(state.get("forward"), MethodType | partial) and "_original_forward" not in state:
             state.pop("forward", None)
         tables = {name: dict(state[name]) for name in ("_modules", "_parameters", "_buffers")}
         tables["_modules"] = {name: self(child) for name, child in tables["_modules"].items()}
