@@ -73,6 +73,8 @@ def test_the_output_layer_gets_narrow_and_the_embedding_stays() -> None:
 def test_in_the_middle_of_a_fingerprint_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """So another thread may run it meanwhile, with its dropout where it trains."""
     model = patch(tiny("gpt2", "AutoModelForCausalLM", n_layer=4, vocab_size=500), norm="rms").train()
+    calls: list[Any] = []
+    model.transformer.h[0].register_forward_hook(lambda *given: calls.append(given))
     before = trace(model)
     found: list[list[str]] = []
     forward = GPT2MLP.forward
@@ -84,6 +86,7 @@ def test_in_the_middle_of_a_fingerprint_the_model_is_as_it_was(monkeypatch: pyte
     monkeypatch.setattr(GPT2MLP, "forward", noted)
     assert Fingerprint.of(model) is not None
     assert found == [[], []], "a forward of the class and one of its base, through one block each"
+    assert not calls
 
 
 class Block(nn.Module):
