@@ -190,6 +190,7 @@ def by_another_function(model: Any) -> Any:
 def test_a_forward_that_was_replaced_runs_the_copy(way: Any) -> None:
     model = Stack(*(Block() for _ in range(5)))
     model.other = {"first": model.blocks[0], "all": [(model.blocks, {model.blocks[1]})]}
+    model.lengths = [5]
     model.forward = way(model)
     expected = run_cut_down(Stack(*model.blocks))
     assert all(torch.equal(x, y) for x, y in zip(run_cut_down(model), expected, strict=True))
@@ -198,7 +199,9 @@ def test_a_forward_that_was_replaced_runs_the_copy(way: Any) -> None:
         assert kinds(model) == [5]
         assert small.other["first"] is small.blocks[0] is not model.blocks[0]
         assert small.other["all"] == [(small.blocks, {small.blocks[1]})]
+        small.lengths.append(6)  # as some forwards note what they have seen
         assert small.blocks[0].layer.weight is model.blocks[0].layer.weight
+    assert model.lengths == [5]
     Counting.calls = 0
     model(torch.ones(2, 4))
     assert Counting.calls == 5
