@@ -180,7 +180,7 @@ FAULTS = [
         "runtime/record.py",
         "if version > VERSION:",
         "if False:",
-        ("checkpoint/test_checkpoint.py::test_a_newer_record_says_how_to_update",),
+        ("checkpoint/test_security.py",),
     ),
     Fault(
         "record",
@@ -193,7 +193,7 @@ FAULTS = [
     Fault(
         "fingerprint",
         "an eps that was changed in config.json counts as harmless",
-        "checkpoint/fingerprint.py",
+        "checkpoint/stored_config.py",
         '_HARMLESS |= {"transformers_weights"}',
         '_HARMLESS |= {"transformers_weights", "layer_norm_epsilon", "layer_norm_eps"}',
         ("checkpoint/test_fingerprint.py",),

@@ -23,6 +23,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hfpatch import __version__
+from hfpatch.checkpoint import file_digests
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.export import export_model
@@ -319,15 +320,22 @@ def test_verify_without_text_says_that_its_inputs_are_random(checkpoint: Path, t
     assert "say nothing of real data" in out
 
 
-def test_verify_of_one_folder_checks_every_byte(checkpoint: Path, tmp_path: Path) -> None:
-    """So do exports; without digests they go on with a warning. Remote code has them, too."""
+def test_verify_of_one_folder_checks_every_byte(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once. So do exports; without digests they go on with a warning. Remote code has them, too."""
+    hashed: list[str] = []
+    digest = file_digests._digest
+    monkeypatch.setattr(file_digests, "_digest", lambda path, name: hashed.append(name) or digest(path, name))
     out, folder = tmp_path / "out", str(tmp_path / "out")
     again = ("export", folder, str(tmp_path / "again"), "--to", "plugin")
     called("patch", str(checkpoint), folder, "--norm", "rms", "--pos", "rope", "--calibration", "none")
     export_model(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "remote", "remote", verify=False)
     for name in (folder, str(tmp_path / "remote")):
+        hashed.clear()
         said = called("verify", name)
         stored = load_file(Path(name) / "model.safetensors")
+        assert sorted(hashed) == sorted(stored)
         size = sum(one.nbytes for one in stored.values())
         assert f"{len(stored)} tensors ({size:,} bytes) are those that were saved, byte by byte." in said
         assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in said

@@ -254,8 +254,13 @@ def test_checkpoints_know_nothing_of_it(regions, tmp_path):
     assert compiled_calls(loaded) == {}
 
 
-def test_copies_are_not_compiled():
-    model = compile_model(patch(deeper("bert"), **EXACT), backend=Graphs())
+@pytest.mark.parametrize(
+    ("family", "request_", "regions"),
+    [("bert", EXACT, "blocks"), ("bert", EXACT, "model"), ("opt", {"norm": "deepnorm"}, "blocks")],
+    ids=["blocks", "the model itself", "blocks with a lens"],
+)
+def test_copies_are_not_compiled(family, request_, regions):
+    model = compile_model(patch(deeper(family), **request_), regions, backend=Graphs())
     assert compiled_calls(copy.deepcopy(model)) == compiled_calls(pickle.loads(pickle.dumps(model))) == {}
     assert compiled_calls(model)
 

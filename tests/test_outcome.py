@@ -240,7 +240,7 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
     cards = []
     for name in ("first", "second"):
         found = read_checkpoint(tmp_path / name)
-        cards.append(card(CardFacts(found.config, found.record, "me/it"), None)[0])
+        cards.append(card(CardFacts(found, "me/it"), None)[0])
     assert cards[0] == cards[1]
     for request, outcome in outcomes(model).items():
         assert f"\n{request}: {outcome}\n" in cards[0]

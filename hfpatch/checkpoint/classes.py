@@ -30,26 +30,25 @@ from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR,
 from .auto_classes import opening
 from .file_digests import compare, write_digests
 from .files import FILES, require_sound_files
-from .fingerprint import (
-    Fingerprint,
-    config_digest,
-    same_settings,
-    settings_of,
-    with_config_digest,
-    without_harmless,
-)
+from .fingerprint import Fingerprint
 from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import (
     checked_config,
     checkpoint_name,
+    config_digest,
     require_effect,
     require_its_architecture,
+    same_settings,
+    settings_of,
+    with_config_digest,
     without_disk_only_entry,
+    without_harmless,
 )
 
 OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+COMPARED = "compared"  # check_fingerprint for "full" where the caller has compared the files' bytes already
 _saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record and marker are set for one save
 
 
@@ -154,8 +153,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
         host: a transformers model class.
         lensed: whether the model itself (not only its modules) has a lens; see runtime/lens.py.
     """
-    cached: Any = _patched_model_class
-    return cached(host, lensed)
+    return _patched_model_class(host, lensed)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
 
 
 @functools.cache  # without defaults: the cache would tell f(host) from f(host, False)
@@ -176,11 +174,10 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         @classmethod
         def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool | str = True, **kwargs: Any) -> Any:
-            full = isinstance(check_fingerprint, str) and check_fingerprint == "full"
-            if not full and not isinstance(check_fingerprint, bool):
+            if not isinstance(check_fingerprint, bool) and check_fingerprint not in ("full", COMPARED):
                 raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
             wants_info = kwargs.pop("output_loading_info", False)
-            if full:
+            if check_fingerprint == "full":
                 kwargs |= compare(name, kwargs)[-1]
             if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
                 kwargs["use_safetensors"] = True
@@ -208,9 +205,10 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:
                     if as_saved:
-                        _require_same_function(model, opened.fingerprint, info, name)
+                        opened.fingerprint.require(model, name, info)
                     if opened.edited:
-                        report_edited_config(name, refuse=full or not opened.fingerprint.knows(model))
+                        nothing_known = not opened.fingerprint.knows(model)
+                        report_edited_config(name, refuse=check_fingerprint is not True or nothing_known)
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -264,7 +262,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple:
-    return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__dict__
+    return _rebuild, (host_class(type(self)), getattr(self, "hfpatch_lensed", False)), self.__getstate__()
 
 
 def _rebuild(host: Any, lensed: bool = False) -> Any:
@@ -330,18 +328,6 @@ def with_loading_info(load: Callable[..., Any]) -> Any:
         if not str(error).startswith("'tuple' object"):
             raise
         return load()
-
-
-def _require_same_function(model: PreTrainedModel, fingerprint: Fingerprint, info: dict[str, Any], name: str) -> None:
-    """Compare a loaded model with its fingerprint; skipped if weights of the base model were loaded with new shapes.
-
-    Raises:
-        CheckpointError: its weights or outputs aren't those of the saved model.
-    """
-    mismatched = [key for key, *_ in info.get("mismatched_keys", ())]
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    if not any(key.startswith(prefix) for key in mismatched):
-        fingerprint.require(model, name, strict=not mismatched, missing=info.get("missing_keys", ()))
 
 
 def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:

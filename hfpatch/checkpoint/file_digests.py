@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..errors import FingerprintWarning, OptionError
 from ..runtime.errors import CheckpointError
-from .files import SUFFIX, is_plain_name, listed_files, read_json, weight_names
+from .files import SUFFIX, is_plain_name, read_json, weight_files
 from .weight_digest import as_bytes
 
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
@@ -125,14 +125,6 @@ def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None
         return None if found is None else Path(found)
 
     return find
-
-
-def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path | None]:
-    """The files that transformers opens: the single one before shards."""
-    single_name, index_name = weight_names(variant)
-    single = find(single_name)
-    index = find(index_name) if single is None else None
-    return [single] if index is None else [find(file) for file in listed_files(index)]
 
 
 def _read(path: Path) -> dict[str, str]:

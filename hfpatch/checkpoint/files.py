@@ -36,22 +36,17 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
     """
     if not isinstance(name, str | os.PathLike):
         return
-    single_name, index_name = weight_names("" if variant is None else f".{variant}")
+    variant = f".{variant}" if variant else ""
     if not Path(name).is_dir():
         try:
-            cached = try_to_load_from_cache(str(name), str(Path(subfolder) / index_name), **cache)
+            cached = try_to_load_from_cache(str(name), str(Path(subfolder) / weight_names(variant)[1]), **cache)
         except ValueError:  # no name of a repository
             return
         if isinstance(cached, str):
             listed_files(Path(cached))
         return
     folder = Path(name) / subfolder
-    if (folder / single_name).is_file():
-        return
-    if (folder / index_name).is_file():
-        for file in listed_files(folder / index_name):
-            if not (folder / file).is_file():
-                raise CheckpointError(f"{folder / file} is missing, which its index names. Download or save it again.")
+    if weight_files(lambda file: path if (path := folder / file).is_file() else None, variant):
         return
     pickled = sorted(path.name for path in folder.glob("*.bin*") if path.name.startswith("pytorch_model"))
     if pickled:
@@ -64,6 +59,23 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
 def weight_names(variant: str) -> tuple[str, str]:
     """Names of the file that holds all weights of a variant ("" or ".fp16"), and of the index of several files."""
     return f"model{variant}{SUFFIX}", f"model{SUFFIX}.index{variant}.json"
+
+
+def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]:
+    """The files that transformers opens, the single one before shards, as `find` finds them; [] without any.
+
+    Raises:
+        CheckpointError: one is missing that the index names, or the index isn't sound.
+    """
+    single, index = weight_names(variant)
+    if (path := find(single)) is not None:
+        return [path]
+    if (path := find(index)) is None:
+        return []
+    found = {file: find(file) for file in listed_files(path)}
+    if lost := next((file for file, one in found.items() if one is None), None):
+        raise CheckpointError(f"{path.parent / lost} is missing, which {path.name} names. Download or save it again.")
+    return [one for one in found.values() if one is not None]
 
 
 def listed_files(index: Path) -> list[str]:

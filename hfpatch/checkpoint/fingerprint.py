@@ -14,23 +14,21 @@ opened:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError, first_line
-from ..runtime.record import FINGERPRINT, KEY, saved_from
+from ..runtime.record import saved_from
 from .small_forward import SUMS, Sums, deviation, is_finite, run, texture
 from .weight_digest import digest, has_adapters, same_weights
 
@@ -44,13 +42,8 @@ BLUNT = 0.4
 _DRAWS = {"float32": 1, "float16": 1, "bfloat16": 2}  # of noise in the last bit, from fine to coarse
 _LOUDER = 4.0
 _DTYPES = {name: getattr(torch, name) for name in ("float64", *_DRAWS)}
-_CONFIG = "config"  # in config.json, beside the classes
+CONFIG = "config"  # in config.json, beside the classes: the digest of the rest of it
 _MOST_CLASSES, _MOST_ENTRIES, _LONGEST = 4, 2**24, 50_000
-# of a config: what changes no output in eval mode, or what loading itself sets
-_HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
-_HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
-_HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
-_HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,9 @@ class ClassFingerprint:
         dtypes = (own, *(name for name in _DRAWS if name != own and (name != "float32" or own == "float64")))
         weights = {name: digest(model, _DTYPES[name], sampled) for name in dtypes}
         try:
-            examples = {name: value for name, value in example_inputs(model).items() if not _masks_nothing(name, value)}
+            examples = example_inputs(model)
+            if "attention_mask" in examples and bool((examples["attention_mask"] == 1).all()):  # it masks nothing
+                del examples["attention_mask"]
             written = {name: _text_of(value) for name, value in examples.items()}
             of_one = {name: _text_of(value[:1]) for name, value in examples.items()}
         except Exception as error:  # a forward without a signature, a config without sizes, arguments of other types
@@ -175,7 +170,7 @@ class ClassFingerprint:
                     f"computes something else than with {other!r}: transformers' implementations of its attention "
                     f"differ. For the outputs that were saved: from_pretrained(..., attn_implementation={other!r})."
                 )
-                warnings.warn(message, FingerprintWarning, stacklevel=6)  # where from_pretrained is called
+                warnings.warn(message, FingerprintWarning, stacklevel=5)  # where from_pretrained is called
                 return True
         return False
 
@@ -242,9 +237,9 @@ class Fingerprint:
         try:
             _require(isinstance(stored, Mapping) and type(stored.get("version")) is int, "it has no version")
             _require(stored["version"] == VERSION, f"version {stored['version']!s:.20} needs another hfpatch")
-            config = stored.get(_CONFIG)
+            config = stored.get(CONFIG)
             _require(isinstance(config, str) and re.fullmatch("[0-9a-f]{32}", config), "no digest of config.json")
-            lines = {name: line for name, line in stored.items() if name not in ("version", _CONFIG)}
+            lines = {name: line for name, line in stored.items() if name not in ("version", CONFIG)}
             _require(0 < len(lines) <= _MOST_CLASSES, "it is of no class, or of too many")
             return cls({name: ClassFingerprint.parse(line) for name, line in lines.items()}, config)
         except (LookupError, RuntimeError, ValueError) as error:
@@ -255,23 +250,28 @@ class Fingerprint:
         """Whether there is something to compare a model with: its class or its base's."""
         return any(type(one).__name__ in self.classes for one in (model, model.base_model))
 
-    def require(self, model: PreTrainedModel, where: str, strict: bool = True, missing: Collection[str] = ()) -> None:
+    def require(self, model: PreTrainedModel, where: str, info: Mapping[str, Any]) -> None:
         """Refuse a model that isn't the one that was saved, as far as they can be compared.
 
+        Of another head than was saved the base is compared; nothing, where it was opened in other shapes.
+
         Args:
-            model: the loaded one; of another head than was saved its base is compared.
+            model: the loaded one.
             where: what the checkpoint is called in an error.
-            strict: whether the head's own weights are those of the checkpoint.
-            missing: weights that the checkpoint lacks: none, where the class is that which was saved.
+            info: what transformers says of loading it.
 
         Raises:
             CheckpointError: it isn't, or can't be run on the recorded inputs.
         """
-        one = model if strict and type(model).__name__ in self.classes else model.base_model
+        mismatched, missing = ([*info.get(f"{what}_keys", ())] for what in ("mismatched", "missing"))
+        one = model.base_model if mismatched or type(model).__name__ not in self.classes else model
         recorded = self.classes.get(type(one).__name__)
         if recorded is None or _obstacle(model) is not None or not isinstance(one, PreTrainedModel):
             return
-        same_head = strict and type(model).__name__ in saved_from(model.config)
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        if any(key.startswith(prefix) for key, *_ in mismatched):
+            return
+        same_head = not mismatched and type(model).__name__ in saved_from(model.config)
         if missing and same_head:
             first = ", ".join(sorted(missing)[:3])
             difference: str | None = f"The file lacks {len(missing)} weights, which were started afresh ({first})."
@@ -289,46 +289,6 @@ class Fingerprint:
 def _warn(model: PreTrainedModel, how: str) -> None:
     message = f"{type(model).__name__} is saved {how}. Whether the same model comes back can't be fully checked."
     warnings.warn(message, FingerprintWarning, stacklevel=4)  # where save_pretrained is called
-
-
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings that may change what a model computes."""
-    return without_harmless(config.to_dict())
-
-
-def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether both are written alike: a tuple is a list, and NaN itself."""
-    return _digest_of(a) == _digest_of(b)
-
-
-def config_digest(stored: Mapping[str, Any]) -> str:
-    """A digest of what config.json says of the model and its patch, but for the fingerprint, which it goes into.
-
-    Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
-    """
-    record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
-    settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
-    return _digest_of([without_harmless(settings), record])
-
-
-def with_config_digest(stored: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json with its own digest in the fingerprint, if it has one."""
-    fingerprint = stored[KEY].get(FINGERPRINT)
-    if fingerprint is None:
-        return stored
-    return {**stored, KEY: {**stored[KEY], FINGERPRINT: {**fingerprint, _CONFIG: config_digest(stored)}}}
-
-
-def _digest_of(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def without_harmless(value: Any) -> Any:
-    """Settings of a config without those that change no output, inner ones included."""
-    if not isinstance(value, Mapping):
-        return value
-    names = {str(name): one for name, one in value.items()}
-    return {name: without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -368,10 +328,6 @@ def _require(holds: Any, reason: str) -> None:
 
 
 # Inputs
-
-
-def _masks_nothing(name: str, value: Any) -> bool:
-    return name == "attention_mask" and bool((value == 1).all())
 
 
 def _text_of(value: Tensor) -> str:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 import random
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -35,10 +34,8 @@ _NARROW = 64  # rows of an output layer
 _OURS = "_hfpatch_"  # start of the attributes that a patch sets; other private ones are torch's and transformers' own
 _NUMBERING = ("idx", "index", "_id")  # endings of attributes that number blocks
 _SETTINGS = (bool, int, float, str, type(None))
-_UNCOMPILED = "_torchdynamo_orig_callable"  # of a function that torch.compile made: the one that it was made from
 _MASKED = 6e4  # what is larger stands for minus infinity in one dtype or another
 _MOST_OUTPUTS = 16
-_EMPTY: Any = object()  # a closure's variable that isn't set yet
 _COLLECTIONS = (dict, OrderedDict, list, set)
 # tables of hooks that no forward reads or writes, in every module
 _UNREAD = {name for name in vars(nn.Module()) if name.endswith("_hooks") and "forward" not in name}
@@ -82,9 +79,9 @@ def cut_down(model: Any) -> Iterator[Any]:
 class _Copies:
     """Copies of modules, which share their tensors, and of what leads to these modules.
 
-    A module's attributes are copied where they are plain collections. Inside them, and in closures and defaults, a
-    collection, function, bound method, partial or other callable is copied if there is a module in it: a forward that
-    accelerate or a user put in the place of a module's own then runs the copy. All else is shared.
+    A module's attributes are copied where they are plain collections. Inside them, a collection, bound method or
+    partial is copied if there is a module in it: a forward that accelerate puts in the place of a module's own then
+    runs the copy. All else is shared.
     """
 
     def __init__(self) -> None:
@@ -100,18 +97,12 @@ class _Copies:
             return self._module(value)
         if kind in _COLLECTIONS:
             return self._collection(value)
-        if kind is FunctionType:
-            return self._function(value)
         if kind is tuple:
-            return self._made(value, tuple, list(value))
+            return self._made(value, lambda *parts: parts, value)
         if kind is MethodType:
-            return self._made(value, lambda parts: MethodType(*parts), [value.__func__, value.__self__])
+            return self._made(value, MethodType, (value.__func__, value.__self__))
         if kind is partial:
-            return self._made(value, _partial, [value.func, value.args, value.keywords, vars(value)])
-        if kind is weakref.ref:
-            return self._made(value, lambda parts: weakref.ref(*parts), [value()])
-        if callable(value) and kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
-            return self._callable(value)
+            return self._made(value, _bound, (value.func, value.args, value.keywords))
         return value
 
     def empty(self) -> None:
@@ -130,6 +121,9 @@ class _Copies:
         new: nn.Module = self._keep(module, object.__new__(type(module)))
         state = dict(module.__dict__)  # at once: another thread's forward may add to it
         state.pop("_compiled_call_impl", None)
+        # a user's own, which no checkpoint stores; with accelerate's autocast around the forward, `quiet` takes it off
+        if not isinstance(state.get("forward"), MethodType | partial) and "_original_forward" not in state:
+            state.pop("forward", None)
         tables = {name: dict(state[name]) for name in ("_modules", "_parameters", "_buffers")}
         tables["_modules"] = {name: self(child) for name, child in tables["_modules"].items()}
         for name, value in state.items():
@@ -144,63 +138,27 @@ class _Copies:
     def _collection(self, value: Any) -> Any:
         if not value:
             return value
-        new = self._keep(value, type(value)())
-        items = list(value.items() if isinstance(value, dict) else value)
-        if isinstance(value, dict):
-            new.update((key, self(item)) for key, item in items)
-            changed = any(new[key] is not item for key, item in items)
+        new = self._keep(value, value.copy())
+        items = list(new.values() if isinstance(new, dict) else new)
+        copied = [self(item) for item in items]
+        if all(one is item for one, item in zip(copied, items, strict=True)):
+            return self._keep(value, value)
+        if isinstance(new, dict):
+            new.update(zip(list(new), copied, strict=True))
         else:
-            found = [self(item) for item in items]
-            (new.extend if isinstance(value, list) else new.update)(found)
-            changed = any(one is not item for one, item in zip(found, items, strict=True))
-        return new if changed else self._keep(value, value)
+            new.clear()
+            (new.extend if isinstance(new, list) else new.update)(copied)
+        return new
 
-    def _made(self, value: Any, make: Callable[[list[Any]], Any], parts: list[Any]) -> Any:
+    def _made(self, value: Any, make: Callable[..., Any], parts: tuple[Any, ...]) -> Any:
         """What is made of the parts' copies; the value itself where none of them is another."""
         copied = [self(part) for part in parts]
         changed = any(one is not part for one, part in zip(copied, parts, strict=True))
-        return self._keep(value, make(copied) if changed else value)
-
-    def _function(self, function: FunctionType) -> Any:
-        compiled = str(function.__globals__.get("__name__")).startswith("torch._dynamo.")
-        if compiled and hasattr(function, _UNCOMPILED):
-            return self._keep(function, self(getattr(function, _UNCOMPILED)))
-        cells = function.__closure__ or ()
-        own = [self._found.setdefault(id(cell), (cell, CellType()))[1] for cell in cells]  # functions may share some
-        code, names = function.__code__, function.__globals__
-        new = self._keep(function, FunctionType(code, names, function.__name__, None, tuple(own) or None))
-        changed = False
-        for cell, other in zip(cells, own, strict=True):
-            content = _EMPTY
-            with suppress(ValueError):
-                content = cell.cell_contents
-            if content is not _EMPTY:
-                other.cell_contents = self(content)
-                changed |= other.cell_contents is not content
-        for name in ("__defaults__", "__kwdefaults__"):
-            value = getattr(function, name)
-            setattr(new, name, self(value))
-            changed |= getattr(new, name) is not value
-        if not changed:
-            return self._keep(function, function)
-        for name in ("__module__", "__qualname__", "__doc__"):
-            setattr(new, name, getattr(function, name))
-        new.__dict__.update(function.__dict__)
-        return new
-
-    def _callable(self, value: Any) -> Any:
-        new = self._keep(value, object.__new__(type(value)))
-        state = dict(vars(value))
-        vars(new).update({name: self(one) for name, one in state.items()})
-        changed = any(vars(new)[name] is not one for name, one in state.items())
-        return new if changed else self._keep(value, value)
+        return self._keep(value, make(*copied) if changed else value)
 
 
-def _partial(parts: list[Any]) -> Any:
-    function, args, keywords, attributes = parts
-    new = partial(function, *args, **keywords)
-    vars(new).update(attributes)
-    return new
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Callable[..., Any]:
+    return partial(function, *args, **keywords)
 
 
 class _Kind:

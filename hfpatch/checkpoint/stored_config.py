@@ -1,13 +1,15 @@
-"""Checks what stands in a patched checkpoint's config.json before it is believed."""
+"""Checks what stands in a patched checkpoint's config.json before it is believed; the digest of it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
@@ -21,7 +23,13 @@ from ..runtime.refuse_host import parts
 from ..runtime.rotary import RotaryEmbedding
 from .auto_classes import model_types_of
 from .files import is_plain_name
-from .fingerprint import Fingerprint
+from .fingerprint import CONFIG, Fingerprint
+
+# of a config: what changes no output in eval mode, or what loading itself sets
+_HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
+_HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
+_HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
 
 
 def checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
@@ -162,3 +170,46 @@ def without_disk_only_entry(stored: Any) -> Any:
 def _is_reference(value: Any) -> bool:
     """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
+
+
+# What may change in it, and its digest
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The settings that may change what a model computes."""
+    return without_harmless(config.to_dict())
+
+
+def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether both are written alike: a tuple is a list, and NaN itself."""
+    return _digest_of(a) == _digest_of(b)
+
+
+def config_digest(stored: Mapping[str, Any]) -> str:
+    """A digest of what config.json says of the model and its patch, but for the fingerprint, which it goes into.
+
+    Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
+    """
+    record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
+    settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
+    return _digest_of([without_harmless(settings), record])
+
+
+def with_config_digest(stored: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json with its own digest in the fingerprint, if it has one."""
+    fingerprint = stored[KEY].get(FINGERPRINT)
+    if fingerprint is None:
+        return stored
+    return {**stored, KEY: {**stored[KEY], FINGERPRINT: {**fingerprint, CONFIG: config_digest(stored)}}}
+
+
+def _digest_of(settings: Any) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def without_harmless(value: Any) -> Any:
+    """Settings of a config without those that change no output, inner ones included."""
+    if not isinstance(value, Mapping):
+        return value
+    names = {str(name): one for name, one in value.items()}
+    return {name: without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}

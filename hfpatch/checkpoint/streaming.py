@@ -23,8 +23,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, str
 from ..core.stored_tensor import StoredTensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
-from .file_digests import DISTRIBUTED, finder, variant_of, weight_files
-from .files import FILES, listed_files, weight_names
+from .file_digests import DISTRIBUTED, finder, variant_of
+from .files import FILES, weight_files, weight_names
 from .weight_digest import as_bytes
 
 _SMALL = 2**20  # bytes up to which a tensor is read at once, such as those of norms and biases
@@ -44,11 +44,7 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
     special = ("quantization_config", "transformers_weights", "auto_map", KEY)
     if any(getattr(config, name, None) for name in special) or type(config).extra_files or find("adapter_config.json"):
         return None
-    listed = weight_files(find, "")
-    found = [path for path in listed if path is not None]
-    if len(found) < len(listed) and (index := find(weight_names("")[1])) is not None:
-        lost = index.parent / listed_files(index)[listed.index(None)]
-        raise CheckpointError(f"{lost} is missing, which {index.name} names. Download or save it again.")
+    found = weight_files(find, "")
     usual = bool(found) and all(variant_of(path.name) == "" for path in found)
     return found if usual and not any(found[0].parent.glob(DISTRIBUTED)) else None
 

@@ -13,7 +13,7 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.classes import OPENED
+from ..checkpoint.classes import COMPARED, OPENED
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
 from ..core.environment import environment
@@ -392,7 +392,7 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
     tensors, size, same = compare(model, {})
     typer.echo(f"{tensors} tensors ({size:,} bytes) are those that were saved, byte by byte.")
-    built = opened(model, head, trust, check_fingerprint="full", **same)
+    built = opened(model, head, trust, check_fingerprint=COMPARED, **same)
     unchecked = vars(config)[OPENED].fingerprint is None
     passes = "but was saved without a fingerprint" if unchecked else "and passes the check of its fingerprint"
     typer.echo(f"{type(built).__name__} opens, {passes}.")

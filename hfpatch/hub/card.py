@@ -6,7 +6,7 @@ section stands between two comments; the rest of a card stays as its author wrot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from ..core.results import Table
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
-from ..schemes.request import HOW, KINDS, Part, Record
+from ..schemes.request import HOW, KINDS, Part
 from ..verification.report import Report
+from .changes import changes_by_config
+from .folder import CARD, Checkpoint
 from .opening import ways_to_open
 
-CARD = "README.md"
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
 # Auto class -> the Hub's task; of an encoder-decoder's text it could be several, and of an AutoModel see below
 TASKS = {
@@ -58,20 +59,16 @@ class CardFacts:
     """Facts that a model card is written from.
 
     Attributes:
-        config: the checkpoint's config.json.
-        record: its patch record; None of a native export.
-        repo_id, subfolder: where the checkpoint goes.
+        checkpoint: what is pushed.
+        repo_id, subfolder: where it goes.
         base_model: the id of the model that was patched; None where it isn't known or isn't on the Hub.
         base_card: metadata of that model's card; None where the card can't be read.
         license: as the caller says; None takes the base model's.
         report: what `verify` measured.
         eval_results: results for the metadata.
-        changes: the table of what changed, module by module, from `changes_by_config`.
-        page: whether `hfpatch report`'s page lies beside the card.
     """
 
-    config: dict[str, Any]
-    record: Record | None
+    checkpoint: Checkpoint
     repo_id: str
     subfolder: str = ""
     base_model: str | None = None
@@ -79,24 +76,11 @@ class CardFacts:
     license: str | None = None
     report: Report | None = None
     eval_results: tuple[EvalResult, ...] = ()
-    changes: Sequence[tuple[str, ...]] = ()
-    page: bool = False
-
-    @property
-    def library(self) -> str:
-        """What opens the checkpoint: by it the Hub chooses the code that it shows, which has to work."""
-        return "hfpatch" if self.record is not None and not self.config.get("auto_map") else "transformers"
-
-    def form_opened_by(self, auto: str) -> str:
-        """What an Auto class opens, as in `export_model`."""
-        if self.record is None:
-            return "native"
-        return "remote" if auto in (self.config.get("auto_map") or {}) else "plugin"
 
     @property
     def parts(self) -> list[tuple[str, Part]]:
         """Every part of the patch record with its kind."""
-        return [] if self.record is None else self.record.parts
+        return [] if self.checkpoint.record is None else self.checkpoint.record.parts
 
     def licence(self) -> dict[str, Any]:
         """The metadata about the licence: the caller's, or else the base model's."""
@@ -148,7 +132,7 @@ def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
         raise OptionError(f"the metadata of {CARD} can't be read: {reason:.200}. Mend or remove it.") from error
     before, _, rest = present.text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    auto, task = auto_class_and_task(facts.config)
+    auto, task = auto_class_and_task(facts.checkpoint.config)
     data: Any = present.data
     _complete(data, facts, task, bool(end))
     notes = []
@@ -182,9 +166,11 @@ def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
 def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) -> None:
     """Fill gaps in the author's metadata; the caller's arguments take precedence, equal results are replaced."""
     language = facts.base_card and facts.base_card.get("language")
-    found = {"library_name": facts.library, "pipeline_tag": task, "language": language, **facts.licence()}
+    # by it the Hub chooses the code that it shows, which has to work
+    library = "hfpatch" if facts.checkpoint.form == "plugin" else "transformers"
+    found = {"library_name": library, "pipeline_tag": task, "language": language, **facts.licence()}
     if has_section and data.get("library_name") in _LIBRARIES:  # an earlier push may have had another form
-        data["library_name"] = facts.library
+        data["library_name"] = library
     for name, value in {**found, "base_model": facts.base_model}.items():
         by_caller = name == "base_model" or (name == "license" and facts.license)
         if value and (by_caller or not data.get(name)):
@@ -204,25 +190,27 @@ def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) 
 
 def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
     """The paragraphs that a push writes: what was patched, how to open it, what was measured, the licence."""
+    found, record = facts.checkpoint, facts.checkpoint.record
     yield _summary(facts, data.base_model)
-    if facts.record is not None:
+    if record is not None:
         yield "## What was patched"
         calls = [f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts]
         if isinstance(data.base_model, str):
             opened = f'model = {auto}.from_pretrained("{data.base_model}")'
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
         yield "```python\n" + "\n".join(calls) + "\n```"
-        measured = "\n".join(f"{request}: {outcome}" for request, outcome in facts.record.outcomes().items())
+        measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n```text\n{measured}\n```\n\n{HOW}"
-        if facts.changes:
-            lines = str(Table(facts.changes))
+        if changes := changes_by_config(found.opened):
+            lines = str(Table(changes))
             yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"
-        edits = "\n".join(map(str, facts.record.edits))
+        edits = "\n".join(map(str, record.edits))
         yield f"Its config.json holds that as edits of the host's modules:\n\n```text\n{edits}\n```"
-        if facts.page:
+        if PAGE in found.files:
             yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
-    for words, language, code in ways_to_open(facts.repo_id, auto, facts.form_opened_by(auto), facts.subfolder):
+    form = "plugin" if found.form == "remote" and auto not in found.config["auto_map"] else found.form
+    for words, language, code in ways_to_open(facts.repo_id, auto, form, facts.subfolder):
         yield f"{words}\n\n```{language}\n{code}\n```"
     if facts.report is not None:
         yield "## What the patch changed, measured"
@@ -234,15 +222,16 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
 def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
     bases = [base] if isinstance(base, str) else base or []
     of = " and ".join(f"[{one}](https://huggingface.co/{one})" for one in bases) or "A pretrained model"
-    if facts.record is None:
-        kind = facts.config.get("model_type")
+    config, record = facts.checkpoint.config, facts.checkpoint.record
+    if record is None:
+        kind = config.get("model_type")
         return f"{of}, patched by hfpatch and exported as a stock `{kind}` model, which transformers opens by itself."
-    host = (facts.config.get("architectures") or [facts.record.base_model_type])[0]
+    host = (config.get("architectures") or [record.base_model_type])[0]
     schemes: dict[str, list[str]] = {}
     for kind, part in facts.parts:
         schemes.setdefault(_NOUNS[kind], []).append(f"`{part.scheme.name}`")
     changes = ", ".join(f"its {noun} are {' and '.join(dict.fromkeys(names))}" for noun, names in schemes.items())
-    version = facts.config.get("transformers_version")
+    version = config.get("transformers_version")
     saved = f" Saved with transformers {version}." if version else ""
     return f"{of} (`{host}`) with its architecture patched by hfpatch: {changes}.{saved}"
 

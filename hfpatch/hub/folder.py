@@ -28,9 +28,8 @@ from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
 from ..schemes.request import Record
 from ..verification.report import title_of
-from .card import CARD
 
-CONFIG = "config.json"
+CONFIG, CARD = "config.json", "README.md"
 # Globs over the lower-case name of a file or folder that stays behind
 IGNORED = (
     *(".*", "*.env", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", "secret*", "token"),

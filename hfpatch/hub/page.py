@@ -33,9 +33,10 @@ from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import HOW, Outcome, Part, Record
 from ..verification.report import Report, module_lines, output_lines, title_of
-from .card import CARD, TASKS
+from .card import TASKS
 from .changes import HEADINGS, changed_modules, unpatched
 from .figures import layer_figures
+from .folder import CARD
 from .opening import ways_to_open
 from .sketch import sketches
 

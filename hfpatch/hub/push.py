@@ -37,9 +37,8 @@ from ..core.results import Table
 from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..verification.report import Report
-from .card import CARD, CardFacts, base_of, card
-from .changes import changes_by_config
-from .folder import checkpoint_of
+from .card import CardFacts, base_of, card
+from .folder import CARD, checkpoint_of
 
 T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
@@ -209,9 +208,7 @@ def push_patched(
         notes = branch.read_head(required=not dry_run)
         if private and branch.head.private is False:
             notes.append("the repository is public already, so anyone can read this")
-        changes = changes_by_config(found.opened) if found.record is not None else []
-        known = found.config, found.record, branch.repo_id, folder, *base, license, report, results
-        facts = CardFacts(*known, changes, PAGE in found.files)
+        facts = CardFacts(found, branch.repo_id, folder, *base, license, report, results)
         own = found.files.get(CARD)
         written = branch.text(_join(folder, CARD), scratch) if own is None else own.read_text("utf-8-sig")
         text, card_notes = card(facts, written)

@@ -314,7 +314,7 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
 
 def reduced(module: nn.Module, make: Callable[[Any], type]) -> tuple:
     """What `__reduce_ex__` returns of a module whose class `make` generated from a host class, as it will again."""
-    return _empty, (make, host_class(type(module))), module.__dict__
+    return _empty, (make, host_class(type(module))), module.__getstate__()  # torch's own: without compiled code
 
 
 def _empty(make: Callable[[Any], type], host: type) -> nn.Module:

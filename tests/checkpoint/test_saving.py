@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fingerprint import stored_in
+from checkpoint_edits import stored_in
 from tiny_models import difference, patch, randomise, tiny
 from transformers import AutoModel, GPT2Model
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import TEXTS, embedded, sentence_encoder, t5_encoder
+from sentence_encoders import TEXTS, embedded, sentence_encoder
 from tiny_models import patch
 from transformers import AutoModel
 from typer.testing import CliRunner
 
 from hfpatch.checkpoint.sentence_modules import with_modules
 from hfpatch.cli import app
-from hfpatch.export import export_model, holders
+from hfpatch.export import holders
 from hfpatch.hub.folder import checkpoint_of, read_checkpoint
 from hfpatch.runtime.errors import CheckpointError
 
@@ -69,14 +69,6 @@ def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out/unrelated.txt").exists()
     called("patch", plain, tmp_path / "norms", "--norm", "rms")
     assert opened(tmp_path / "norms").max_seq_length == 20
-
-
-def test_the_encoder_of_a_t5(tmp_path: Path) -> None:
-    """A class that no Auto class opens."""
-    t5_encoder().save_pretrained(str(tmp_path / "plain"))
-    called("patch", tmp_path / "plain", tmp_path / "out", "--norm", "dyt", "--calibration", "none")
-    expected = patch(opened(tmp_path / "plain"), norm="dyt")
-    torch.testing.assert_close(embedded(opened(tmp_path / "out")), embedded(expected), rtol=0, atol=1e-6)
 
 
 def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +124,3 @@ def test_lists_of_modules_that_are_refused(content: Any, says: str, plain: Path,
     result = CliRunner().invoke(app, ["patch", str(plain), str(tmp_path / "out"), "--norm", "rms"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_a_model_alone(plain: Path, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(plain)
-    (plain / "modules.json").unlink()
-    assert with_modules(model, str(plain)) is model
-    patch(model, norm="rms")
-    export_model(model, tmp_path / "out")
-    assert not (tmp_path / "out/1_Pooling").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,9 +14,8 @@ import measure_large
 import pytest
 import torch
 import zoo
-from click.testing import Result
+from checkpoint_edits import weights_of, with_config, with_record, with_weights
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from sampled import sampled
 from tiny_models import patch, tiny
 from torch import Tensor
@@ -23,10 +24,11 @@ from typer.testing import CliRunner
 
 import hfpatch
 from hfpatch.checkpoint import by_name, streaming
-from hfpatch.checkpoint.files import FILES
 from hfpatch.cli import app
 from hfpatch.core.stored_tensor import StoredTensor
+from hfpatch.errors import FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
+from hfpatch.runtime.errors import CheckpointError
 
 CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
 CASES = {
@@ -52,7 +54,7 @@ def sharded(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def invoked(*args: Any, status: int = 0) -> Result:
+def invoked(*args: Any, status: int = 0) -> Any:
     result = CliRunner().invoke(app, [str(one) for one in args], terminal_width=200)
     assert result.exit_code == status, result.output
     return result
@@ -60,10 +62,6 @@ def invoked(*args: Any, status: int = 0) -> Result:
 
 def called(*args: Any, status: int = 0) -> str:
     return invoked(*args, status=status).output
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def places(folder: Path) -> dict[str, str]:
@@ -90,7 +88,7 @@ def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, mo
     said = called("patch", folder, tmp_path / "streamed", *options.split())
     monkeypatch.setattr(by_name, "files_of", lambda *names: None)
     assert said == called("patch", folder, tmp_path / "memory", *options.split()).replace("memory", "streamed")
-    streamed, memory = weights(tmp_path / "streamed"), weights(tmp_path / "memory")
+    streamed, memory = weights_of(tmp_path / "streamed"), weights_of(tmp_path / "memory")
     assert streamed.keys() == memory.keys()
     for name, value in memory.items():
         assert streamed[name].dtype == value.dtype, name
@@ -109,26 +107,18 @@ def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, mo
     assert "passes the check of its fingerprint" in called("verify", tmp_path / "streamed")
 
 
-def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte for byte: header, order and padding."""
-    folder = tmp_path / "model"
-    tiny("gpt2", CAUSAL).to(torch.bfloat16).save_pretrained(folder)
-    called("patch", folder, tmp_path / "streamed", "--norm", "rms")
-    assert not list((tmp_path / "streamed").glob("*.index.json"))
-    monkeypatch.setattr(by_name, "files_of", lambda *names: None)
-    called("patch", folder, tmp_path / "memory", "--norm", "rms")
-    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "memory")]
-    assert written[0] == written[1]
-
-
-def test_other_shards_on_request(tmp_path: Path) -> None:
-    folder = sharded(tiny("opt", CAUSAL), tmp_path / "model")
-    called("patch", folder, tmp_path / "out", "--norm", "rms", "--max-shard-size", "1GB")
-    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
-    called("patch", folder, tmp_path / "small", "--norm", "rms", "--max-shard-size", "30KB")
-    assert len(list((tmp_path / "small").glob("model-*.safetensors"))) > 1
-    assert weights(tmp_path / "out").keys() == weights(tmp_path / "small").keys()
-    called("verify", tmp_path / "small")
+def test_other_shards_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte the files that safetensors writes: header, order and padding."""
+    folder = sharded(tiny("gpt2", CAUSAL).to(torch.bfloat16), tmp_path / "model")
+    for name in ("streamed", "memory"):
+        for size in ("1GB", "30KB"):
+            called("patch", folder, tmp_path / f"{name} {size}", "--norm", "rms", "--max-shard-size", size)
+        monkeypatch.setattr(by_name, "files_of", lambda *names: None)
+    for size in ("1GB", "30KB"):
+        files, others = (sorted((tmp_path / f"{one} {size}").glob("*.safetensors")) for one in ("streamed", "memory"))
+        assert [path.name for path in files] == [path.name for path in others]
+        assert (len(files) > 1) == (size == "30KB")
+        assert [path.read_bytes() for path in files] == [path.read_bytes() for path in others]
 
 
 def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
@@ -147,33 +137,22 @@ def test_unpatching_restores_what_is_in_the_files(tmp_path: Path) -> None:
     model = stored(folder)
     hfpatch.patch_model(model, norm="rms", reversible=True)
     name = "model.decoder.layers.0.fc2.weight"
-    assert not torch.equal(model.get_parameter(name).read(), weights(folder)[name])
+    assert not torch.equal(model.get_parameter(name).read(), weights_of(folder)[name])
     hfpatch.unpatch_model(model)
-    assert all(torch.equal(value, weights(folder)[key]) for key, value in model.named_parameters())
+    assert all(torch.equal(value, weights_of(folder)[key]) for key, value in model.named_parameters())
     assert name in in_files(model)
 
 
-def test_a_failed_patch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
-
-    def fails(path: Path, tensors: dict[str, Tensor]) -> None:
-        if "00003" in path.name:
-            raise OSError(28, "No space left on device")
-        written(path, tensors)
-
-    written = streaming._write
-    monkeypatch.setattr(streaming, "_write", fails)
-    before = sorted(tmp_path.rglob("*"))
-    assert "No space left" in called("patch", folder, tmp_path / "out", "--norm", "rms", status=1)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def setting(**changes: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        settings = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(settings | changes))
+    return lambda folder: with_config(folder, **changes)
 
-    return change
+
+def without(folder: Path, glob: str) -> Path:
+    """The checkpoint without the tensors of these names."""
+    lost = [name for name in weights_of(folder) if fnmatch(name, glob)]
+    assert lost
+    with_weights(folder, lambda weights: [weights.pop(name) for name in lost])
+    return folder
 
 
 def pickled(folder: Path) -> None:
@@ -190,6 +169,7 @@ def of_odd_names(folder: Path) -> None:
 
 
 MORE: dict[str, Callable[[Path], Any]] = {
+    "a patch": lambda folder: sharded(patch(tiny("gpt2", CAUSAL), norm="dyt"), folder),
     "quantized weights": setting(quantization_config={"quant_method": "fp8"}),
     "an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "pickles": pickled,
@@ -209,44 +189,6 @@ def test_whatever_needs_more_is_opened_by_transformers(change: Any, tmp_path: Pa
     assert streaming.files_of(str(folder), AutoConfig.from_pretrained(folder)) is None
 
 
-def test_a_patched_checkpoint_is_checked_as_ever(tmp_path: Path) -> None:
-    folder = sharded(patch(tiny("gpt2", CAUSAL), norm="dyt"), tmp_path / "model")
-    assert FILES not in vars(stored(folder))
-    file = min(folder.glob("model-*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-2000:] = bytes(2000)
-    file.write_bytes(content)
-    assert "isn't the one that was saved" in called("patch", folder, tmp_path / "out", "--pos", "nope", status=1)
-
-
-def without(folder: Path, *globs: str, **settings: Any) -> Path:
-    """The checkpoint without the tensors of these names."""
-    kept = {name: value for name, value in weights(folder).items() if not any(fnmatch(name, one) for one in globs)}
-    assert len(kept) < len(weights(folder))
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    setting(**settings)(folder)
-    return folder
-
-
-def refused(*args: Any) -> str:
-    """The one line that a command ends with."""
-    result = invoked(*args, status=1)
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.stderr.count("\n") == 1, result.output
-    return result.stderr
-
-
-def test_a_missing_shard_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
-    lost = sorted(folder.glob("model-*.safetensors"))[1]
-    lost.unlink()
-    before = sorted(tmp_path.rglob("*"))
-    said = refused("patch", folder, tmp_path / "out", "--norm", "rms")
-    assert said == f"Error: {lost} is missing, which model.safetensors.index.json names. Download or save it again.\n"
-    assert lost.name in refused("export", folder, tmp_path / "out", "--to", "plugin")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "of the body, under another head": ("gpt2", CAUSAL, "transformer.h.0.mlp.*", {}, "AutoModelForTokenClassification"),
     "of a body that nothing says the class of": ("gpt2", "AutoModel", "h.0.mlp.*", {"architectures": None}, ""),
@@ -256,26 +198,18 @@ LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
 }
 
 
+either_way = pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "in memory"])
+
+
+@either_way
 @pytest.mark.parametrize("case", LACKING)
-def test_a_weight_that_the_file_lacks_is_named(case: str, tmp_path: Path) -> None:
-    """By a patch, and, where the model is in memory, by an export and as either of two models that are compared."""
+def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_path: Path) -> None:
     family, head, glob, settings, asked = LACKING[case]
-    tiny(family, head).save_pretrained(tmp_path / "whole")
-    tiny(family, head).save_pretrained(tmp_path / "model")
-    folder = without(tmp_path / "model", glob, **settings)
-    options = ("--head", asked) if asked else ()
-    before = sorted(tmp_path.rglob("*"))
-    for arguments in (
-        ("patch", folder, tmp_path / "out", "--norm", "dyt", "--calibration", "none"),
-        ("export", folder, tmp_path / "out", "--to", "plugin"),
-        ("verify", folder, tmp_path / "whole"),
-        ("report", folder, tmp_path / "whole"),
-    ):
-        said = refused(*arguments, *options)
-        assert f"{folder} lacks " in said
-        assert "which would be random. Download or save it again." in said
-        assert glob.strip("*") in said
-    assert sorted(tmp_path.rglob("*")) == before
+    tiny(family, head).save_pretrained(tmp_path)
+    with_config(without(tmp_path, glob), **settings)
+    with pytest.raises(CheckpointError, match=r"lacks \d+ weights .* which would be random") as caught:
+        by_name.opened(str(tmp_path), asked or None, False, stored=streamed)
+    assert glob.strip("*") in str(caught.value)
 
 
 FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str]] = {
@@ -286,55 +220,43 @@ FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str]] = {
 }
 
 
+@either_way
 @pytest.mark.parametrize("case", FRESH)
-@pytest.mark.parametrize("memory", [False, True], ids=["streamed", "in memory"])
-def test_a_fresh_head_is_named_in_a_warning(
-    case: str, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_head_is_named_in_a_warning(case: str, streamed: bool, tmp_path: Path) -> None:
     family, head, glob, asked, settings, named = FRESH[case]
-    tiny(family, head).save_pretrained(tmp_path / "model")
-    folder = tmp_path / "model"
-    setting(**settings)(folder)
+    tiny(family, head).save_pretrained(tmp_path)
+    with_config(tmp_path, **settings)
     if glob:
-        without(folder, glob)
-    if memory:
-        monkeypatch.setattr(by_name, "files_of", lambda *names: None)
-    options = ("--norm", "rms" if family == "bert" else "dyt", "--calibration", "none")
-    result = invoked("patch", folder, tmp_path / "out", *options, *(("--head", asked) if asked else ()))
-    warned = [line for line in result.stderr.splitlines() if line.startswith(f"Warning: {folder} has no weights")]
+        without(tmp_path, glob)
+    with pytest.warns(FreshHeadWarning, match=f"has no weights for {named}") as warned:
+        by_name.opened(str(tmp_path), asked or None, False, stored=streamed)
     assert len(warned) == 1
-    assert f"has no weights for {named}" in warned[0]
-    assert "has no weights" not in invoked("verify", tmp_path / "out").stderr, (
-        "it is saved with the head that it has now"
-    )
 
 
 def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:
-    """Its record stays, and what is fresh is told there, too; what it lacks of its base is refused."""
-    patch(tiny("llama", CAUSAL), norm="dyt").save_pretrained(tmp_path / "model")
-    options = ("--pos", "nope", "--calibration", "none")
-    another_head = ("--head", "AutoModelForSequenceClassification")
-    result = invoked("patch", tmp_path / "model", tmp_path / "out", *options, *another_head)
-    assert "has no weights for score of LlamaForSequenceClassification" in result.stderr
-    folder = without(tmp_path / "model", "model.layers.0.mlp.*")
-    settings = json.loads((folder / "config.json").read_text())
-    del settings["hfpatch"]["fingerprint"]
-    (folder / "config.json").write_text(json.dumps(settings))
-    result = invoked("patch", folder, tmp_path / "no", *options, status=1)
-    assert f"Error: {folder} lacks 3 weights of LlamaForCausalLM (model.layers.0.mlp." in result.stderr
+    """What is fresh is told there, too; what it lacks of its base is refused."""
+    patch(tiny("llama", CAUSAL), norm="dyt").save_pretrained(tmp_path)
+    with pytest.warns(FreshHeadWarning, match="has no weights for score of LlamaForSequenceClassification"):
+        stored(tmp_path, "AutoModelForSequenceClassification")
+    with_record(without(tmp_path, "model.layers.0.mlp.*"), fingerprint=...)
+    with pytest.raises(CheckpointError, match=r"lacks 3 weights of LlamaForCausalLM \(model\.layers\.0\.mlp\."):
+        stored(tmp_path)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    """In one line: by a patch, by an export, and as either of two models that are compared."""
     tiny("gpt2", CAUSAL).save_pretrained(tmp_path / "whole")
-    tiny("gpt2", CAUSAL).save_pretrained(tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    for length in (file.stat().st_size - 1000, 100, 0):
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "model")
+    file = folder / "model.safetensors"
+    for length in (file.stat().st_size - 1000, 0):
         file.write_bytes(file.read_bytes()[:length])
-        assert f"Error: {file} can't be read: " in refused("patch", file.parent, tmp_path / "out", "--norm", "rms")
-        said = refused("export", file.parent, tmp_path / "out", "--to", "plugin")
-        assert f"Error: {file.parent}: its weights can't be read: " in said
-        assert "weights can't be read: " in refused("verify", file.parent, tmp_path / "whole")
-        assert "weights can't be read: " in refused("verify", tmp_path / "whole", file.parent)
+        for command in (
+            ("patch", folder, tmp_path / "out", "--norm", "rms"),
+            ("export", folder, tmp_path / "out", "--to", "plugin"),
+            *(("verify", *two) for two in ((folder, tmp_path / "whole"), (tmp_path / "whole", folder))),
+        ):
+            said = invoked(*command, status=1).stderr
+            assert re.fullmatch(r"Error: .*can't be read: .*\n", said)
     assert not (tmp_path / "out").exists()
 
 

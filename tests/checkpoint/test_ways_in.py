@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import zoo
-from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from safetensors.torch import load_file, save_file
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from checkpoint_edits import weights_of, with_config, with_weights
 from tiny_models import difference, load, logged, patch, peft_of_transformers, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
@@ -54,11 +54,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Saved(model, folder / "patched", plain, folder / "plain")
 
 
-def stored(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint."""
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
 def filled(model: Any, fill: Callable[[Any], Any]) -> Any:
     fill(model)
     return model.eval()
@@ -79,17 +74,14 @@ def config_of(folder: Path) -> Any:
 PATCHED = "patched by hfpatch.*open it with an Auto class"
 INTO_THE_HOST: dict[str, tuple[Callable[[Path, Any, Any], Any], str]] = {
     "the host's config": (lambda folder, config, host: host.from_pretrained(folder, config=config), "warns"),
-    "the checkpoint's config": (
-        lambda folder, config, host: host.from_pretrained(folder, config=config_of(folder)),
-        PATCHED,
-    ),
     "the checkpoint's config, weights given": (
-        lambda folder, config, host: host.from_pretrained(None, config=config_of(folder), state_dict=stored(folder)),
+        lambda folder, config, host: host.from_pretrained(
+            None, config=config_of(folder), state_dict=weights_of(folder)
+        ),
         PATCHED,
     ),
-    "no config": (lambda folder, config, host: host.from_pretrained(folder), PATCHED),
     "load_state_dict": (
-        lambda folder, config, host: filled(fresh(config), lambda one: one.load_state_dict(stored(folder))),
+        lambda folder, config, host: filled(fresh(config), lambda one: one.load_state_dict(weights_of(folder))),
         MARKER,
     ),
     "load_sharded_checkpoint": (
@@ -121,19 +113,11 @@ def test_into_the_host(way: str, saved: Saved) -> None:
             enter(saved.folder, saved.plain.config, host)
 
 
-def test_into_the_host_without_the_marker_is_silent(saved: Saved, tmp_path: Path) -> None:
-    """Control: it is the marker alone that speaks, where all names match."""
-    save_file({k: v for k, v in stored(saved.folder).items() if k != MARKER}, tmp_path / WEIGHTS, {"format": "pt"})
-    with logged() as lines:
-        INTO_THE_HOST["accelerate"][0](tmp_path, saved.plain.config, type(saved.plain))
-    assert bool(lines) == (stored(tmp_path).keys() != stored(saved.plain_folder).keys())
-
-
 # Into a patched model: not a word, and equal to the bit
 def by_hand(saved: Saved, folder: Path) -> Any:
     model = fresh(config_of(folder))
-    assert not any(model.load_state_dict(stored(folder)))
-    assert not any(model.load_state_dict(stored(folder), strict=False))
+    assert not any(model.load_state_dict(weights_of(folder)))
+    assert not any(model.load_state_dict(weights_of(folder), strict=False))
     return model.eval()
 
 
@@ -149,16 +133,8 @@ def with_weights_given(saved: Saved, folder: Path) -> Any:
     with pytest.warns(FingerprintWarning):
         saved.model.save_pretrained(folder / "given", state_dict=given)
     assert list(given) == names
-    assert MARKER in stored(folder / "given")
+    assert MARKER in weights_of(folder / "given")
     return load(folder / "given", CAUSAL)
-
-
-def by_accelerators_save_model(saved: Saved, folder: Path) -> Any:
-    """Which writes the weights alone: nothing of ours is asked."""
-    Accelerator(cpu=True).save_model(saved.model, folder / "accelerated")
-    saved.model.config.save_pretrained(folder / "accelerated")
-    assert MARKER not in stored(folder / "accelerated")
-    return load(folder / "accelerated", CAUSAL)
 
 
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
@@ -167,16 +143,15 @@ def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     adapted.add_adapter(peft.LoraConfig(target_modules="all-linear", bias="all"))
     with pytest.warns(FingerprintWarning, match="adapters"):
         adapted.save_pretrained(folder / "own")
-    assert not [name for name in stored(folder / "own") if MARKER in name]
+    assert not [name for name in weights_of(folder / "own") if MARKER in name]
     model = load(folder, CAUSAL)
     model.load_adapter(str(folder / "own"))
     return model
 
 
 def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "hfpatch"}))
-    save_file({k: v for k, v in stored(folder).items() if k != MARKER}, folder / WEIGHTS, {"format": "pt"})
+    with_config(folder, model_type="hfpatch")
+    with_weights(folder, lambda weights: weights.pop(MARKER))
     return load(folder, CAUSAL)
 
 
@@ -186,12 +161,11 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     ),
     "its config": lambda saved, folder: load(folder, CAUSAL, config=config_of(folder)),
     "its weights": lambda saved, folder: type(saved.model).from_pretrained(
-        None, config=saved.model.config, state_dict=stored(folder)
+        None, config=saved.model.config, state_dict=weights_of(folder)
     ),
     "by hand": by_hand,
     "accelerate": by_accelerate,
     "weights given": with_weights_given,
-    "accelerate's save_model": by_accelerators_save_model,
     "transformers' adapters": with_an_adapter_of_transformers,
     "an earlier version's": as_earlier_versions_wrote_it,
 }
@@ -212,7 +186,7 @@ def test_into_a_patched_model(way: str, saved: Saved, tmp_path: Path) -> None:
 def test_a_host_that_decides_what_to_ignore_when_it_is_built(tmp_path: Path) -> None:
     model = patch(zoo.tiny("gemma3n_text")[0], norm="layer")
     model.save_pretrained(tmp_path)
-    assert MARKER in stored(tmp_path)
+    assert MARKER in weights_of(tmp_path)
     with logged() as lines:
         type(model).from_pretrained(tmp_path)
     assert not lines
@@ -225,7 +199,7 @@ def test_it_is_in_files_and_not_in_models(saved: Saved, tmp_path: Path) -> None:
     names = list(saved.plain.state_dict()) if "llama" in saved.model.config.model_type else None
     model = copy.deepcopy(saved.model)
     model.half().save_pretrained(tmp_path / "half")
-    assert stored(tmp_path / "half")[MARKER].dtype == torch.float16  # a second dtype would show on the Hub
+    assert weights_of(tmp_path / "half")[MARKER].dtype == torch.float16  # a second dtype would show on the Hub
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         model.save_pretrained(tmp_path / "file" / "below")
@@ -242,13 +216,13 @@ def test_what_needs_no_hfpatch_has_no_marker(saved: Saved, tmp_path: Path) -> No
     """Remote and native exports of a model that was opened from a marked checkpoint, and an unpatched model."""
     model = load(saved.folder, CAUSAL)
     export_model(model, tmp_path / "remote", to="remote", verify=False)
-    assert MARKER not in stored(tmp_path / "remote")
+    assert MARKER not in weights_of(tmp_path / "remote")
     load(tmp_path / "remote", CAUSAL).save_pretrained(tmp_path / "back")
-    assert MARKER in stored(tmp_path / "back")  # control: what needs it again
+    assert MARKER in weights_of(tmp_path / "back")  # control: what needs it again
     back = unpatch_model(patch(copy.deepcopy(saved.plain), pos="nope", reversible=True))
     back.save_pretrained(tmp_path / "unpatched")
-    assert stored(tmp_path / "unpatched").keys() == stored(saved.plain_folder).keys()
+    assert weights_of(tmp_path / "unpatched").keys() == weights_of(saved.plain_folder).keys()
     pos = "rope:theta=500" if back.config.model_type == "llama" else "nope"  # which the host's own class can be
     patch(back, pos=pos).save_pretrained(tmp_path / "stock")
     export_model(load(tmp_path / "stock", CAUSAL), tmp_path / "native", to="native")
-    assert MARKER not in stored(tmp_path / "native")
+    assert MARKER not in weights_of(tmp_path / "native")

@@ -1,42 +1,29 @@
-"""A Hub for all tests of a session, and the genuine client set up to speak to it."""
+"""A Hub for each test, and the genuine client set up to speak to it."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-import transformers
 from hub_checks import INVALID, OWNER, USERS, made
-from huggingface_hub import constants
-from local_hub import LocalHub
-
-_numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[LocalHub]:
-    with LocalHub(USERS) as server:
-        yield server
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils._http import default_client_factory, hf_request_event_hook
+from local_hub import LocalHub, http
 
 
 @pytest.fixture
-def hub(
-    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Iterator[LocalHub]:
-    """The server without faults, which the owner's client speaks to.
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[LocalHub]:
+    """A Hub without faults, which the owner's client speaks to.
 
     Afterwards nothing was asked of it that it doesn't know, and no token was logged.
     """
+    hub = LocalHub(USERS)
     settings = {
-        "ENDPOINT": server.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_URL_HOSTS": frozenset({"127.0.0.1"}),
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_TOKEN_PATH": str(tmp_path / "no-token"),
@@ -47,23 +34,21 @@ def hub(
     }
     for name, value in settings.items():
         monkeypatch.setattr(constants, name, value, raising=False)
-    # clients that were made before know the real endpoint: of huggingface_hub's functions, and of transformers
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     monkeypatch.setenv("HF_TOKEN", OWNER)
-    huggingface_hub.utils.disable_progress_bars()
-    monkeypatch.setattr(time, "sleep", server.waits.append)  # nobody waits
-    server.reset()
+    disable_progress_bars()
+    monkeypatch.setattr(time, "sleep", hub.waits.append)  # nobody waits
+    hooks = {"request": [hf_request_event_hook]}
+    set_client_factory(lambda: http.Client(transport=http.MockTransport(hub), event_hooks=hooks, follow_redirects=True))
     with caplog.at_level(logging.DEBUG, "huggingface_hub"):
-        yield server
-    assert server.unexpected == []
+        yield hub
+    set_client_factory(default_client_factory)
+    assert hub.unexpected == []
     assert not [token for token in (*USERS, INVALID) if token in caplog.text]
 
 
 @pytest.fixture
 def name() -> str:
-    """A repository that no other test uses."""
-    return f"me/model-{next(_numbers)}"
+    return "me/model"
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,24 @@
-"""A Hub for tests: an HTTP server that speaks to the genuine client, with faults to order.
+"""A Hub for tests: what the genuine client's requests are answered by, in this process, with faults to order.
 
 The shapes of requests and replies are those that huggingface_hub sends and reads, but that large files lie beside the
-others, not in a storage of their own. What the server doesn't know is answered 404 and noted in `unexpected`, which
-every test asserts to be empty.
+others, not in a storage of their own. What the Hub doesn't know is answered 404 and noted in `unexpected`, which every
+test asserts to be empty.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote
 
+from huggingface_hub import constants, errors
 from local_store import RefusedError, Repo
 
+http: Any = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # httpx or httpx2
 LICENSES = ("apache-2.0", "mit", "gpl-3.0")  # some of those that the Hub knows
 
 
@@ -28,7 +28,7 @@ class Fault:
 
     Attributes:
         status: answer this instead of doing it.
-        drop: "before" reads a part of the body and closes the connection; "after" does what was asked and closes it.
+        drop: "before" breaks the connection; "after" does what was asked and breaks it.
         before: is called first.
         skip, times: let so many pass, then act on so many.
         headers: of the answer.
@@ -45,140 +45,85 @@ class Fault:
 
 
 class LocalHub:
-    """The server. Use as a context manager; `url` is what HF_ENDPOINT would say."""
+    """The Hub: a transport of the client's calls it with each request."""
+
+    url = constants.ENDPOINT
 
     def __init__(self, users: dict[str, tuple[str, str]]) -> None:
         self.users = users  # by token: the name, and "write" or "read"
         self.repos: dict[str, Repo] = {}
-        self.faults: list[Fault] = []
-        self.requests: list[str] = []  # "METHOD path"
-        self.unexpected: list[str] = []
-        self.waits: list[float] = []  # the seconds that the client, in this process, wanted to sleep
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> LocalHub:
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.reset()
 
     def reset(self) -> None:
         """Without faults and memories of requests; repositories stay."""
-        for noted in (self.faults, self.requests, self.unexpected, self.waits):
-            noted.clear()
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []  # "METHOD path"
+        self.unexpected: list[str] = []
+        self.waits: list[float] = []  # the seconds that the client wanted to sleep
 
     def fault(self, pattern: str, **how: Any) -> Fault:
         """Order a fault; it stays until it has acted `times` times."""
         self.faults.append(Fault(pattern, **how))
         return self.faults[-1]
 
-    def due(self, line: str) -> Fault | None:
+    def due(self, line: str) -> Fault:
         for fault in self.faults:
             if re.search(fault.pattern, line):
                 fault.hits += 1
                 if fault.skip < fault.hits <= fault.skip + fault.times:
                     return fault
-        return None
+        return Fault("")
 
     def count(self, pattern: str) -> int:
         """How many requests "METHOD path" fit."""
         return sum(bool(re.search(pattern, line)) for line in self.requests)
 
-
-class _DroppedError(Exception):
-    """The connection is to be closed without a word."""
-
-
-@dataclass
-class _Reply:
-    status: int = 200
-    body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-def _json(value: Any, status: int = 200, **headers: str) -> _Reply:
-    names = {name.replace("_", "-"): text for name, text in headers.items()}
-    return _Reply(status, json.dumps(value).encode(), {"Content-Type": "application/json; charset=utf-8", **names})
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: LocalHub
-
-    def log_message(self, *_: object) -> None:
-        """Silent; requests are kept in `LocalHub.requests`."""
-
-    def handle_request(self) -> None:
-        address = urlsplit(self.path)
-        self.route, self.query = address.path, {name: values[0] for name, values in parse_qs(address.query).items()}
-        line, self.body = f"{self.command} {self.route}", b""
-        self.hub.requests.append(line)
-        try:
-            self._send(self._answer(self.hub.due(line) or Fault("")))
-        except _DroppedError:
-            self._hang_up()
-        except RefusedError as refused:
-            code = {"X_Error_Code": refused.code} if refused.code else {}
-            self._send(_json({"error": refused.message}, refused.status, X_Error_Message=refused.message, **code))
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request  # noqa: N815
-
-    def _answer(self, fault: Fault) -> _Reply:
+    def __call__(self, request: Any) -> Any:
+        line = f"{request.method} {request.url.raw_path.decode().partition('?')[0]}"  # a branch's slash is quoted
+        self.requests.append(line)
+        fault = self.due(line)
         if fault.before:
             fault.before()
-        self._read(half=fault.drop == "before")
-        if fault.drop == "before":
-            raise _DroppedError
         if fault.status:
-            return _Reply(fault.status, b"<html>out of order</html>", {"Content-Type": "text/html"} | fault.headers)
-        for method, pattern, action in _ROUTES:
-            match = re.fullmatch(pattern, self.route) if self.command in method.split("|") else None
-            if match:
-                reply = action(self, **{name: unquote(value) for name, value in match.groupdict(default="").items()})
-                if fault.drop == "after":
-                    raise _DroppedError
-                return reply
-        self.hub.unexpected.append(f"{self.command} {self.path}")
-        return _json({"error": "Not Found"}, 404)
+            return http.Response(fault.status, html="<html>out of order</html>", headers=fault.headers)
+        reply = None if fault.drop == "before" else self.answer(line, request)
+        if fault.drop:
+            raise http.RemoteProtocolError("Server disconnected without sending a response.", request=request)
+        return reply
 
-    def _read(self, half: bool = False) -> None:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                self.body += self.rfile.read(size)
-                self.rfile.readline()
-                if half:
-                    return
-            self.rfile.readline()
-        else:
-            length = int(self.headers.get("Content-Length") or 0)
-            self.body = self.rfile.read(length // 2 if half else length)
+    def answer(self, line: str, request: Any) -> Any:
+        for pattern, action in _ROUTES:
+            if match := re.fullmatch(pattern, line):
+                names = {name: unquote(value) for name, value in match.groupdict(default="").items()}
+                try:
+                    return action(_Asked(self, request), **names)
+                except RefusedError as refused:
+                    code = {"X-Error-Code": refused.code} if refused.code else {}
+                    headers = {"X-Error-Message": refused.message, **code}
+                    return http.Response(refused.status, json={"error": refused.message}, headers=headers)
+        self.unexpected.append(line)
+        return http.Response(404, json={"error": "Not Found"})
 
-    def _send(self, reply: _Reply) -> None:
-        self.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply.body)
 
-    def _hang_up(self) -> None:
-        self.close_connection = True
-        self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_RDWR)
+class _Asked:
+    """One request: who asks, for what, and what is answered."""
 
-    # Who asks, and for what
+    def __init__(self, hub: LocalHub, request: Any) -> None:
+        self.hub, self.body, self.request = hub, request.content, request
+        self.create_pr = "create_pr" in request.url.params
 
     def user(self) -> tuple[str, str] | None:
-        header = self.headers.get("Authorization")
+        header = self.request.headers.get("Authorization")
         if header is None:
             return None
         if (token := header.removeprefix("Bearer ")) not in self.hub.users:
             raise RefusedError(401, "Invalid credentials in Authorization header")
         return self.hub.users[token]
+
+    def known_user(self) -> tuple[str, str]:
+        if (user := self.user()) is None:
+            raise RefusedError(401, "Invalid username or password.")
+        return user
 
     def readable(self, repo_id: str) -> Repo:
         """A repository that the user may know of."""
@@ -193,16 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "Forbidden: pass a token with write access")
         return repo
 
-    def whoami(self) -> _Reply:
-        user = self.user()
-        if user is None:
-            raise RefusedError(401, "Invalid username or password.")
-        return _json({"type": "user", "name": user[0], "orgs": [], "auth": {"type": "access_token"}})
+    def whoami(self) -> Any:
+        return _json({"type": "user", "name": self.known_user()[0], "orgs": [], "auth": {"type": "access_token"}})
 
-    def create(self) -> _Reply:
-        given, user = json.loads(self.body), self.user()
-        if user is None:
-            raise RefusedError(401, "Invalid username or password.")
+    def create(self) -> Any:
+        given, user = json.loads(self.body), self.known_user()
         name = f"{given.get('organization') or user[0]}/{given['name']}"
         if user != (name.split("/")[0], "write"):
             raise RefusedError(403, "You don't have the rights to create a model under this namespace")
@@ -213,19 +153,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repos[name] = Repo(name, bool(private))
         return _json({"url": url, "name": name, "id": "0" * 24})
 
-    def validate(self) -> _Reply:
+    def validate(self) -> Any:
         licence = re.search(r"^license: (.*)$", json.loads(self.body)["content"], re.MULTILINE)
         errors = [] if licence is None or licence[1] in LICENSES else [{"message": '"license" must be a known licence'}]
         return _json({"errors": errors, "warnings": []}, 400 if errors else 200)
 
-    def info(self, id: str, rev: str = "main") -> _Reply:
+    def info(self, id: str, rev: str) -> Any:
         repo = self.readable(id)
-        commit = repo.resolve(rev)
+        commit = repo.resolve(rev or "main")
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
         known = {"gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
         return _json({"id": id, "sha": commit.oid, "private": repo.private, "siblings": siblings, **known})
 
-    def tree(self, id: str, rev: str, path: str = "") -> _Reply:
+    def tree(self, id: str, rev: str, path: str = "") -> Any:
         if path:  # the client looks for folders that no model of these tests has
             raise RefusedError(404, f"{path} does not exist on {rev}", "EntryNotFound")
         commit, listed = self.readable(id).resolve(rev), []
@@ -235,15 +175,15 @@ class _Handler(BaseHTTPRequestHandler):
             listed.append({"type": "file", "oid": blob.oid, "size": size, "path": path, **lfs})
         return _json(listed)
 
-    def branch(self, id: str, rev: str) -> _Reply:
+    def branch(self, id: str, rev: str) -> Any:
         repo = self.writable(id)
         repo.move(f"refs/heads/{rev}", repo.head.oid)
         return _json({"success": True})
 
     # A push
 
-    def preupload(self, id: str, rev: str) -> _Reply:
-        commit = self.writable(id, "create_pr" in self.query).resolve(rev)
+    def preupload(self, id: str, rev: str) -> Any:
+        commit = self.writable(id, self.create_pr).resolve(rev)
         given = json.loads(self.body)
         stored = commit.files[".gitignore"].content.decode() if ".gitignore" in commit.files else ""
         ignored = given.get("gitIgnore", stored).splitlines()
@@ -255,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": path in ignored, **oid})
         return _json({"files": files, "commitOid": commit.oid})
 
-    def batch(self, id: str) -> _Reply:
+    def batch(self, id: str) -> Any:
         repo = self.writable(id, pull_request=True)
         objects = []
         for one in json.loads(self.body)["objects"]:
@@ -264,42 +204,45 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append({"oid": one["oid"], "size": one["size"], "authenticated": True, **actions})
         return _json({"transfer": "basic", "objects": objects})
 
-    def put(self, id: str, sha256: str) -> _Reply:
+    def put(self, id: str, sha256: str) -> Any:
         self.hub.repos[id].store(sha256, self.body)
-        return _Reply()
+        return http.Response(200)
 
-    def commit(self, id: str, rev: str) -> _Reply:
-        create_pr = "create_pr" in self.query
-        repo = self.writable(id, create_pr)
-        commit, ref = repo.commit(rev, [json.loads(line) for line in self.body.splitlines()], create_pr)
+    def commit(self, id: str, rev: str) -> Any:
+        repo = self.writable(id, self.create_pr)
+        commit, ref = repo.commit(rev, [json.loads(line) for line in self.body.splitlines()], self.create_pr)
         url = f"{self.hub.url}/{id}"
-        pull_request = {"pullRequestUrl": f"{url}/discussions/{ref.rpartition('/')[2]}"} if create_pr else {}
+        pull_request = {"pullRequestUrl": f"{url}/discussions/{ref.rpartition('/')[2]}"} if self.create_pr else {}
         return _json({"commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}", **pull_request})
 
     # A pull
 
-    def resolve(self, id: str, rev: str, path: str) -> _Reply:
+    def resolve(self, id: str, rev: str, path: str) -> Any:
         commit = self.readable(id).resolve(rev)
         known = {"X-Repo-Commit": commit.oid}
         if (blob := commit.files.get(path)) is None:
-            reply = _json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
-            return _Reply(reply.status, reply.body, reply.headers | known)
-        return _Reply(200, blob.content, {**known, "ETag": f'"{blob.sha256 or blob.oid}"'})
+            code = {"X-Error-Code": "EntryNotFound"}
+            return http.Response(404, json={"error": "Entry not found"}, headers=known | code)
+        return http.Response(200, content=blob.content, headers={**known, "ETag": f'"{blob.sha256 or blob.oid}"'})
+
+
+def _json(value: Any, status: int = 200) -> Any:
+    return http.Response(status, json=value)
 
 
 _ID = r"(?P<id>[^/]+/[^/]+)"
 _API = rf"/api/models/{_ID}"
-_ROUTES: list[tuple[str, str, Callable[..., _Reply]]] = [
-    ("GET", r"/api/whoami-v2", _Handler.whoami),
-    ("POST", r"/api/repos/create", _Handler.create),
-    ("POST", r"/api/validate-yaml", _Handler.validate),
-    ("GET", _API, _Handler.info),
-    ("GET", rf"{_API}/revision/(?P<rev>[^/]+)", _Handler.info),
-    ("GET", rf"{_API}/tree/(?P<rev>[^/]+)(/(?P<path>.+))?", _Handler.tree),
-    ("POST", rf"{_API}/branch/(?P<rev>[^/]+)", _Handler.branch),
-    ("POST", rf"{_API}/preupload/(?P<rev>[^/]+)", _Handler.preupload),
-    ("POST", rf"/{_ID}\.git/info/lfs/objects/batch", _Handler.batch),
-    ("POST", rf"{_API}/commit/(?P<rev>[^/]+)", _Handler.commit),
-    ("PUT", rf"/{_ID}/upload/(?P<sha256>\w+)", _Handler.put),
-    ("GET|HEAD", rf"/{_ID}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _Handler.resolve),
+_REV = r"(?P<rev>[^/]+)"
+_ROUTES: list[tuple[str, Callable[..., Any]]] = [
+    (r"GET /api/whoami-v2", _Asked.whoami),
+    (r"POST /api/repos/create", _Asked.create),
+    (r"POST /api/validate-yaml", _Asked.validate),
+    (rf"GET {_API}(/revision/{_REV})?", _Asked.info),
+    (rf"GET {_API}/tree/{_REV}(/(?P<path>.+))?", _Asked.tree),
+    (rf"POST {_API}/branch/{_REV}", _Asked.branch),
+    (rf"POST {_API}/preupload/{_REV}", _Asked.preupload),
+    (rf"POST /{_ID}\.git/info/lfs/objects/batch", _Asked.batch),
+    (rf"POST {_API}/commit/{_REV}", _Asked.commit),
+    (rf"PUT /{_ID}/upload/(?P<sha256>\w+)", _Asked.put),
+    (rf"(GET|HEAD) /{_ID}/resolve/{_REV}/(?P<path>.+)", _Asked.resolve),
 ]

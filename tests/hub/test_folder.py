@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_edits import flip_last_bit, with_config, with_record
 from tiny_models import patch, tiny
 from transformers import AutoModel, AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from hfpatch.cli import app
 from hfpatch.errors import FingerprintWarning, HubError, OptionError, WrappedModelError
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.push import push_patched
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.verification.report import Report
 from hfpatch.verification.verify import verify
 
 
@@ -43,32 +40,6 @@ def write(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x")
 
 
-def set_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def set_record(folder: Path, **values: Any) -> None:
-    record = json.loads((folder / "config.json").read_text())["hfpatch"]
-    set_config(folder, hfpatch=record | values)
-
-
-def flip_last_bit(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
-
-
-def test_a_checkpoint_travels_whole(folder: Path) -> None:
-    write(folder, "tokenizer.json", "vocab.txt", "merges.txt", "chat_template.jinja", "modeling_patched.py", "LICENSE")
-    write(folder, "additional_chat_templates/a.jinja", "spiece.model", "1_Pooling/config.json")
-    read = read_checkpoint(folder)
-    assert set(read.files) == {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert read.left_out == []
-    assert read.record is not None
-    assert read.record.norm[0].scheme.name == "dyt"
-    assert read.title == "GPT2LMHeadModel"
-
-
 LEFT_OUT = [
     *(".git/", ".gitignore", ".gitattributes", ".env", ".cache/", ".DS_Store", ".netrc"),  # hidden
     *("prod.env", "PROD.ENV", "server.pem", "private.key", "id_rsa", "credentials.json", "secrets/", "token"),
@@ -83,14 +54,18 @@ LEFT_OUT = [
 ]
 
 
-def test_what_stays_behind(folder: Path) -> None:
-    before = set(read_checkpoint(folder).files)
-    write(folder, "nested/kept.txt")
+def test_what_travels_and_what_stays_behind(folder: Path) -> None:
+    kept = {"tokenizer.json", "vocab.txt", "merges.txt", "chat_template.jinja", "modeling_patched.py", "LICENSE"}
+    kept |= {"additional_chat_templates/a.jinja", "spiece.model", "1_Pooling/config.json", "nested/kept.txt"}
+    before = {path.name for path in folder.iterdir()}
+    write(folder, *kept)
     names = [f"{parent}{name}" for parent in ("", "nested/") for name in LEFT_OUT]
     write(folder, *(f"{name}inside.txt" if name.endswith("/") else name for name in names))
     read = read_checkpoint(folder)
     assert read.left_out == sorted(names)
-    assert set(read.files) == {*before, "nested/kept.txt"}
+    assert set(read.files) == {*before, *kept}
+    assert read.record is not None
+    assert (read.record.norm[0].scheme.name, read.title) == ("dyt", "GPT2LMHeadModel")
 
 
 def _index(folder: Path, content: str | None = None) -> None:
@@ -115,9 +90,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), r"config\.json"),
     "no model type": (lambda folder: (folder / "config.json").write_text('{"model_type": 5}'), r"config\.json"),
-    "a later record": (lambda folder: set_config(folder, hfpatch={"version": 99}), "version 99"),
-    "an older record": (lambda folder: set_config(folder, hfpatch={"version": 1}), r"hfpatch 0\.1"),
-    "a broken setting": (lambda folder: set_config(folder, n_embd="wide"), r"config\.json.*n_embd"),
+    "a later record": (lambda folder: with_config(folder, hfpatch={"version": 99}), "version 99"),
+    "an older record": (lambda folder: with_config(folder, hfpatch={"version": 1}), r"hfpatch 0\.1"),
+    "a broken setting": (lambda folder: with_config(folder, n_embd="wide"), r"config\.json.*n_embd"),
     "a plain model": (lambda folder: tiny("gpt2").save_pretrained(folder), r"'gpt2'.*native=True"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
     "pickled weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"\*\.safetensors"),
@@ -146,7 +121,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
         ({"auto_map": {"AutoModel": "a.B"}}, "it opens with remote code"),
         ({"model_type": "gpt2_2"}, "config.json doesn't open: .*`gpt2_2`"),
     ):
-        set_config(tmp_path / "plain", **other)
+        with_config(tmp_path / "plain", **other)
         with pytest.raises(CheckpointError, match=says):
             push_patched(tmp_path / "plain", "me/model", native=True)
 
@@ -154,6 +129,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
 def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
     """In each form and variant, byte by byte; of an older checkpoint by samples, and with a warning."""
     AutoModel.from_pretrained(folder).save_pretrained(folder, variant="fp16")
+    (folder / "README.md").write_text("# Mine\n")  # says nothing of the function
     push_patched(folder, "me/model", dry_run=True)  # control
     for name, form in (("model.safetensors", None), ("model.fp16.safetensors", "remote")):
         flip_last_bit(folder / name)
@@ -170,8 +146,8 @@ def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
 
 
 EDITS: dict[str, Callable[[Path], None]] = {
-    "a setting": lambda folder: set_config(folder, attn_pdrop=0.9),
-    "a better outcome": lambda folder: set_record(folder, request=[{"norm": "dyt", "outcome": "exact: the same"}]),
+    "a setting": lambda folder: with_config(folder, attn_pdrop=0.9),
+    "a better outcome": lambda folder: with_record(folder, request=[{"norm": "dyt", "outcome": "exact: the same"}]),
 }
 
 
@@ -184,19 +160,8 @@ def test_a_config_that_isnt_the_one_that_was_saved(folder: Path, edit: str) -> N
             push_patched(folder, "me/model", form=form, dry_run=True)
     AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=False).save_pretrained(folder)
     push_patched(folder, "me/model", dry_run=True)
-
-
-def test_what_may_change_in_a_folder(folder: Path) -> None:
-    """What says nothing of the function: names, a cache, how text is generated, a card, a tokenizer."""
-    set_config(folder, use_cache=False, id2label={"0": "no", "1": "yes"}, transformers_version="5.0.0")
-    (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    (folder / "README.md").write_text("# Mine\n")
-    write(folder, "tokenizer.json")
+    with_record(folder, fingerprint=...)  # with which nothing can be compared
     push_patched(folder, "me/model", dry_run=True)
-    record = json.loads((folder / "config.json").read_text())["hfpatch"]
-    del record["fingerprint"]
-    set_config(folder, hfpatch=record)
-    push_patched(folder, "me/model", dry_run=True)  # saved without a fingerprint
 
 
 def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
@@ -283,22 +248,3 @@ def test_offline_is_said(folder: Path) -> None:
         path.name: path.stat().st_size for path in folder.iterdir()
     }
     assert "Note: the files in the repository couldn't be listed (me/model: " in str(listed)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("./no/such/folder", "me/model"), "has no config.json"),
-        (("{folder}", "me/model/twice"), "Repo id must be in the form"),
-        (("{folder}", "me/model", "--report", "{folder}/model.safetensors"), "is no JSON"),
-        (("{folder}", "me/model", "--report", "{folder}/../other.json"), "this model is GPT2LMHeadModel (norm=dyt)"),
-        (("{folder}", "me/model"), "hf auth login"),
-    ],
-)
-def test_the_command_lines_errors_are_one_line(folder: Path, args: tuple[str, ...], message: str) -> None:
-    Report("GPT2LMHeadModel (norm=rms)", "GPT2LMHeadModel", "none").save(folder.parent / "other.json")
-    result = CliRunner().invoke(app, ["push", *(arg.format(folder=folder) for arg in args)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert message in result.stderr
-    assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_checks import OWNER, outputs
+from hub_checks import outputs
+from huggingface_hub import snapshot_download
 from local_hub import LocalHub
 from local_store import Blob
 
@@ -61,8 +62,8 @@ def test_a_process_without_hfpatch_refuses_it_unless_it_brings_its_code(
     hub: LocalHub, saved: Path, name: str, tmp_path: Path, form: str
 ) -> None:
     push_patched(saved, name, form=form)
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": OWNER, "HF_HUB_OFFLINE": "0"}
-    settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    snapshot_download(name)  # the other process finds it in the cache
+    settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", WITHOUT_HFPATCH, name]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
     plain, trusted = json.loads(done.stdout)
