@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .errors import PositionError
-from .lens import REMOVED_ARGUMENT, Arguments, Indexed
+from .lens import REMOVED_ARGUMENT, Arguments, StandIn
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
@@ -61,7 +61,7 @@ class Window:
     local: str | None = None
     size: str = ""
 
-    def mask(self, module: nn.Module, slots: Tensor) -> Indexed:
+    def mask(self, module: nn.Module, slots: Tensor) -> StandIn:
         """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
         The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
@@ -71,7 +71,7 @@ class Window:
         size = getattr(module.config, self.size) if local else None
         buffer: Tensor = getattr(module, self.buffer)
 
-        def answer(index: tuple[slice, slice, slice, slice]) -> Tensor:
+        def answer(_: Tensor, index: tuple[slice, slice, slice, slice]) -> Tensor:
             keys = torch.arange(index[3].stop, device=slots.device)
             queries = slots[..., None]
             allowed = keys <= queries
@@ -79,7 +79,7 @@ class Window:
                 allowed = allowed & (keys > queries - size)
             return allowed[None].to(buffer.dtype)
 
-        return Indexed(buffer, answer)
+        return StandIn(buffer, answer)
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
@@ -127,6 +127,7 @@ class AttentionLens:
     time: int = 1
     other_tokens: str | None = None
     position_ids: bool = True
+    hfpatch_note: ClassVar[str] = "inputs of any length"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states: Tensor = arguments[self.states]
