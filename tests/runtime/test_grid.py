@@ -61,25 +61,6 @@ def turned(scheme: RoPE, head_dim: int, x: Tensor, positions: Tensor) -> Tensor:
     return rotary.rotate(x, rotary(positions[None]))
 
 
-def signs(channels: int) -> torch.Tensor:
-    """Of sin, by which channels with their halves swapped are multiplied."""
-    return torch.tensor([-1.0, 1.0]).repeat_interleave(channels // 2)
-
-
-def test_equals_dinov3_in_its_coordinates() -> None:
-    """DINOv3 measures in patch centers from -1 to 1, times 2 pi; the rotation is the same, theta too."""
-    from transformers.models.dinov3_vit.configuration_dinov3_vit import DINOv3ViTConfig
-    from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTRopePositionEmbedding
-
-    config = DINOv3ViTConfig(hidden_size=64, num_attention_heads=4, patch_size=PATCH)
-    cos, sin = DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 3 * PATCH, 5 * PATCH))
-    centers = (places(3, 5) + 0.5) / torch.tensor([3, 5]) * 2 - 1
-    ours = full().rotation(16, 0).make()(2 * torch.pi * centers[None])
-    assert config.rope_theta == full().theta == patched("vit").layers[0].attention.rotary_emb.theta
-    torch.testing.assert_close(ours[0][0, :, 0], cos, rtol=0, atol=2e-5)
-    torch.testing.assert_close(ours[1][0, :, 0], sin * signs(16), rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("scheme", [full(), full(pairing="interleaved"), full(partial=0.25, axes=1)])
 def test_phases_serve_eager_and_compiled_code(scheme: RoPE) -> None:
     """Whichever of them made the phases: the owner of compiled blocks may be eager, and the other way round."""
@@ -148,13 +129,6 @@ def test_each_axis_counts(model_type: str) -> None:
     for axis in ((0, 1), (1, 0)):
         changed = with_positions(model, given, lambda p, axis=axis: p * torch.tensor(axis))
         assert difference(changed, states(model, given)) >= 1e-2
-
-
-def test_a_class_token_is_an_anchor() -> None:
-    """Moving the patches, and not the class token, changes the function: invariance holds among patches only."""
-    model, given = patched("vit"), image(*WIDE)
-    patches_only = with_positions(model, given, lambda p: torch.cat((p[:, :1], p[:, 1:] + 10), 1))
-    assert difference(patches_only, states(model, given)) > 1e-2
 
 
 # --- where the patches lie --------------------------------------------------------------------------------------------
@@ -274,13 +248,6 @@ def test_windows_turn_by_their_own_places() -> None:
 # --- handed down ------------------------------------------------------------------------------------------------------
 
 
-def test_edited_frequencies_of_one_layer_count() -> None:
-    model, given = patched("vit", GRID), image(*WIDE)
-    before = states(model, given)
-    model.layers[1].attention.rotary_emb.inv_freq.mul_(2)
-    assert difference(states(model, given), before) > 1e-3
-
-
 @pytest.mark.parametrize("model_type", ["vit_mae", "dpt"])
 def test_saved_loaded_and_copied(model_type: str, tmp_path: Path) -> None:
     model = patched(model_type)
@@ -337,14 +304,3 @@ def test_one_scheme_after_another() -> None:
     for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
         patch(model, pos=pos)
         assert torch.equal(states(model, given), states(patched("dpt", pos), given))
-
-
-def test_a_subclass_of_an_owner_is_told_as_well() -> None:
-    from transformers import ViTModel
-
-    class Mine(ViTModel):
-        pass
-
-    model = zoo.tiny("vit", auto_class=Mine)[0]
-    patch(model, pos=GRID)
-    assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))
