@@ -19,10 +19,9 @@ _MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
 
 
 class Direct:
-    """Writes changes without an undo log; `core.transaction.Transaction` has the same methods with one."""
+    """Writes changes as `core.transaction.Transaction` does, by methods of the same names, but without an undo log."""
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        """Set, replace or (None) remove a child; a new one gets the train/eval mode of the old one or the parent."""
         old = parent._modules.get(name)
         if new is None:
             parent._modules.pop(name, None)
@@ -30,15 +29,12 @@ class Direct:
         parent._modules[name] = new.train(old.training if old is not None else parent.training)
 
     def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-        """Replace a Parameter; None leaves the name without one."""
         module._parameters[name] = new
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
-        """Set a plain attribute."""
         target.__dict__[name] = value
 
     def set_class(self, target: Any, new: type) -> None:
-        """Change an object's class to a subclass of it, or back."""
         target.__class__ = new
 
 
@@ -173,12 +169,7 @@ def _has(module: nn.Module, name: str) -> bool:
 def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any]) -> bool | None:
     """Assign one place; True if it was changed, False if it already was, None if there is no such place to change.
 
-    Args:
-        owner, leaf: the module, and the name of its child, Parameter, attribute or slot.
-        value: the edit's value.
-        tree: the index of the model.
-        changes: writes the change: a `Transaction` or `Direct`.
-        done: places that this edit has assigned and modules that it has replaced; extended here.
+    `done` are places that this edit has assigned and modules that it has replaced; extended here.
     """
     old, place = owner._modules.get(leaf), (id(owner), leaf)
     if place in done or (leaf not in SLOTS and old is not None and id(old) in done):

@@ -11,7 +11,6 @@ import torch
 import zoo
 from position_checks import base, difference, patched, states, tokens
 from position_families import make
-from rope_proof import CACHE
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -73,15 +72,6 @@ def test_padding_changes_nothing(model_type: str) -> None:
         given[key] = short
     alone = states(model, {"input_ids": short, key: short})
     assert difference(states(model, given)[:, :9], alone) <= 1e-6
-
-
-def test_a_prompt_in_two_pieces() -> None:
-    model = patched(make("gpt2"), pos="alibi")
-    whole = tokens(2, 11)
-    with torch.no_grad():
-        cache = model(whole[:, :6])[CACHE]
-        second = model(whole[:, 6:], **{CACHE: cache}).logits
-        assert difference(second, model(whole).logits[:, 6:]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

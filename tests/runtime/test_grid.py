@@ -12,12 +12,11 @@ import pytest
 import torch
 import zoo
 from position_checks import changed_positions, difference, require_the_same_with_checkpointing, states
-from tiny_models import changes, fingerprint, patch
+from tiny_models import patch
 from torch import Tensor
 from transformers import AutoModel
 
 from hfpatch.errors import OptionError
-from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.handing_down import HandedDown
@@ -283,19 +282,6 @@ def test_beside_norms_that_stand_elsewhere() -> None:
     assert difference(handed, states(patched("dpt", LINE), given)) > 1e-3
     assert isinstance(model.__dict__.pop(LENS), HandedDown)  # attentions then count their tokens
     assert torch.equal(handed, states(model, given))
-
-
-TAKEN_BACK = [("idefics3_vision", GRID), ("sam_vision_model", GRID), ("wav2vec2", LINE), ("videomae", RoPE(axes=3))]
-
-
-@pytest.mark.parametrize(("model_type", "pos"), TAKEN_BACK)
-def test_taken_back(model_type: str, pos: RoPE) -> None:
-    model, given = zoo.tiny(model_type)
-    expected, before = states(model, given), fingerprint(model)
-    patch(model, pos=pos, reversible=True)
-    assert difference(states(model, given), expected) > 1e-2
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
 
 
 def test_one_scheme_after_another() -> None:
