@@ -131,25 +131,26 @@ class AffineNorm(nn.Module):
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
         facts = NormFacts(kind or cls.kind, shape or (), eps, channels_first, offset, *names)
-        kept = (None, None) if old is None else facts.parameters_of(old)
-        beside = [one for one in kept if one is not None]
-        beside = beside or [one for one in parent.parameters() if one.is_floating_point()]
+        gain_parameter, shift_parameter = (None, None) if old is None else facts.parameters_of(old)
+        kept = [one for one in (gain_parameter, shift_parameter) if one is not None]
+        if shape is None:
+            if not kept:
+                raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
+            facts = replace(facts, shape=tuple(kept[0].shape))
+        beside = kept or [one for one in parent.parameters() if one.is_floating_point()]
         first = next(iter(beside), torch.zeros(()))
         trains = not beside or any(one.requires_grad for one in beside)
         like = nn.Parameter(torch.empty((), dtype=first.dtype, device=first.device), trains)
         if old is None:
-            fresh = [None if name is None else cls._new(facts.shape, 0.0, like) for name in names]
-            new = cls(facts, *fresh, **options, like=like)
+            gain_parameter, shift_parameter = (
+                None if name is None else cls._new(facts.shape, 0.0, like) for name in names
+            )
+        new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
+        if old is None:
             with torch.no_grad():
                 for name, parameter in new.named_parameters():
                     parameter.fill_(new.initial_value(name))
-            return new
-        if shape is None:
-            shapes = [tuple(one.shape) for one in kept if one is not None]
-            if not shapes:
-                raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
-            facts = replace(facts, shape=shapes[0])
-        return cls(facts, *kept, **options, like=like)
+        return new
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name.startswith(RENAMED):

@@ -290,3 +290,13 @@ def test_one_scheme_after_another() -> None:
     for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
         patch(model, pos=pos)
         assert torch.equal(states(model, given), states(patched("dpt", pos), given))
+
+
+def test_a_subclass_of_an_owner_is_told_as_well() -> None:
+    from transformers import ViTModel
+
+    class Mine(ViTModel):
+        pass
+
+    model = patch(zoo.tiny("vit", auto_class=Mine)[0], pos=GRID)
+    assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))
