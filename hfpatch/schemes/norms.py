@@ -63,14 +63,8 @@ class Norm(Scheme):
         """
         facts, module = self.remaining_facts(facts), self.module_class()
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
-        names = parameter_names(old)
-        usual: dict[str, Any] = {
-            "channels_first": False,
-            "offset": 0.0,
-            "gain": names[0],
-            "shift": names[1],
-            "kind": module.kind,
-        }
+        usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
+        usual |= zip(("gain", "shift"), parameter_names(old), strict=True)
         if sizes:
             usual["shape"] = tuple(sizes[0])
         given = {name: getattr(facts, name) for name in ("eps", "shape", "channels_first", "offset", "gain", "shift")}

@@ -80,20 +80,6 @@ def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str)
     assert drafted
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads a cache from a GPU alone")
-@pytest.mark.parametrize("name", TEXT)
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-def test_an_offloaded_cache(name: str, pos: str) -> None:
-    if pos == "alibi" and name == "mvp":
-        pytest.skip("takes no bias, see test_alibi.py")
-    model, given = made(name, pos)
-    model, given = model.cuda(), {key: value.cuda() for key, value in given.items()}
-    plain = generated(model, given, use_cache=False)
-    for cache in ("offloaded", "offloaded_static"):
-        assert difference(generated(model, given, cache_implementation=cache, disable_compile=True), plain) <= 1e-4
-
-
 @pytest.mark.parametrize(("name", "pos", "use_cache"), slow_but(PADDED, 12))
 def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> None:
     model, given = made(name, pos)
