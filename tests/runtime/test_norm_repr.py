@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from norm_kinds import KINDS
 from torch import Tensor, nn
 
 from hfpatch.runtime.norms import AffineNorm, DynamicErf, DynamicTanh, NormFacts, RMSNorm
@@ -27,6 +27,9 @@ class Shard(Tensor):
 WRITTEN = {
     "RMSNorm(4, eps=1e-05)": RMSNorm(FACTS, nn.Parameter(torch.ones(4)), None),
     "DynamicErf(4, alpha=0.1235, s=-0.03)": DynamicErf(FACTS, None, None, alpha=0.123456, s=-0.03, like=torch.ones(4)),
+    "DynamicTanh(4, channels_first=True, alpha=0.5)": DynamicTanh(
+        replace(FACTS, channels_first=True), None, None, alpha=0.5, like=torch.ones(4)
+    ),
     "DynamicTanh(4, alpha=0.21)": dyt([0.21]).to(torch.bfloat16),
     "DynamicTanh(4, alpha=0.25 to 2)": dyt([0.25, 1, 2, 1]),
     "DynamicTanh(4, alpha0=0.75)": dyt([0.21], 0.75).to("meta"),
@@ -38,9 +41,3 @@ WRITTEN = {
 @pytest.mark.parametrize("text", WRITTEN)
 def test_the_present_values_or_the_start(text: str) -> None:
     assert repr(WRITTEN[text]) == text
-
-
-def test_the_axis() -> None:
-    old = KINDS["ConvNeXt, channels first"].make()
-    new = DynamicTanh.replacing(old, old, eps=1e-6, channels_first=True, alpha=0.5)
-    assert repr(new).endswith(", channels_first=True, alpha=0.5)")

@@ -173,6 +173,26 @@ def test_rms_without_a_shift_is_one_call_that_tools_know() -> None:
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.nn.functional.rms_norm]
 
 
+@pytest.mark.parametrize(
+    ("kind", "frozen", "neighbour_trains", "trains"),
+    [
+        ("LayerNorm", ("weight", "bias"), True, False),
+        ("LayerNorm", ("weight",), False, True),
+        ("OLMo", (), True, True),  # which has no Parameters of its own
+        ("OLMo", (), False, False),
+    ],
+)
+def test_new_parameters_are_frozen_where_those_beside_them_are(
+    kind: str, frozen: tuple[str, ...], neighbour_trains: bool, trains: bool
+) -> None:
+    norm, parent = KINDS[kind].make(), nn.Linear(2, 2).requires_grad_(neighbour_trains)
+    for name in frozen:
+        norm.get_parameter(name).requires_grad_(False)
+    facts = describe(norm)
+    assert facts is not None
+    assert DyT().call(facts, norm).make_module(norm, parent).get_parameter("alpha").requires_grad == trains
+
+
 # In a model
 
 
