@@ -184,10 +184,10 @@ FAULTS = [
     ),
     Fault(
         "record",
-        "a tuple of one number comes back as a number",
+        "a list comes back as a tuple",
         "runtime/edits.py",
-        "{',' if len(value) == 1 else ''})",
-        ")",
+        "return list(map(_parsed, items))",
+        "return tuple(map(_parsed, items))",
         ("runtime/test_edit_text.py",),
     ),
     Fault(
@@ -281,7 +281,7 @@ FAULTS = [
     Fault(
         "generation",
         "generate() stops at the removed table's length",
-        "runtime/generation.py",
+        "runtime/classes.py",
         "generation_config.max_length = total",
         "pass",
         ("swap/test_lengths.py::test_the_old_length_cuts_nothing_and_warns_of_nothing",),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from sampled import sampled
+from sampled import slow_but
 from tiny_models import RECORDED, difference, inputs, outputs, patch, tiny, tiny_config
 from torch import nn
 
@@ -35,14 +35,7 @@ SCHEMES = [
     {"norm": "dyt", "pos": "alibi"},
     {"mlp": "geglu"},
 ]
-LAYERS = {
-    "num_hidden_layers": 3,
-    "num_layers": 3,
-    "n_layer": 3,
-    "n_layers": 3,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-}
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 HEADS = {
     "vit": "AutoModelForImageClassification",
@@ -70,7 +63,7 @@ def fresh_dynamo():
 def deeper(family, **options):
     """A tiny model of three layers: with two, a graph per layer could pass for a recompilation."""
     kind = type(tiny_config(family))
-    own = {name: n for name, n in LAYERS.items() if name in kind().to_dict()}
+    own = {name: 3 for name in LAYERS if name in kind().to_dict()}
     if family == "gpt_neo":
         own = {"num_layers": 3, "attention_types": [[["global"], 3]]}
     return tiny(family, HEADS.get(family, "AutoModel"), **own, **options)
@@ -85,23 +78,14 @@ def without_cache(model):
     return {} if "use_cache" not in model.config.to_dict() else {"use_cache": False}
 
 
-CASES = [(family, request_) for family in RECORDED for request_ in SCHEMES]
-SAMPLE = 4  # the sweep runs all
-
-
 def case_name(value):
     return value if isinstance(value, str) else "+".join(value.values()) or "unpatched"
 
 
-MIXED = random.Random(0).sample(CASES, len(CASES))
-IN_DEFAULT = sampled(MIXED, SAMPLE)
+CASES = random.Random(0).sample([(family, request_) for family in RECORDED for request_ in SCHEMES], 81)
 
 
-@pytest.mark.parametrize(
-    ("family", "request_"),
-    [case if case in IN_DEFAULT else pytest.param(*case, marks=pytest.mark.sweep) for case in CASES],
-    ids=case_name,
-)
+@pytest.mark.parametrize(("family", "request_"), slow_but(CASES, 4, slow=0), ids=case_name)
 def test_one_graph_per_class_of_block(family, request_):
     """No graph break (fullgraph), no recompilation per layer, one for a second length and none for a third."""
     try:
@@ -382,17 +366,3 @@ def test_fsdp2():
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("same losses") == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "blocks"),
-    [
-        (transformers.T5Config(d_model=16, num_layers=3, d_kv=8, d_ff=16, num_heads=2, vocab_size=9), {"T5Block": 6}),
-        (transformers.SwinConfig(embed_dim=8, depths=[2, 2], num_heads=[2, 2], image_size=32), {"SwinLayer": 4}),
-        (transformers.ConvNextConfig(depths=[2, 2], hidden_sizes=[8, 16], num_stages=2), {"ConvNextLayer": 4}),
-    ],
-    ids=["t5", "swin", "convnext"],
-)
-def test_repeated_blocks(config, blocks):
-    model = transformers.AutoModel.from_config(config)
-    assert Counter(type(block).__name__ for _, block in repeated_blocks(model)) == blocks

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .. import runtime
 from ..checkpoint.auto_classes import auto_classes_of, opening
 from ..runtime.classes import CODE
-from ..runtime.edits import COMPONENTS, Edit, value_text
+from ..runtime.edits import COMPONENTS, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import KEY, edits_of
@@ -136,7 +136,7 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
 def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
     """The components of edits that aren't the runtime's, by the module that they are from."""
     found: dict[str, list[str]] = {}
-    trees = [ast.parse(value_text(edit.value)) for edit in edits]
+    trees = [ast.parse(repr(edit.value)) for edit in edits]
     calls = {node.func.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
     for name in sorted(calls):
         module = COMPONENTS[name].__module__

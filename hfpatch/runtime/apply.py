@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import transformers
 from torch import Tensor, nn
 
 from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
-from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SCALE_SLOT, Call, Edit, children_at, modules_at, pattern_of, value_text
+from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, modules_at, pattern_of
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
 from .record import KEY, saved_from
@@ -19,10 +19,9 @@ _MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
 
 
 class Direct:
-    """Writes changes without an undo log; `core.transaction.Transaction` has the same methods with one."""
+    """Writes changes as `core.transaction.Transaction` does, by methods of the same names, but without an undo log."""
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        """Set, replace or (None) remove a child; a new one gets the train/eval mode of the old one or the parent."""
         old = parent._modules.get(name)
         if new is None:
             parent._modules.pop(name, None)
@@ -30,15 +29,12 @@ class Direct:
         parent._modules[name] = new.train(old.training if old is not None else parent.training)
 
     def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-        """Replace a Parameter; None leaves the name without one."""
         module._parameters[name] = new
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
-        """Set a plain attribute."""
         target.__dict__[name] = value
 
     def set_class(self, target: Any, new: type) -> None:
-        """Change an object's class to a subclass of it, or back."""
         target.__class__ = new
 
 
@@ -81,17 +77,10 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
     missing = set(edit.at)
     count = 0
     for path, owner, leaf in tree.places(edit.at):
-        if owner is None:  # in an inner model that was built patched
-            missing.discard(path)
-            continue
-        if isinstance(value, Call) and value.needs_old() and getattr(owner, leaf, None) is None:
-            continue
-        assigned = _assign(owner, leaf, value, tree, changes, done)
+        assigned = False if owner is None else _assign(owner, leaf, value, tree, changes, done)
         if assigned is not None:
             missing.discard(path)
             count += assigned
-        elif value is None:  # what a later patch drops needn't be there
-            missing.discard(path)
     if missing and tree.fresh and type(model).__name__ in saved_from(model.config):
         raise CheckpointError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "
@@ -178,34 +167,33 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any]) -> bool | None:
-    """Assign one place; True if it was changed, False if it already was, None if there is no such place.
+    """Assign one place; True if it was changed, False if it already was, None if there is no such place to change.
 
-    Args:
-        owner, leaf: the module, and the name of its child, Parameter, attribute or slot.
-        value: the edit's value.
-        tree: the index of the model.
-        changes: writes the change: a `Transaction` or `Direct`.
-        done: places that this edit has assigned and modules that it has replaced; extended here.
+    `done` are places that this edit has assigned and modules that it has replaced; extended here.
     """
     old, place = owner._modules.get(leaf), (id(owner), leaf)
-    if place in done or (leaf not in _SLOTS and old is not None and id(old) in done):
+    if place in done or (leaf not in SLOTS and old is not None and id(old) in done):
         return False
+    if isinstance(value, Call) and value.needs_old() and getattr(owner, leaf, None) is None:
+        return None
     done[place] = owner
-    if leaf in _SLOTS:
-        _SLOTS[leaf](owner, value, changes)
+    if leaf in SLOTS:
+        _fill_slot(owner, leaf, value, changes)
         if owner is not tree.model:  # whose own class does it already: that of a patched model
             changes.set_class(owner, lensed_class(host_class(type(owner))))
     elif old is not None:
         new = _replace(old, owner, leaf, value, tree, changes)
         done[id(old)] = done[id(new)] = new
-    elif isinstance(value, Call) and value.is_module():
-        _add(owner, leaf, value, changes)
+    elif isinstance(value, Call) and value.is_module():  # a new child, or in the place of a function
+        present = getattr(owner, leaf, None)
+        write = changes.set_attribute if leaf in vars(owner) and present is not None else changes.set_module
+        write(owner, leaf, value.make_module(present, owner))
     elif leaf in owner._parameters:
         return _set_parameter(owner, leaf, value, changes)
     elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # else skipped: not every head has every place
         changes.set_attribute(owner, leaf, value.make(getattr(owner, leaf, None)) if isinstance(value, Call) else value)
     else:
-        return None
+        return False if value is None else None  # what a later patch drops needn't be there
     return True
 
 
@@ -223,16 +211,6 @@ def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree
     return new
 
 
-def _add(owner: nn.Module, leaf: str, value: Call, changes: Any) -> None:
-    """Add a child module, or replace a function that is a plain attribute by a module."""
-    present = getattr(owner, leaf, None)
-    new = value.make_module(present, owner)
-    if leaf in vars(owner) and present is not None:
-        changes.set_attribute(owner, leaf, new)
-    else:
-        changes.set_module(owner, leaf, new)
-
-
 def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> bool:
     """Replace a Parameter by the result of a call, or by None; False if it is None and the value a plain one."""
     present = owner._parameters[leaf]
@@ -245,26 +223,18 @@ def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> boo
     return True
 
 
-def _set_lens(module: nn.Module, lens: Any, changes: Any) -> None:
-    """Add a lens to a module; None removes all of them."""
-    bound = lens.bound(module) if hasattr(lens, "bound") else lens
-    changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
-
-
-def _set_centring(module: nn.Module, axis: int, changes: Any) -> None:
-    """Let a module subtract the mean over an axis from its output."""
-    changes.set_attribute(module, CENTRED, axis)
-
-
-def _set_scale(module: nn.Module, start: float, changes: Any) -> None:
-    """Let a module multiply its output by a new learned scalar, `start` at first."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    scale = nn.Parameter(weight.detach().new_full((1,), start), requires_grad=weight.requires_grad)
-    changes.set_parameter(module, SCALE, scale)
-    changes.set_attribute(module, SCALED, start)
-
-
-_SLOTS: dict[str, Callable[..., None]] = {LENS_SLOT: _set_lens, CENTRE_SLOT: _set_centring, SCALE_SLOT: _set_scale}
+def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
+    """Add a lens (None removes all), the axis over which the output is centred, or a learned scalar on the output."""
+    if slot == LENS_SLOT:
+        bound = value.bound(module) if hasattr(value, "bound") else value
+        changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
+    elif slot == CENTRE_SLOT:
+        changes.set_attribute(module, CENTRED, value)
+    else:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        scale = nn.Parameter(weight.detach().new_full((1,), value), requires_grad=weight.requires_grad)
+        changes.set_parameter(module, SCALE, scale)
+        changes.set_attribute(module, SCALED, value)
 
 
 def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
@@ -288,9 +258,9 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
         values[key] = edit.value
     groups: dict[tuple[str, str], list[str]] = {}
     for (place, _), value in values.items():
-        groups.setdefault((pattern_of(place), value_text(value)), []).append(place)
+        groups.setdefault((pattern_of(place), repr(value)), []).append(place)
     merged: dict[tuple[str, str], list[str]] = {}
-    by_text = {value_text(value): value for value in values.values()}
+    by_text = {repr(value): value for value in values.values()}
     for (pattern, text), paths in groups.items():
         leaf = pattern.rpartition(".")[2]
         own = {identity for path in paths for identity in _identities(tree, path)}

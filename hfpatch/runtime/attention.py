@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .errors import PositionError
-from .lens import REMOVED_ARGUMENT, Arguments, Indexed
+from .lens import REMOVED_ARGUMENT, Arguments, StandIn
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
@@ -25,26 +25,24 @@ POSITIONS = "handed_positions"  # argument, or attribute of an attention's view,
 
 
 class Rotation:
-    """Turns x (B, T, H, head_dim), or as the tokens lie otherwise, by its tokens' positions.
+    """Turns x (B, T, H, head_dim), or (T, H, head_dim), or (B, rows, columns, H, head_dim), by its tokens' positions.
 
     Args:
         rotary: the module that a scheme attached.
         positions: of the tokens, (B or 1, T) or (B or 1, T, axes).
-        tokens: how they lie.
     """
 
-    def __init__(self, rotary: Any, positions: Any, tokens: _Tokens):
-        self.rotary, self.positions, self.tokens = rotary, positions, tokens
+    def __init__(self, rotary: Any, positions: Any):
+        self.rotary, self.positions = rotary, positions
         self.phases = rotary(positions)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.tokens.in_batches:
-            return self.rotary.rotate(x, self.phases)
-        return self.tokens.in_input_order(self.rotary.rotate(self.tokens.in_line(x), self.phases))
+        in_line = x[None] if x.dim() == 3 else x.flatten(1, -3)
+        return self.rotary.rotate(in_line, self.phases).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
         """The same of some of the tokens alone, slots (B, n)."""
-        return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots), self.tokens)
+        return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots))
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Window:
     local: str | None = None
     size: str = ""
 
-    def mask(self, module: nn.Module, slots: Tensor) -> Indexed:
+    def mask(self, module: nn.Module, slots: Tensor) -> StandIn:
         """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
         The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
@@ -71,7 +69,7 @@ class Window:
         size = getattr(module.config, self.size) if local else None
         buffer: Tensor = getattr(module, self.buffer)
 
-        def answer(index: tuple[slice, slice, slice, slice]) -> Tensor:
+        def answer(_: Tensor, index: tuple[slice, slice, slice, slice]) -> Tensor:
             keys = torch.arange(index[3].stop, device=slots.device)
             queries = slots[..., None]
             allowed = keys <= queries
@@ -79,7 +77,7 @@ class Window:
                 allowed = allowed & (keys > queries - size)
             return allowed[None].to(buffer.dtype)
 
-        return Indexed(buffer, answer)
+        return StandIn(buffer, answer)
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
@@ -127,10 +125,11 @@ class AttentionLens:
     time: int = 1
     other_tokens: str | None = None
     position_ids: bool = True
+    hfpatch_note: ClassVar[str] = "inputs of any length"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         states: Tensor = arguments[self.states]
-        tokens = _Tokens.of(swap_token_axis(states, self.time))
+        tokens = swap_token_axis(states, self.time)
         rotary: Any = module._modules.get(ROTARY)
         bias = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
@@ -142,16 +141,16 @@ class AttentionLens:
         if self.window is not None:
             attributes[self.window.buffer] = self.window.mask(module, slots)
         if bias is not None:
-            filled[MASK] = self._biased(module, bias, tokens, states.dtype, slots, arguments)
+            filled[MASK] = self._biased(module, bias, tokens, slots, arguments)
         if rotary is not None:
-            rotation = Rotation(rotary, positions, tokens)
+            rotation = Rotation(rotary, positions)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
                 filled.update(self.projections.turned(arguments, rotation))
         return attributes, filled
 
-    def _positions(self, module: nn.Module, rotary: Any, tokens: _Tokens, arguments: Arguments) -> Tensor | None:
+    def _positions(self, module: nn.Module, rotary: Any, tokens: Tensor, arguments: Arguments) -> Tensor | None:
         """The tokens' positions, as a stack's owner or the caller says them; None where nobody does.
 
         Raises:
@@ -160,8 +159,9 @@ class AttentionLens:
         axes = getattr(rotary, "axes", 1)
         handed = arguments.get(POSITIONS) or module.__dict__.get(POSITIONS) or ()
         positions = dict(handed).get(axes)
-        if positions is None and axes == 2 and tokens.lie_on_a_grid:
-            return tokens.places()
+        if positions is None and axes == 2 and tokens.dim() == 4:
+            rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape[1:3])
+            return torch.cartesian_prod(rows, columns)[None]
         if positions is None and axes > 1:
             raise PositionError(
                 f"{module._get_name()} got no positions of its tokens on the {axes}-axis grid: call it through "
@@ -172,7 +172,7 @@ class AttentionLens:
         if positions is None or (not self.position_ids and positions.shape == (1,)):
             return None
         positions = positions[None] if positions.dim() == 1 else positions
-        others = tokens.number - positions.shape[1]
+        others = number_of(tokens) - positions.shape[1]
         if others > 0 and self.other_tokens == "before":
             before = torch.arange(-others, 0, device=positions.device)
             return torch.cat((before.expand(len(positions), -1), positions), dim=1)
@@ -181,20 +181,14 @@ class AttentionLens:
             return torch.cat((positions, positions[:, -1:] + after), dim=1)
         if others:
             raise PositionError(
-                f"{module._get_name()} was given {tokens.number} tokens and {positions.shape[1]} positions: some "
+                f"{module._get_name()} was given {number_of(tokens)} tokens and {positions.shape[1]} positions: some "
                 "were dropped or added on the way, and which isn't known here. Pass one of position_ids per token of "
                 "this call, or none."
             )
         return positions
 
     def _biased(
-        self,
-        module: nn.Module,
-        bias: nn.Module,
-        tokens: _Tokens,
-        dtype: torch.dtype,
-        slots: Tensor,
-        arguments: Arguments,
+        self, module: nn.Module, bias: nn.Module, tokens: Tensor, slots: Tensor, arguments: Arguments
     ) -> Tensor:
         """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
         kind = attention_implementation(module)
@@ -206,19 +200,20 @@ class AttentionLens:
             raise PositionError(
                 f"{module._get_name()} was given {MASK} {shape}; a bias on its scores needs (B, 1, T, S)."
             )
-        length, start = tokens.number, 0
+        number = number_of(tokens)
+        length, start = number, 0
         if cache is not None:
-            length, start = cache.get_mask_sizes(tokens.number, getattr(module, self.layer_index))
+            length, start = cache.get_mask_sizes(number, getattr(module, self.layer_index))
         if mask is not None:
             length = mask.shape[-1]  # a host may have cut it
         keys = torch.arange(length, device=tokens.device) + start
-        dtype = score_dtype(tokens.device.type, dtype)
+        dtype = score_dtype(tokens.device.type, tokens.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
         if mask is None:
             causal = arguments.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            if causal and kind == "sdpa" and tokens.number > 1:  # eager attentions are always given their mask
+            if causal and kind == "sdpa" and number > 1:  # eager attentions are always given their mask
                 scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
         elif mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, lowest)
@@ -226,8 +221,8 @@ class AttentionLens:
             scores = (scores + mask.to(wide)).clamp(min=lowest)
         return scores.to(dtype)
 
-    def _slots(self, module: nn.Module, tokens: _Tokens, arguments: Arguments) -> Tensor:
-        slots = torch.arange(tokens.number, device=tokens.device)[None]
+    def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments) -> Tensor:
+        slots = torch.arange(number_of(tokens), device=tokens.device)[None]
         cache = self._cache(arguments)
         if cache is None:
             return slots
@@ -244,37 +239,9 @@ class AttentionLens:
         return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
 
 
-class _Tokens(NamedTuple):
-    """How hidden states lie: (T, d), (B, T, d), or (B, rows, columns, d), whose tokens count row after row."""
-
-    shape: torch.Size
-    device: torch.device
-    number: int  # T, or rows * columns
-    in_batches: bool  # (B, T, d)
-
-    @classmethod
-    def of(cls, states: Tensor) -> _Tokens:
-        shape = states.shape
-        if len(shape) == 3:
-            return cls(shape, states.device, shape[1], True)
-        return cls(shape, states.device, math.prod(shape[1:-1]) if len(shape) > 2 else shape[0], False)
-
-    @property
-    def lie_on_a_grid(self) -> bool:
-        return len(self.shape) == 4
-
-    def places(self) -> Tensor:
-        """Rows and columns (1, T, 2) of tokens on a grid."""
-        rows, columns = (torch.arange(size, device=self.device) for size in self.shape[1:3])
-        return torch.cartesian_prod(rows, columns)[None]
-
-    def in_line(self, x: Tensor) -> Tensor:
-        """x (*leading, H, head_dim), not (B, T, H, head_dim), as the latter."""
-        return x.flatten(1, -3) if len(self.shape) == 4 else x[None]
-
-    def in_input_order(self, x: Tensor) -> Tensor:
-        """Inverse of `in_line`."""
-        return x.unflatten(1, self.shape[1:-1]) if len(self.shape) == 4 else x[0]
+def number_of(tokens: Tensor) -> int:
+    """How many tokens hidden states hold: (T, d), (B, T, d), or (B, rows, columns, d), which count row after row."""
+    return math.prod(tokens.shape[1:-1]) if tokens.dim() > 2 else len(tokens)
 
 
 def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .errors import PositionError
 from .lens import Arguments, StandIn, checkpointed_once, put, views
-from .norms import AffineNorm, NormFacts
+from .norms import AffineNorm
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 
@@ -36,17 +36,10 @@ class MaskedBatchNorm(AffineNorm):
     running_var: Tensor
     num_batches_tracked: Tensor
 
-    def __init__(
-        self,
-        facts: NormFacts,
-        gain: nn.Parameter | None,
-        shift: nn.Parameter | None,
-        momentum: float,
-        like: Tensor,
-    ):
-        super().__init__(facts, gain, shift)
+    def __init__(self, *norm: Any, momentum: float, like: Tensor):
+        super().__init__(*norm)
         self.momentum = momentum
-        (width,) = facts.shape
+        (width,) = self.facts.shape
         self.register_buffer("running_mean", torch.zeros(width, device=like.device, dtype=like.dtype))
         self.register_buffer("running_var", torch.ones(width, device=like.device, dtype=like.dtype))
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))

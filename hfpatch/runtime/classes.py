@@ -9,6 +9,7 @@ architecture: vLLM and SGLang look it up in their registries, whose own classes 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,6 @@ from .apply import apply
 from .attention import BIAS, ROTARY
 from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
-from .generation import UnlimitedGeneration
 from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
@@ -29,6 +29,7 @@ from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_d
 from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
+LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
@@ -74,6 +75,34 @@ class PatchedConfig:
             stored["auto_map"] = auto_map
         stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
         return guarded(self, stored)
+
+
+def is_unlimited(model: Any) -> bool:
+    """Whether the config's length is a number that a table of positions left behind."""
+    return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
+
+
+class UnlimitedGeneration:
+    """Base of patched models: lifts generate()'s length limit and its warning where no table of positions is left."""
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        method = super()._prepare_generated_length  # type: ignore[misc]
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        before = arguments["generation_config"].max_length
+        generation_config = method(*args, **kwargs)
+        old = getattr(self.config, LENGTH, None)  # type: ignore[attr-defined]
+        if old is not None and generation_config.max_length == old and arguments.get("has_default_max_length"):
+            total = (before or 0) + arguments["input_ids_length"]
+            if total > old and generation_config.max_new_tokens is None and is_unlimited(self):
+                generation_config.max_length = total
+        return generation_config
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        for one in found if is_unlimited(self) else ():
+            if hasattr(one, LENGTH):
+                setattr(one, LENGTH, None)
+        return found
 
 
 class PatchedModel(UnlimitedGeneration):

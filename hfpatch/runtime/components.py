@@ -4,7 +4,6 @@
 from .alibi import LinearBias
 from .attention import AttentionLens, HostOrder, Window
 from .batch_norm import MaskedBatchNorm, Padded
-from .centred import CentredArgument
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
 from .gated import GatedActivation, GatedLinear, Projection
@@ -20,6 +19,7 @@ from .length_lenses import (
     MeanOfBuffer,
     RefusedArguments,
 )
+from .lens import CentredArgument
 from .norms import DynamicErf, DynamicTanh, LayerNorm, RMSNorm
 from .partial_rms import PartialRMSNorm
 from .qk_layouts import Fused, Projections, WindowProjections
@@ -33,8 +33,7 @@ _MODULES = (
 )
 _LENSES = (
     *(AttentionLens, HostOrder, FixedArguments, ZeroBiases, Unrotated, HandedDown, Gains, Joins, Padded),
-    CentredArgument,
-    *(FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
+    *(CentredArgument, FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (
     *(Projections, WindowProjections, Fused, Window, Join, Sinusoids),

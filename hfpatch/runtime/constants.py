@@ -32,7 +32,7 @@ class ConstantPositions(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.shape  # some hosts still ask for them
         self.padding_idx, self.by_token, self.more = padding_idx, by_token, more
-        self.constant = constant_of(table, mean_row(table, first))
+        self.constant = constant_of(table, mean_rows(table, first)[0])
 
     @classmethod
     def replacing(
@@ -101,19 +101,14 @@ def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
     return nn.Parameter(row, requires_grad=trained)
 
 
-def mean_row(table: Tensor, first: int = 0) -> Tensor:
-    """The mean (width,) of a table's rows (rows, width) from row `first` on."""
-    rows = table.detach().to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
-    return rows[first:].mean(0).to(table.dtype)
-
-
-def mean_rows(table: Tensor) -> Tensor:
-    """Mean row of a table that its host adds directly (a Parameter or buffer), with the same number of dimensions.
+def mean_rows(table: Tensor, first: int = 0) -> Tensor:
+    """Mean row of a table, from row `first` on, with the same number of dimensions.
 
     (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
     """
     axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
-    return table.detach().double().mean(axes, keepdim=True).to(table.dtype)
+    rows = table.detach().to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
+    return rows[first:].mean(axes, keepdim=True).to(table.dtype)
 
 
 def rows_of(table: nn.Module | Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import nn
 from .errors import CheckpointError, UnsupportedError
 
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
-LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
+SLOTS = LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
 _MAX_LENGTH, _MAX_EDITS, _MAX_AXES = 20_000, 10_000, 8  # of an edit, of a record, of a module's output
 _NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
 _RESERVED = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: an edit can't assign these
@@ -120,9 +120,10 @@ class Call:
         name = component if isinstance(component, str) else component.__name__
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
-    def __str__(self) -> str:
-        named = [f"{name}={value_text(value)}" for name, value in self.kwargs]
-        return f"{self.name}({', '.join([*map(value_text, self.args), *named])})"
+    def __repr__(self) -> str:
+        """The call in the text format of edits, which that of plain values is as well."""
+        named = [f"{name}={value!r}" for name, value in self.kwargs]
+        return f"{self.name}({', '.join([*map(repr, self.args), *named])})"
 
     def make(self, *first: Any) -> Any:
         """The result of the call; `first` are passed before its own arguments."""
@@ -206,17 +207,6 @@ def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
     return type(values)(map(change, values))
 
 
-def value_text(value: Any) -> str:
-    """A value in the text format of edits; `Edit.parse` reads it back."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(value_text, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(value_text, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{value_text(key)}: {value_text(inner)}" for key, inner in value.items()) + "}"
-    return str(value) if isinstance(value, Call) else repr(value)
-
-
 @dataclass(frozen=True)
 class Edit:
     """One assignment of a value to one or several places of a model; the module's docstring has examples.
@@ -230,7 +220,7 @@ class Edit:
     value: Any
 
     def __str__(self) -> str:
-        return f"{' | '.join(self.at)} = {value_text(self.value)}"
+        return f"{' | '.join(self.at)} = {self.value!r}"
 
     @classmethod
     def of(cls, path: str, value: Any) -> Edit:
@@ -268,7 +258,7 @@ class Edit:
         if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit of the form 'names = value'.")
         leaves = {place.rpartition(".")[2] for place in at}
-        if leaves & _RESERVED or (len(leaves) > 1 and leaves & {LENS_SLOT, CENTRE_SLOT, SCALE_SLOT}):
+        if leaves & _RESERVED or (len(leaves) > 1 and leaves & {*SLOTS}):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
         try:
             edit = cls(at, _parsed(ast.parse(value, mode="eval").body))

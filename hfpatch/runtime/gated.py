@@ -56,14 +56,10 @@ class GatedLinear(nn.Module):
                 isn't positive.
         """
         assert old is not None
-        if not isinstance(kind, str) or not kind.isidentifier():
-            raise ValueError(f"{kind!r:.40} is no name of an MLP scheme")
-        if width is not None and (type(width) is not int or width < 1 or tuple(map(type, biases)) != (bool, bool)):
-            raise ValueError(
-                f"a width of {width!r:.40} with biases {biases!r:.40}, not a positive integer and two bools"
-            )
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
-            raise ValueError(f"a scale of {scale!r:.40}, not a positive number")
+        sized = width is None or (type(width) is int and width > 0 and tuple(map(type, biases)) == (bool, bool))
+        scaled = type(scale) in (int, float) and 0 < scale < float("inf")
+        if not (isinstance(kind, str) and kind.isidentifier() and sized and scaled):
+            raise ValueError(f"no gated MLP {kind!r:.40} of {width=!r:.40}, {biases=!r:.40}, {scale=!r:.40}")
         if width is not None:
             d_in = projection_sizes(old)[0]
             return cls(kind, *(new_projection(old, d_in, width, bias) for bias in biases))

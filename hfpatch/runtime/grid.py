@@ -42,11 +42,6 @@ class Grid:
     mask: str | None = None
     noise: str | None = None
 
-    @property
-    def handed_down(self) -> bool:
-        """Whether attentions must be told where their tokens are."""
-        return self.projection is not None
-
     def axes(self, owner: nn.Module) -> int:
         """Coordinates of a patch."""
         return len(self._convolution(owner).kernel_size) if self.projection else 2

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .constants import ZERO_MEAN_ROW, ConstantPositions, mean_row
+from .constants import ZERO_MEAN_ROW, ConstantPositions, mean_rows
 from .errors import PositionError
-from .lens import Arguments, Indexed, View, first_at
+from .lens import Arguments, StandIn, View, first_at
 from .tables import ComputedPositions
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
@@ -24,13 +24,7 @@ _ANY = 2**31  # rows enough for any length
 class LengthLimit:
     """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
 
-    def with_table(self, reserved_rows: int) -> LengthLimit | None:
-        """The same for a stack in which a table stays, so that positions must be counted; None where that isn't known.
-
-        Args:
-            reserved_rows: as in `sites.records.record.Stack`.
-        """
-        return None
+    hfpatch_note = "inputs of any length"
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,6 @@ class FilledArguments(LengthLimit):
     def __init__(self, *names: str, counts: bool = False):
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "counts", counts)
-
-    def with_table(self, reserved_rows: int) -> FilledArguments:
-        """Hosts with reserved rows count from their tokens, padding left out; for others they are counted here."""
-        counted = "position_ids" in self.names and not reserved_rows
-        return FilledArguments(*(n for n in self.names if counted or n != "position_ids"), counts=counted)
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tokens = arguments.get("input_ids")
@@ -77,9 +66,6 @@ class RefusedArguments(LengthLimit):
     def __init__(self, *names: str):
         object.__setattr__(self, "names", names)
 
-    def with_table(self, reserved_rows: int) -> RefusedArguments:
-        return self
-
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         for name in self.names:
             if arguments.get(name) is not None:
@@ -100,10 +86,6 @@ class ExpandedRows(LengthLimit):
     """
 
     rows: tuple[tuple[str, int | str | None], ...]
-
-    def with_table(self, reserved_rows: int) -> ExpandedRows | None:
-        """Hosts that only compare their input with the number of rows can keep their table."""
-        return self if all(number is None for _, number in self.rows) else None
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         attributes: dict[str, Any] = {}
@@ -136,10 +118,10 @@ class MeanOfBuffer(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         table: Tensor = getattr(module, self.table)
-        row = mean_row(table)
+        row = mean_rows(table)[0]
         row = torch.zeros_like(row) if ZERO_MEAN_ROW in module.__dict__ else row
         # where the buffer is by then: some hosts cast it before they index it
-        return {self.table: Indexed(table, lambda _: row.to(getattr(module, self.table)))}, {}
+        return {self.table: StandIn(table, lambda *_: row.to(getattr(module, self.table)))}, {}
 
 
 @dataclass(frozen=True)
@@ -159,9 +141,6 @@ class CountedLength(LengthLimit):
     places: tuple[str, ...]
     more: int = 0
     never_multiple_of: int | None = None
-
-    def with_table(self, reserved_rows: int) -> CountedLength:
-        return self
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         strides = [getattr(module, name).stride for name in self.convolutions]
@@ -219,3 +198,18 @@ class AnyImageSize(LengthLimit):
 
             attributes |= dict.fromkeys(self.resize, answer)
         return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
+
+
+def beside_a_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
+    """The lens for a stack in which a table stays, so that positions must be counted; None where that isn't known.
+
+    Args:
+        limit: the lens for a stack without a table.
+        reserved_rows: as in `sites.records.record.Stack`.
+    """
+    if isinstance(limit, FilledArguments):  # hosts with reserved rows count from their tokens, padding left out
+        counted = "position_ids" in limit.names and not reserved_rows
+        return FilledArguments(*(name for name in limit.names if counted or name != "position_ids"), counts=counted)
+    if isinstance(limit, ExpandedRows):  # hosts that only compare their input with the number of rows can keep it
+        return limit if all(number is None for _, number in limit.rows) else None
+    return limit if isinstance(limit, RefusedArguments | CountedLength) else None

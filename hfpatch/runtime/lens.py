@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,34 +103,24 @@ class ListView:
 
 
 class StandIn:
-    """Proxy of a child module, for the view of its parent: its attributes are the child's.
+    """Proxy of a child module or a tensor, for the view of its parent: attributes are those of what it stands for.
 
     Args:
-        module: the child, or a proxy of it.
-        call: what runs when the proxy is called; it gets the child, then the arguments.
+        replaced: the child or tensor, or a proxy of it.
+        answer: what runs when the proxy is called, or read as `tensor[index]`; it gets `replaced`, then the arguments.
     """
 
-    def __init__(self, module: Any, call: Callable[..., Any]):
-        self.module, self.call = module, call
+    def __init__(self, replaced: Any, answer: Callable[..., Any]):
+        self.replaced, self.answer = replaced, answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self.module, *args, **kwargs)
+        return self.answer(self.replaced, *args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.answer(self.replaced, index)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-
-class Indexed:
-    """Proxy of a tensor that its host reads as `tensor[index]`: a function of the index answers instead."""
-
-    def __init__(self, tensor: Tensor, answer: Callable[[Any], Tensor]):
-        self.tensor, self.answer = tensor, answer
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.answer(index)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["tensor"], name)
+        return getattr(self.__dict__["replaced"], name)
 
 
 def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +136,7 @@ def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
 def _seen(child: Any, tree: dict[str, Any]) -> Any:
     """The proxy of a child with replacements inside it."""
     if isinstance(child, StandIn):
-        return StandIn(_seen(child.module, tree), child.call)
+        return StandIn(_seen(child.replaced, tree), child.answer)
     view = ListView if isinstance(child, nn.ModuleList | nn.Sequential | ListView) else View
     return view(child, views(child, tree))
 
@@ -216,6 +206,22 @@ def centred(output: Any, axis: int) -> Any:
     assert isinstance(output, Tensor)
     wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     return (wide - wide.mean(axis, keepdim=True)).to(output.dtype)
+
+
+@dataclass(frozen=True)
+class CentredArgument:
+    """Lens on a model: subtracts the mean over channels, x - mean(x), from an argument (B, T, d), `inputs_embeds`.
+
+    An exact RMSNorm needs a residual stream of mean zero. Embeddings of a user (soft prompts, PEFT's prompt tuning)
+    don't pass the table whose weights or outputs the patch centres.
+    """
+
+    name: str
+    hfpatch_note: ClassVar[str] = "embeddings passed in place of tokens are centred"
+
+    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
+        embeddings = arguments.get(self.name)
+        return {}, {} if embeddings is None else {self.name: centred(embeddings, -1)}
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:

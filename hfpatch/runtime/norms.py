@@ -36,7 +36,7 @@ class NormFacts:
 
     def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """The gain and shift Parameters of a module that these facts describe; None for an absent one."""
-        gain, shift = (getattr(module, name) if name else None for name in (self.gain, self.shift))
+        gain, shift = (getattr(module, name, None) if name else None for name in (self.gain, self.shift))
         return gain, shift
 
 
@@ -78,9 +78,9 @@ class AffineNorm(nn.Module):
     and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms import AffineNorm`); its scheme is elsewhere.
 
     Args:
-        facts: what the replaced norm computed.
+        facts: what the norm computes; its names of gain and shift are the class's own.
         gain, shift: the replaced norm's Parameters (the same objects), or None.
-        like: a tensor whose dtype and device new Parameters take; always given, by its name.
+        like: a Parameter whose dtype and device new ones take, frozen where they are to be; always given, by its name.
     """
 
     kind: ClassVar[str] = ""  # registered name of its norm scheme
@@ -95,10 +95,7 @@ class AffineNorm(nn.Module):
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
         self.facts = replace(
-            facts,
-            kind=self.kind,
-            gain=None if gain is None else gain_name,
-            shift=None if shift is None else shift_name,
+            facts, gain=None if gain is None else gain_name, shift=None if shift is None else shift_name
         )
         self.normalized_shape, self.eps = facts.shape, facts.eps
         same_shape = all(one is None or one.shape == facts.shape for one in (gain, shift))
@@ -122,7 +119,7 @@ class AffineNorm(nn.Module):
     ) -> AffineNorm:
         """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters.
 
-        New ones are frozen where all others of the parent are.
+        New ones are frozen where all Parameters beside them are: the norm's own, or else the parent's.
 
         Args:
             old, parent: the replaced norm (None for none), and the module that holds it.
@@ -133,22 +130,22 @@ class AffineNorm(nn.Module):
             options: further arguments of the class's constructor.
         """
         names = [own if name == OWN else name for name, own in zip((gain, shift), parameter_names(old), strict=True)]
-        nearby = [*(old.parameters(recurse=False) if old is not None else ()), *parent.parameters()]
-        like: Tensor = next(iter(nearby), torch.zeros(()))
-        parameters: list[Any] = [None if name is None else getattr(old, name, None) for name in names]
+        facts = NormFacts(kind or cls.kind, shape or (), eps, channels_first, offset, *names)
+        gain_parameter, shift_parameter = (None, None) if old is None else facts.parameters_of(old)
+        kept = [one for one in (gain_parameter, shift_parameter) if one is not None]
+        if shape is None:
+            if not kept:
+                raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
+            facts = replace(facts, shape=tuple(kept[0].shape))
+        beside = kept or [one for one in parent.parameters() if one.is_floating_point()]
+        first = next(iter(beside), torch.zeros(()))
+        trains = not beside or any(one.requires_grad for one in beside)
+        like = nn.Parameter(torch.empty((), dtype=first.dtype, device=first.device), trains)
         if old is None:
-            size = torch.full(shape or (), 0.0, dtype=like.dtype, device=like.device)
-            trains = not nearby or any(one.requires_grad for one in nearby)
-            parameters = [None if name is None else nn.Parameter(size.clone(), trains) for name in names]
-        if shape is None:
-            shape = next((tuple(one.shape) for one in parameters if one is not None), None)
-        if shape is None:
-            raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
-        facts = NormFacts(cls.kind, shape, eps, channels_first, offset)
-        gain_parameter, shift_parameter = parameters
-        like = next((one for one in parameters if one is not None), like)
+            gain_parameter, shift_parameter = (
+                None if name is None else cls._new(facts.shape, 0.0, like) for name in names
+            )
         new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
-        new.facts = replace(new.facts, kind=kind or cls.kind)
         if old is None:
             with torch.no_grad():
                 for name, parameter in new.named_parameters():
@@ -165,20 +162,16 @@ class AffineNorm(nn.Module):
         super().register_parameter(name, param)
 
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
-        """A learned scalar (1,) with the dtype and device of `like`; frozen if the norm's own Parameters are.
-
-        Of a norm that has none, `like` is a Parameter beside it.
-        """
-        return self._learned((1,), value, like)
+        """A learned scalar (1,) with the dtype and device of `like`, frozen where that is."""
+        return self._new((1,), value, like)
 
     def new_vector(self, value: float, like: Tensor) -> nn.Parameter:
         """Likewise one value for every channel, in the shape of gain and shift."""
-        return self._learned(self.facts.shape, value, like)
+        return self._new(self.facts.shape, value, like)
 
-    def _learned(self, shape: tuple[int, ...], value: float, like: Tensor) -> nn.Parameter:
-        own = next(self.parameters(), like if isinstance(like, nn.Parameter) else None)
-        tensor = torch.full(shape, value, dtype=like.dtype, device=like.device)
-        return nn.Parameter(tensor, requires_grad=own is None or own.requires_grad)
+    @staticmethod
+    def _new(shape: tuple[int, ...], value: float, like: Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.full(shape, value, dtype=like.dtype, device=like.device), like.requires_grad)
 
     def trials(self, spread: float) -> list[dict[str, float]]:
         """Values of `scalars` that a repair tries first, given the root mean square of the norm's input (`spread`)."""

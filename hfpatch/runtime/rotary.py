@@ -143,7 +143,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((rotated, *rest), dim=-1) if rest else rotated
 
     def extra_repr(self) -> str:
-        return described(self.head_dim, self.theta, self.partial, self.pairing, self.axes, self.scaling)
+        return described(self.head_dim, self)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
@@ -187,12 +187,10 @@ def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
     return channels if axes == 1 else channels - channels % (2 * axes)
 
 
-def described(
-    head_dim: int, theta: float, partial: float, pairing: str, axes: int, scaling: dict[str, Any] | None
-) -> str:
-    """One-line description of a rotation, for plans and reprs."""
-    rotated = rotary_dim(head_dim, partial, axes)
+def described(head_dim: int, rotation: Any) -> str:
+    """One-line description of a rotation of heads, for plans and reprs; of a module or of a scheme, by its options."""
+    rotated = rotary_dim(head_dim, rotation.partial, rotation.axes)
     dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"
-    dims += "" if axes == 1 else f", {axes} axes"
-    kind = scaling["rope_type"] if scaling else "default"
-    return f"RoPE(theta={theta:g}{dims}, {pairing}{'' if kind == 'default' else f', {kind}'})"
+    dims += "" if rotation.axes == 1 else f", {rotation.axes} axes"
+    kind = rotation.scaling["rope_type"] if rotation.scaling else "default"
+    return f"RoPE(theta={rotation.theta:g}{dims}, {rotation.pairing}{'' if kind == 'default' else f', {kind}'})"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lens import CENTRED, LENS, Indexed, View, host_class, reduced
+from .lens import CENTRED, LENS, StandIn, View, host_class, reduced
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:
-            stand_in: Any = View(self, {"weight": Indexed(self.weight, self.rows)})
+            stand_in: Any = View(self, {"weight": StandIn(self.weight, lambda _, index: self.rows(index))})
             return host_forward(stand_in, *args, **kwargs)
 
         body["forward"] = forward

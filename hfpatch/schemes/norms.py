@@ -61,22 +61,16 @@ class Norm(Scheme):
             facts: what the replaced norm computes, or what a new norm is to compute.
             old: the replaced norm; None for a norm that is added.
         """
-        facts, default_names = self.remaining_facts(facts), parameter_names(old)
-        arguments: dict[str, Any] = {"eps": facts.eps}
+        facts, module = self.remaining_facts(facts), self.module_class()
         sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
-        if not sizes or tuple(sizes[0]) != facts.shape:
-            arguments["shape"] = facts.shape
-        if facts.channels_first:
-            arguments["channels_first"] = True
-        if facts.offset:
-            arguments["offset"] = facts.offset
-        for argument, default in zip(("gain", "shift"), default_names, strict=True):
-            if getattr(facts, argument) != default:
-                arguments[argument] = getattr(facts, argument)
-        kind = self.module_class().kind
-        if kind not in (self.name, "prms"):
-            arguments["kind"] = self.name
-        return Call.of(self.module_class(), **arguments, **self.module_options())
+        usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
+        usual |= zip(("gain", "shift"), parameter_names(old), strict=True)
+        if sizes:
+            usual["shape"] = tuple(sizes[0])
+        given = {name: getattr(facts, name) for name in ("eps", "shape", "channels_first", "offset", "gain", "shift")}
+        given["kind"] = module.kind if module.kind == "prms" else self.name
+        arguments = {name: value for name, value in given.items() if name not in usual or value != usual[name]}
+        return Call.of(module, **arguments, **self.module_options())
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         """Why a norm that matches the request stays as it is; None to replace it."""

@@ -203,6 +203,4 @@ class RoPE(Position):
         return Call.of(component, head_dim, **options)
 
     def describe(self, head_dim: int) -> str:
-        own = self.resolved()
-        theta, partial, pairing, axes = own.theta, own.partial, own.pairing, own.axes
-        return described(head_dim, theta, partial, pairing, axes, self.scaling)  # type: ignore[arg-type]
+        return described(head_dim, self.resolved())

@@ -147,7 +147,7 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
 def _handing_down(item: FoundStack) -> list[Edit]:
     """Lenses by which positions come from a stack's owner to all of its attentions; none where it does that itself."""
     stack = item.stack
-    grid = stack.grid if stack.grid is not None and stack.grid.handed_down else None
+    grid = stack.grid if stack.grid is not None and stack.grid.projection is not None else None
     takes_ids = POSITION_IDS in inspect.signature(type(item.owner).forward).parameters
     if grid is None and (stack.hands_on or not takes_ids):
         return []

@@ -14,7 +14,7 @@ from ..core.transaction import Transaction
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.length_lenses import MEAN_ROW, NOTHING
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, beside_a_table
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
@@ -183,7 +183,7 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
     edits, values = _table_edits(item, part, first)
     longest = sys.maxsize if scheme.any_length else scheme.max_positions
     if longest is not None:
-        limits = [(path, limit.with_table(item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        limits = [(path, beside_a_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
@@ -211,7 +211,7 @@ def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
         return "is no nn.Embedding"
     if stack.others:
         return f"isn't the only one ({', '.join(stack.others)})"
-    if any(limit.with_table(stack.reserved_rows) is None for _, limit in stack.limits):
+    if any(beside_a_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by the model in a way that hfpatch can't follow"
     return None
 

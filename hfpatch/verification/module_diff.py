@@ -16,7 +16,7 @@ from ..runtime.apply import Tree
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, NoPositions
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, SCALE_SLOT, component_called
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, LengthLimit
+from ..runtime.length_lenses import MEAN_ROW, NOTHING
 from ..runtime.lens import host_class
 from ..runtime.norms import NormFacts
 from ..schemes.request import Record
@@ -99,8 +99,6 @@ def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
         return f"scores biased: {module.get_submodule(BIAS).extra_repr()}"
     if lens is AttentionLens and ROTARY in module._modules:
         return f"queries and keys rotated: {module.get_submodule(ROTARY).extra_repr()}"
-    if issubclass(lens, AttentionLens | LengthLimit):
-        return "inputs of any length"
     return getattr(lens, "hfpatch_note", f"seen through {value.name}")
 
 

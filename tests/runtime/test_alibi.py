@@ -11,7 +11,6 @@ import torch
 import zoo
 from position_checks import base, difference, patched, states, tokens
 from position_families import make
-from rope_proof import CACHE
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -42,50 +41,21 @@ def test_options_are_checked(value: Any) -> None:
         ALiBi(max_bias=value)
 
 
-def by_hand(module: nn.Module, x: Tensor, allowed: Tensor) -> Tensor:
-    """An attention's output (before its projection), token by token; allowed (T, T) says which pairs meet."""
-    heads = 4
-    if hasattr(module, "c_attn"):
-        q, k, v = (x @ module.c_attn.weight + module.c_attn.bias).chunk(3, -1)
-    else:
-        q, k, v = module.query(x), module.key(x), module.value(x)
-    q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-    out = torch.zeros_like(q)
-    slopes = [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
-    for b in range(len(x)):
-        for h in range(heads):
-            for i in range(x.shape[1]):
-                scores = [
-                    float(q[b, i, h] @ k[b, j, h]) / math.sqrt(q.shape[-1]) - slopes[h] * abs(i - j)
-                    if allowed[i, j]
-                    else -math.inf
-                    for j in range(x.shape[1])
-                ]
-                out[b, i, h] = torch.tensor(scores).softmax(0).to(x.dtype) @ v[b, :, h]
-    return out.flatten(-2)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_an_attention_by_hand(name: str, implementation: str) -> None:
-    model = patched(make(name), pos="alibi")
-    model.set_attn_implementation(implementation)
-    path = "transformer.h.1.attn" if name == "gpt2" else "bert.encoder.layer.1.attention.self"
-    attention, seen = model.get_submodule(path), {}
-    inner = attention.c_proj if name == "gpt2" else None
-    attention.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.update(x=args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-    )
-    if inner is not None:
-        inner.register_forward_pre_hook(lambda _, args: seen.update(y=args[0]))
-    else:
-        attention.register_forward_hook(lambda _, args, output: seen.update(y=output[0]))
+def test_it_is_nope_with_the_bias_in_its_mask(name: str, implementation: str) -> None:
+    model, without = (patched(make(name), pos=pos) for pos in ("alibi", "nope"))
+    distances = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    mask = torch.stack([-distances * 2 ** (-8 * (head + 1) / 4) for head in range(4)])[None]
+    if name == "gpt2":
+        mask = mask.masked_fill(torch.ones(7, 7).triu(1).bool(), torch.finfo(mask.dtype).min)
+    given = tokens(2, 7)
     with torch.no_grad():
-        model(tokens(2, 7))
-        allowed = torch.ones(7, 7).tril() if name == "gpt2" else torch.ones(7, 7)
-        assert difference(seen["y"], by_hand(attention, seen["x"], allowed)) <= 1e-5
-        shifted = by_hand(attention, seen["x"].flip(1), allowed)
-        assert difference(seen["y"], shifted) > 1e-2  # control
+        for one in (model, without):
+            one.set_attn_implementation(implementation)
+        expected = without(given, attention_mask=mask).logits
+        assert difference(model(given).logits, expected) <= 1e-5
+        assert difference(without(given).logits, expected) > 1e-2  # control
 
 
 # --- in a model -------------------------------------------------------------------------------------------------------
@@ -102,15 +72,6 @@ def test_padding_changes_nothing(model_type: str) -> None:
         given[key] = short
     alone = states(model, {"input_ids": short, key: short})
     assert difference(states(model, given)[:, :9], alone) <= 1e-6
-
-
-def test_a_prompt_in_two_pieces() -> None:
-    model = patched(make("gpt2"), pos="alibi")
-    whole = tokens(2, 11)
-    with torch.no_grad():
-        cache = model(whole[:, :6])[CACHE]
-        second = model(whole[:, 6:], **{CACHE: cache}).logits
-        assert difference(second, model(whole).logits[:, 6:]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

@@ -69,9 +69,3 @@ def test_a_second_swap_keeps_what_training_made_of_it() -> None:
     patch(model, pos="nope")
     assert torch.equal(left, values)
     assert any(p is left for p in model.parameters())
-
-
-def test_a_frozen_tables_mean_is_frozen() -> None:
-    model = tiny("gpt2").requires_grad_(False)
-    patch(model, pos="rope")
-    assert not any(p.requires_grad for p in model.parameters())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from position_checks import RECORDED, difference, generated, generator, require_the_same_with_a_cache
-from rope_proof import CACHE
 from sampled import slow_but
 from torch import Tensor
 
@@ -81,20 +80,6 @@ def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str)
     assert drafted
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads a cache from a GPU alone")
-@pytest.mark.parametrize("name", TEXT)
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-def test_an_offloaded_cache(name: str, pos: str) -> None:
-    if pos == "alibi" and name == "mvp":
-        pytest.skip("takes no bias, see test_alibi.py")
-    model, given = made(name, pos)
-    model, given = model.cuda(), {key: value.cuda() for key, value in given.items()}
-    plain = generated(model, given, use_cache=False)
-    for cache in ("offloaded", "offloaded_static"):
-        assert difference(generated(model, given, cache_implementation=cache, disable_compile=True), plain) <= 1e-4
-
-
 @pytest.mark.parametrize(("name", "pos", "use_cache"), slow_but(PADDED, 12))
 def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> None:
     model, given = made(name, pos)
@@ -105,31 +90,6 @@ def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> N
     }
     plain = generated(model, given, use_cache=False)
     assert difference(generated(model, padded, use_cache=use_cache), plain) <= 1e-4
-
-
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-def test_a_quantized_cache(pos: str) -> None:
-    from transformers import cache_utils
-
-    class ByHand(cache_utils.QuantizedLayer):
-        """Rounds what goes into the cache to 1 part in 2000 of its largest value."""
-
-        def __init__(self) -> None:
-            super().__init__(nbits=8, residual_length=4)
-
-        def _quantize(self, tensor: Tensor, axis: int) -> Any:
-            scale = tensor.abs().amax() / 2000
-            return (tensor / scale).round(), scale
-
-        def _dequantize(self, quantized: Any) -> Tensor:
-            return quantized[0] * quantized[1]
-
-    model, given = made("gpt2", pos)
-    plain = generated(model, given, use_cache=False)
-    cache = cache_utils.DynamicCache()
-    cache.layers = [ByHand() for _ in range(model.config.num_hidden_layers)]
-    assert difference(generated(model, given, **{CACHE: cache}), plain) <= 0.05
-    assert cache.layers[0].get_seq_length() > 9
 
 
 @pytest.mark.parametrize("name", slow_but(CAUSAL, 4))

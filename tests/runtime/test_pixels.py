@@ -22,40 +22,18 @@ ON_A_GRID = [  # all patches of one image, in their order
 SQUARE = ("GraniteDoclingVisionModel", "Ovis2VisionTransformer")  # what follows them takes squares
 
 
-def cut(owner: str, pos: str) -> tuple[Any, dict[str, Any], Any, Any]:
-    """A patched model, its inputs, the stack and the convolution that cuts them."""
-    model, inputs = proof.patched(HOMES[owner], pos)
-    found = proof.stack_of(model, owner)
-    grid: Any = found.stack.grid
-    return model, dict(inputs), found, found.owner.get_submodule(grid.projection)
-
-
-def of_size(pixels: Tensor, convolution: Any, *patches: int, seed: int = 0) -> Tensor:
-    """Noise in the place of an input, with another number of patches along its last axes."""
-    sides = [
-        (count - 1) * stride + kernel - 2 * pad
-        for count, stride, kernel, pad in zip(
-            patches, convolution.stride[-2:], convolution.kernel_size[-2:], padding(convolution), strict=True
-        )
-    ]
-    shape = (*pixels.shape[:-2], *sides)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pixels.dtype)
-
-
-def padding(convolution: Any) -> tuple[int, ...]:
-    return (0, 0) if convolution.padding == "valid" else convolution.padding[-2:]
-
-
 @pytest.mark.parametrize("owner", slow_but(ON_A_GRID, 12))
 def test_any_size_and_aspect_ratio(owner: str) -> None:
-    model, inputs, found, convolution = cut(owner, "rope")
-    grid = found.stack.grid
-    for size in ((8, 8),) if owner in SQUARE else ((2, 6), (8, 2), (6, 6)):
+    model, inputs = proof.patched(HOMES[owner])
+    found = proof.stack_of(model, owner)
+    grid: Any = found.stack.grid
+    convolution = found.owner.get_submodule(grid.projection)
+    cuts = list(zip(convolution.kernel_size[-2:], convolution.stride[-2:], strict=True))
+    for patches in ((8, 8),) if owner in SQUARE else ((2, 6), (8, 2), (6, 6)):
+        sides = [kernel + stride * (count - 1) for count, (kernel, stride) in zip(patches, cuts, strict=True)]
+        sides = sides[::-1] if grid.transposed else sides
         pixels = inputs[grid.argument]
-        if grid.transposed:
-            given = of_size(pixels.transpose(-1, -2), convolution, *size).transpose(-1, -2)
-        else:
-            given = of_size(pixels, convolution, *size)
+        given = torch.randn((*pixels.shape[:-2], *sides), generator=torch.Generator().manual_seed(0)).to(pixels.dtype)
         result = dict(proof.floating_tensors(proof.run(model, {**inputs, grid.argument: given})))
         assert result
         assert all(value.isfinite().all() for value in result.values())

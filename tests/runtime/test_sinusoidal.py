@@ -41,19 +41,19 @@ def test_rows_of_the_paper(width: int) -> None:
             assert math.isclose(float(row[channel]), expected, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize("width", [8, 9])
-def test_half_is_marian_s(width: int) -> None:
-    marian = MarianSinusoidalPositionalEmbedding(40, width).create_weight()
-    rows = Sinusoidal(layout="half").rule().rows(torch.arange(40), width)
-    assert torch.allclose(rows, marian, atol=1e-5)
-    assert not torch.allclose(Sinusoidal().rule().rows(torch.arange(40), width), marian, atol=1e-1)  # control
+MARIAN, XGLM = MarianSinusoidalPositionalEmbedding, XGLMSinusoidalPositionalEmbedding
+LAYOUTS = [
+    *(("half", "interleaved", MARIAN(40, width).create_weight()) for width in (8, 9)),
+    ("tensor2tensor", "half", sinusoids(40, 8)),  # Whisper's
+    ("tensor2tensor", "half", XGLM.get_embedding(40, 8)),  # fairseq's
+]
 
 
-def test_tensor2tensor_is_whisper_s_and_fairseq_s() -> None:
-    rows = Sinusoidal(layout="tensor2tensor").rule().rows(torch.arange(40), 8)
-    assert torch.allclose(rows, sinusoids(40, 8), atol=1e-5)
-    assert torch.allclose(rows, XGLMSinusoidalPositionalEmbedding.get_embedding(40, 8), atol=1e-5)
-    assert not torch.allclose(Sinusoidal(layout="half").rule().rows(torch.arange(40), 8), rows, atol=1e-1)  # control
+@pytest.mark.parametrize(("layout", "another", "table"), LAYOUTS)
+def test_layouts_are_transformers_own(layout: str, another: str, table: Tensor) -> None:
+    rows, others = (Sinusoidal(layout=one).rule().rows(torch.arange(40), table.shape[1]) for one in (layout, another))
+    assert torch.allclose(rows, table, atol=1e-5)
+    assert not torch.allclose(others, table, atol=1e-1)  # control
 
 
 @pytest.mark.parametrize("options", [{"layout": "halves"}, {"base": 0}, {"scale": -1.0}, {"max_positions": 0}])
@@ -165,6 +165,8 @@ def test_a_table_that_is_gone_is_refused(pos: str) -> None:
         plan_patch(model, pos="sinusoidal", keep="*wpe*")
     with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
         plan_patch(make("vit"), pos="sinusoidal")  # a grid of patches
+    with pytest.raises(UnsupportedError, match="read by the model in a way"):
+        plan_patch(zoo.tiny("voxtral_encoder")[0], pos="sinusoidal")  # which adds its table's rows one by one
     with pytest.raises(NothingToPatchError):
         plan_patch(model, pos="sinusoidal", keep="*attn*")
 

@@ -61,29 +61,11 @@ def test_what_is_replaced_comes_first(replaced: dict[str, Any], wanted: Tensor) 
     assert module.calls == 2
 
 
-def test_the_rest_is_the_modules() -> None:
-    module = host(inner=doubled)
-    module.factor = 3.0
-    module.shift = torch.full((2,), 5.0)
-    assert torch.equal(module(X), 6 * X + 5)
-    view: Any = View(module, {"inner": doubled})
-    assert (view.shift, view.calls) == (module.shift, 2)
-    view.other = 1
-    assert module.other == 1
-    with pytest.raises(AttributeError, match="'outer'"):
-        _ = view.outer
-
-
 def test_a_method_that_somebody_replaced_doesnt_hide_the_view() -> None:
     """It is the class's that is called, as in every view: the module's own wouldn't see what is replaced."""
     module = host(inner=doubled)
     module.scaled = lambda x: module.inner(x)
     assert torch.equal(module(X), 2 * X)
-
-
-def test_methods_that_come_from_another_file_see_the_view() -> None:
-    elsewhere = type("Elsewhere", (Host,), {"__module__": "another.file"})
-    assert torch.equal(host(elsewhere, inner=doubled)(X), 2 * X)
 
 
 def test_a_view_of_a_child_does_what_the_child_does() -> None:

@@ -145,6 +145,54 @@ def test_dtype_device_eps_and_contiguity_stay(name: str) -> None:
         assert (norm(transposed).is_contiguous(), new(transposed).is_contiguous()) == (True, True)
 
 
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize(
+    ("parameters", "given", "tolerance"),
+    [("bfloat16", "bfloat16", 3e-2), ("bfloat16", "float32", 3e-2), ("float64", "float32", 1e-5)],
+)
+def test_rms_with_parameters_of_another_dtype(parameters: str, given: str, tolerance: float, shift: bool) -> None:
+    """Those of half precision are widened, and their gradients narrowed; wider ones stay as they are."""
+    norm = randomise(nn.LayerNorm(D_, bias=shift, dtype=getattr(torch, parameters)))
+    kind = KINDS["LayerNorm" if shift else "LayerNorm without bias"]
+    new, wide = swapped(RMS(), norm), copy.deepcopy(norm).double()
+    x = sample(kind, dtype=getattr(torch, given)).requires_grad_()
+    z = x.detach().double().requires_grad_()
+    y, wanted = new(x), expected("rms", kind, wide, z)
+    torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=tolerance)
+    y.float().square().sum().backward()
+    wanted.square().sum().backward()
+    for a, b in zip((x, *new.parameters()), (z, *wide.parameters()), strict=True):
+        assert a.grad is not None
+        assert a.grad.dtype == a.dtype
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_rms_without_a_shift_is_one_call_that_tools_know() -> None:
+    module = swapped(RMS(), nn.LayerNorm(D_, bias=False))
+    graph = torch.fx.symbolic_trace(module).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.nn.functional.rms_norm]
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "neighbour_trains", "trains"),
+    [
+        ("LayerNorm", ("weight", "bias"), True, False),
+        ("LayerNorm", ("weight",), False, True),
+        ("OLMo", (), True, True),  # which has no Parameters of its own
+        ("OLMo", (), False, False),
+    ],
+)
+def test_new_parameters_are_frozen_where_those_beside_them_are(
+    kind: str, frozen: tuple[str, ...], neighbour_trains: bool, trains: bool
+) -> None:
+    norm, parent = KINDS[kind].make(), nn.Linear(2, 2).requires_grad_(neighbour_trains)
+    for name in frozen:
+        norm.get_parameter(name).requires_grad_(False)
+    facts = describe(norm)
+    assert facts is not None
+    assert DyT().call(facts, norm).make_module(norm, parent).get_parameter("alpha").requires_grad == trains
+
+
 # In a model
 
 

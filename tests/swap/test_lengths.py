@@ -25,8 +25,8 @@ from hfpatch.errors import OptionError
 from hfpatch.export.native import native_model
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.classes import is_unlimited
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.generation import is_unlimited
 from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
