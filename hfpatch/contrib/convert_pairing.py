@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare, require_unquantized
-from ..core.transaction import UNDO_RECORD, Transaction
+from ..core.transaction import Transaction, transaction_on
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
@@ -29,7 +29,7 @@ from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_row
 from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks
-from ..swap.own_rotations import own_rotation
+from ..swap.attentions import own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -70,8 +70,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     changes = [change for change in plan_positions(model, part) if change.changes]
     example = made_inputs(model) if example_inputs is None else example_inputs
     reference = Reference(model, fitting(model, example), [])
-    edits = Transaction()
-    with edits.all_or_nothing():
+    with transaction_on(model) as edits:
         for (path, one), rotary_dim in attentions:
             _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
@@ -86,8 +85,6 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         record = _recorded(Record.of(model.config), replace(part, outcome=verdict.outcome))
         give_patched_config(model, record.with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-        if UNDO_RECORD in vars(model):
-            edits.set_attribute(model, UNDO_RECORD, vars(model)[UNDO_RECORD].then(edits))
     return model
 
 

@@ -17,10 +17,11 @@ from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
 from .tables import loses_order, removal
 
 
-def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Part, names: Names) -> list[Change]:
+def bias_changes(
+    model: nn.Module, item: FoundStack, covered: set[str], part: Part[Position], names: Names
+) -> list[Change]:
     """What happens to a stack's relative biases, and to those of its attentions that no table feeds as well."""
     scheme, name = part.scheme, item.table_name
-    assert isinstance(scheme, Position)
     reasons, why = reasons_to_keep(item, part, names)
     row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
@@ -47,9 +48,7 @@ def bias_changes(model: nn.Module, item: FoundStack, covered: set[str], part: Pa
 def other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundStack]) -> list[Change]:
     """Relative biases that stay where they are, in parts of the model that nothing else changes.
 
-    Args:
-        model: the model.
-        found, biases: its stacks with tables, and with biases that can be taken out.
+    `found` and `biases` are the model's stacks with tables, and with biases that can be taken out.
 
     Raises:
         UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.

@@ -25,14 +25,13 @@ from .positions import affected_stacks, plan_positions
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def settle_positions(model: nn.Module, part: Part) -> Part:
+def settle_positions(model: nn.Module, part: Part[Position]) -> Part[Position]:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
         OptionError: frequencies are scaled from that length, and the stacks have different ones.
     """
     scheme = part.scheme
-    assert isinstance(scheme, Position)
     if scheme.max_positions is None:
         return part
     lengths: set[int] = _recorded(model, "original_max_positions")
@@ -51,14 +50,13 @@ def settle_positions(model: nn.Module, part: Part) -> Part:
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def config_lengths(model: nn.Module, part: Part) -> list[Setting]:
+def config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
     """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
-    assert isinstance(scheme, Position)
     settings, affected = settings_of_rotations(model, part), affected_stacks(model, part)
     sizes = _image_sizes(affected, scheme) if isinstance(scheme, Learned) else []
     if scheme.max_positions is None:
@@ -104,10 +102,9 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pinned(model: nn.Module, part: Part) -> list[Setting]:
+def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
     """Settings that keep the length of biases which stay: by default it follows that of the tables."""
     scheme, owners = part.scheme, [item.owner for item in affected_stacks(model, part)]
-    assert isinstance(scheme, Position)
     found: list[Setting] = []
     for item in find_stacks(model, BIASES) if scheme.keeps_table else ():
         config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
@@ -125,12 +122,12 @@ def _image_sizes(stacks: list[FoundStack], scheme: Learned) -> list[Setting]:
     return [(item.owner.config, IMAGE_SIZE, new) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
-def _of_biases(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+def _of_biases(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     return [(item.owner.config, item.stack.config_length) for item in affected_stacks(model, part, BIASES)]
 
 
-def _of_rotations(model: nn.Module, part: Part) -> list[tuple[Any, str]]:
+def _of_rotations(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
@@ -144,7 +141,7 @@ def _recorded(model: nn.Module, option: str) -> set[int]:
 
 
 def plan_position_request(
-    model: Any, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+    model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """Planner of position schemes: changes of modules and of configs."""
     part = settle_positions(model, part)

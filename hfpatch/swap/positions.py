@@ -11,20 +11,22 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.errors import UnsupportedError
+from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
 from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.stacks import FoundStack, find_stacks, require_settings
-from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
+from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .biases import bias_changes, other_biases
 from .native_rope import plan_native
-from .own_rotations import own_change
 from .tables import table_change
 
 
-def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> list[Change]:
+def plan_positions(
+    model: nn.Module, part: Part[Position], example_inputs: Mapping[str, Any] | None = None
+) -> list[Change]:
     """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
@@ -52,7 +54,9 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
-def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
+def affected_stacks(
+    model: nn.Module, part: Part[Position], records: Mapping[str, Stack] | None = None
+) -> list[FoundStack]:
     """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
     return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
@@ -68,7 +72,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
     if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)

@@ -340,8 +340,7 @@ def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) ->
     def of_no_help(fit: Callable) -> Callable:
         def fitted(*args: Any) -> Any:
             found = fit(*args)
-            one = found[0] if isinstance(found, tuple) else found
-            one.after = one.before
+            found.after = found.before
             return found
 
         return fitted

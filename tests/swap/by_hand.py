@@ -1,4 +1,4 @@
-"""Six transformers written a second time, on the weights of transformers' models, in whatever way branches are joined.
+"""Five transformers written a second time, on the weights of transformers' models, in whatever way branches are joined.
 
 A step is x, f, norm -> the stream behind the branch f, such as LN(a x + f(x)).
 """
@@ -130,25 +130,12 @@ def bert(model: Any, step: Step) -> Tensor:
     return blocks_of(model.encoder.layer, layer_norm(x, part.LayerNorm, 1e-12), step, branches)
 
 
-def vit(model: Any, step: Step) -> Tensor:
-    def branches(block: Any) -> list:
-        inner = _separate(block.attention, "q_proj", "k_proj", "v_proj", causal=False)
-        return [
-            (lambda x: block.attention.o_proj(inner(x)), block.layernorm_before, 1e-12),
-            (lambda x: block.mlp.fc2(F.gelu(block.mlp.fc1(x))), block.layernorm_after, 1e-12),
-        ]
-
-    x = model.embeddings(inputs(model)["pixel_values"].double())
-    return layer_norm(blocks_of(model.layers, x, step, branches), model.layernorm, 1e-12)
-
-
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensor]]] = {
     "gpt2": ("gpt2", {}, gpt2),
     "opt, pre-norm": ("opt", {}, opt),
     "opt, post-norm": ("opt", {"do_layer_norm_before": False}, opt),
     "bart": ("bart", {}, bart),
     "bert": ("bert", {}, bert),
-    "vit": ("vit", {}, vit),
 }
 POST = ("opt, post-norm", "bart", "bert")
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -163,7 +150,6 @@ RATES: dict[str, dict[str, float]] = {  # settings with dropout behind each bran
     "opt, pre-norm": {"dropout": RATE},
     "opt, post-norm": {"dropout": RATE},
     "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    "vit": {"hidden_dropout_prob": RATE},
 }
 
 
