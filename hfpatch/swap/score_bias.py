@@ -31,12 +31,7 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """What the scheme adds to this attention's scores, None for nothing.
-
-    Args:
-        name, module: the attention.
-        scheme: the scheme.
-        relative: whether the attention has relative biases of its own.
+    """What the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -103,12 +98,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        host: Any = host_class(type(module))
-        parameters = inspect.signature(host.forward).parameters.values()
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-        others = " and ".join(name for name in needed if name not in ("self", lens.states, MASK))
-        reason = f"its block hands it {others}" if isinstance(error, TypeError) and others else described(error, 120)
-        return f"couldn't be tried with a mask of its own for every head ({reason})"
+        return f"couldn't be tried with a mask of its own for every head ({described(error, 120)})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"
     if _is_equal(alone, slight):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from host_rotations import run
+from rope_proof import difference
 from sampled import slow_but
 from tiny_models import patch as patched
 from transformers import AutoModel
@@ -16,8 +18,6 @@ from transformers import AutoModel
 from hfpatch.contrib import convert_pairing as reorder
 from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NothingToPatchError, OptionError, VerificationError
-from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import unpatch_model
 from hfpatch.runtime.attention import HostOrder
 from hfpatch.runtime.errors import UnsupportedError
@@ -38,16 +38,6 @@ NATIVE = [
 OWN = ["gptj", "codegen", "roformer"]  # by tables of their own
 PATCHED = ["gpt2", "bert", "bart", "whisper", "t5", "bloom", "mpt", "deberta"]
 OTHER = {"half": "interleaved", "interleaved": "half"}
-
-
-def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with own_randomness(0), torch.no_grad():
-        return outputs_of(model, given)
-
-
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference by the outputs' root mean square."""
-    return max(float((a[name] - b[name]).abs().max() / b[name].square().mean().sqrt().clamp_min(1e-6)) for name in b)
 
 
 def make(model_type: str) -> tuple[Any, dict[str, Any], str]:

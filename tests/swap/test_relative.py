@@ -26,7 +26,7 @@ from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import find_stacks
-from hfpatch.swap import biases as swap_relative
+from hfpatch.swap import positions as swap_positions
 
 _DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _V3 = {"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
@@ -129,7 +129,7 @@ def spread_by_order(name: str, model: Any) -> float:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*IMAGES, "longt5")])  # it attends to blocks
 def test_blind_to_order_without_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
-    monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))  # control: biases left in
+    monkeypatch.setattr(swap_positions, "removal", lambda model, item: ((), []))  # control: biases left in
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 
