@@ -67,13 +67,11 @@ def sample_batches(
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
                 read = _generate(model, input_ids=read)
                 drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
-                batches.append(
-                    {"input_ids": read, "attention_mask": _mask(read, model), "decoder_input_ids": drawn}
-                    | {"decoder_attention_mask": _mask(drawn, model)}
-                )
+                sides = {"": read, "decoder_": drawn}
             else:
-                drawn = _generate(model, input_ids=_starts(model, config, count))
-                batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
+                sides = {"": _generate(model, input_ids=_starts(model, config, count))}
+            masks = {f"{side}attention_mask": _mask(ids, model) for side, ids in sides.items()}
+            batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
         bar.step(sequences, "drawn")
     return batches
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import copy_with
 from ..measure.outputs import max_error
+from ..measure.quiet_forward import quiet
 from ..runtime.attention import (
     BIAS,
     MASK,
@@ -90,7 +91,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
 
     def run(states: Tensor, heads: Tensor) -> Tensor:
         twin._modules[BIAS] = _SelfOnlyBias(heads)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with quiet(twin):
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
@@ -127,7 +128,7 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     """A copy with random weights, and its hidden size."""
     config = getattr(module, "config", None)
     twin = copy_with(module, lambda _, tensor: torch.empty_like(tensor, device="meta"), {id(config): config})
-    twin = twin.to_empty(device="cpu").float().eval().requires_grad_(False)
+    twin = twin.to_empty(device="cpu").float().requires_grad_(False)
     projection = twin.get_submodule(lens.projections.names[0])
     assert isinstance(projection.weight, Tensor)
     width = getattr(projection, "in_features", None) or projection.weight.shape[0]  # transformers' Conv1D is (in, out)
@@ -136,9 +137,6 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
         parameter.normal_(std=width**-0.5, generator=generator)
     for buffer in twin.buffers():
         buffer.zero_()
-    for inner in twin.modules():
-        inner._forward_hooks.clear()
-        inner._forward_pre_hooks.clear()
     twin._modules.pop(ROTARY, None)
     twin.__dict__[LENS] = replace(lens)
     twin.__class__ = lensed_class(host_class(type(module)))
