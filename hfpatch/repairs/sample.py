@@ -96,7 +96,8 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
     """
     own = model.generation_config
     tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
-    pad = own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id) or 0
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    pad = own.pad_token_id if own.pad_token_id is not None else next(iter(ends), None) or 0
     plain = GenerationConfig(
         **tokens, pad_token_id=pad, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length
     )
@@ -133,7 +134,3 @@ def _mask(ids: Tensor, model: PreTrainedModel) -> Tensor:
     ends = torch.isin(ids, torch.tensor(eos, device=ids.device))
     ends[:, 0] = False
     return ((ends.cumsum(1) - ends.long()) == 0).long()
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value

@@ -36,14 +36,12 @@ ALL_ATTENTIONS_KEPT = "its attentions are kept"
 
 def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tuple[dict[str, str | None], str | None]:
     """Why the globs leave out each of a stack's attentions, and its table or biases; None where they don't."""
-    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
+    for name, reason in reasons.items():
+        if reason == "not in only":
+            reasons[name] = f"{reason}: sees no positions unless its table is kept"
     by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     return reasons, ALL_ATTENTIONS_KEPT if all(reasons.values()) else "keep" if by_name else None
-
-
-def _reason_to_keep(name: str, part: Part[Position], names: Names) -> str | None:
-    reason = names.reason_to_keep([name], part.only, part.keep)
-    return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
 
 
 def attention_changes(
@@ -238,11 +236,7 @@ def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
 
 
 def _scaled_from(item: FoundStack, scheme: Position) -> int:
-    """The length that scaling rules start from.
-
-    Raises:
-        OptionError: there is none, and one is needed.
-    """
+    """The length that scaling rules start from."""
     length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
     stated = ORIGINAL in scaling or scheme.original_max_positions is not None
     if not length and scaling.get("rope_type", "default") != "default" and not stated:

@@ -78,7 +78,12 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
         edits = _fresh_edits(site, scheme, first, last)
         return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
     start = _require_start(site, scheme)
-    loss = None if start.exact else _approximation(site, scheme, start)
+    loss = None
+    if not start.exact:
+        assert site.act is not None
+        gate, k = type(scheme.activation(site.act)).__name__, start.scale
+        stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
+        loss = f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
     exact = "the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
     row.replace_by(becomes, loss=loss, exact=exact)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
@@ -97,19 +102,8 @@ def _activation_name(site: MLPSite) -> str:
     return getattr(site.act, "__name__", type(site.act).__name__)
 
 
-def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
-    assert site.act is not None
-    gate, k = type(scheme.activation(site.act)).__name__, start.scale
-    stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
-    return f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
-
-
 def _require_start(site: MLPSite, scheme: MLP) -> Start:
-    """The start as the function that is there.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """The start as the function that is there, refused where there is none."""
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
     if scheme.width(d_ff) != d_ff or scheme.bias is False:
         option = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
@@ -129,11 +123,7 @@ def _require_start(site: MLPSite, scheme: MLP) -> Start:
 
 
 def _require_resizable(model: nn.Module, site: MLPSite, scheme: MLP) -> None:
-    """Refuse another width where something between the activation and the last projection has the old one.
-
-    Raises:
-        UnsupportedError: names it.
-    """
+    """Refuse another width where something between the activation and the last projection has the old one."""
     d_ff = site.sizes[1]
     if site.direct or scheme.width(d_ff) == d_ff:
         return

@@ -186,11 +186,7 @@ def _described(settings: Settings, pairing: str | None) -> str:
 
 
 def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any) -> None:
-    """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply.
-
-    Raises:
-        UnsupportedError: says which, and why.
-    """
+    """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply."""
     old, where = rotation.settings, f"{rotation.name}: {rotation.kind}"
     if rotation.path is None and ("mscale_all_dim" in new or _partial(new) != _partial(old)):
         raise UnsupportedError(
@@ -246,9 +242,6 @@ def _require_same_as_built(
     """Refuse settings unless a small model that is patched computes what one computes that is built with them.
 
     Where no config of the model's says its settings, none is built with them: the patched one has to run.
-
-    Raises:
-        UnsupportedError: the host's class doesn't run with them, or the patched model computes something else.
     """
     error, settings = 0.0, _settings_in_config(model, rotation, new)
     try:
@@ -276,11 +269,7 @@ def _small_model(
     model: nn.Module, rotation: NativeRotation, example_inputs: Any
 ) -> tuple[Any, Any, nn.Module, NativeRotation]:
     """The innermost model around a rotary module of which a small one runs it: itself, the inputs that `twin` needs,
-    the small one and its rotation.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    the small one and its rotation."""
     around = [
         (name, module, None)
         for name, module in model.named_modules()

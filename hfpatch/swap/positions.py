@@ -155,7 +155,10 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
     Raises:
         UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
     """
-    switched = {id(inner) for item in found if _switches_biases_off(item) for inner in item.owner.modules()}
+    switched = set()  # what is in stacks with tables whose attentions' biases go too
+    for item in found:
+        if item.stack.in_attention or any(isinstance(value, ZeroBiases) for _, value in item.stack.removal):
+            switched |= {id(inner) for inner in item.owner.modules()}
     owned = {id(inner) for item in biases for inner in item.owner.modules()}
     changed = owned | {id(inner) for item in found for inner in item.owner.modules()}
     rows = []
@@ -171,11 +174,6 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
             raise UnsupportedError(f"{where}: its positions are relative biases, and they stay: {reason}.")
         rows.append(Row("position", where, "relative positions", reason=reason))
     return [Change(row) for row in rows]
-
-
-def _switches_biases_off(item: FoundStack) -> bool:
-    """Whether a stack with a table also switches off the biases that its attentions add."""
-    return bool(item.stack.in_attention) or any(isinstance(value, ZeroBiases) for _, value in item.stack.removal)
 
 
 # Lengths in configs
@@ -214,7 +212,10 @@ def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
     """
     scheme = part.scheme
     settings, affected = settings_of_rotations(model, part), _affected_stacks(model, part)
-    sizes = _image_sizes(affected, scheme) if isinstance(scheme, Learned) else []
+    sizes: list[Setting] = []
+    for item in affected if isinstance(scheme, Learned) else ():
+        size = new_size(item, scheme) if item.stack.grid is not None else None
+        sizes += [] if size is None else [(item.owner.config, IMAGE_SIZE, size)]
     if scheme.max_positions is None:
         return settings + sizes
     found: list[Setting] = []
@@ -270,12 +271,6 @@ def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
         if number is not None and number < 1:
             found.append((config, unset, getattr(config, item.stack.config_length)))
     return found
-
-
-def _image_sizes(stacks: list[FoundStack], scheme: Learned) -> list[Setting]:
-    """Config changes for resized tables on a grid of patches."""
-    grids = [item for item in stacks if item.stack.grid is not None]
-    return [(item.owner.config, IMAGE_SIZE, new) for item in grids if (new := new_size(item, scheme)) is not None]
 
 
 def _of_biases(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:

@@ -1,4 +1,4 @@
-"""DeepNorm against transformers written a second time, on the patched models' weights, in float64.
+"""DeepNorm against transformers joined a second time by hand, on the patched models' weights, in float64.
 
 Its formula, saving, copies, undoing, compilation and dropout: test_placement.py.
 """

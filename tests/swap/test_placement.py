@@ -1,4 +1,4 @@
-"""Placements of norms against transformers written a second time, in float64."""
+"""Placements of norms against transformers joined a second time by hand, in float64."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def sandwich(model: Any, original: Any) -> Callable:
     names = {module: name for name, module in original.named_modules()}
 
     def step(x: Tensor, f: Callable, norm: Any) -> Tensor:
-        second = model.get_submodule(f"{names[norm.keywords['norm']]}_after")
+        second = model.get_submodule(f"{names[norm]}_after")
         return x + second(f(norm(x)))
 
     return step
