@@ -65,13 +65,14 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         raise OptionError(f"to must be one of {', '.join(PAIRINGS)}, not {to!r:.40}.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    attentions, names = _attentions_to_reorder(model, to)
-    part = Part(RoPE(pairing=to), only=names)
-    changes = [change for change in plan_positions(model, part) if change.changes]
-    example = made_inputs(model) if example_inputs is None else example_inputs
-    reference = Reference(model, fitting(model, example), [])
     with transaction_on(model) as edits:
-        for (path, one), rotary_dim in attentions:
+        attentions, names = _attentions_to_reorder(model, to)
+        part = Part(RoPE(pairing=to), only=names)
+        changes = [change for change in plan_positions(model, part) if change.changes]
+        reference = Reference(
+            model, fitting(model, made_inputs(model) if example_inputs is None else example_inputs), []
+        )
+        for path, one, rotary_dim in attentions:
             _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
         apply(found, model, edits)
@@ -90,24 +91,19 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
 
 def _recorded(record: Record, part: Part) -> Record:
     """The record with this conversion; one that it takes back, or repeats, needs no part of its own."""
-    last = record.pos[-1] if record.pos else None
-    if (
-        last is not None
-        and last.scheme in (RoPE(pairing="half"), RoPE(pairing="interleaved"))
-        and last.only == part.only
-    ):
+    conversions = [Part(RoPE(pairing=pairing), only=part.only) for pairing in PAIRINGS]
+    if record.pos and replace(record.pos[-1], keep=()) in conversions:
         record = replace(record, pos=record.pos[:-1])
     return record.plus("pos", part)
 
 
-def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], int]], tuple[str, ...]]:
-    """The attentions to be reordered (with their names, and how many channels are turned), and the names by which a
-    request chooses them.
+def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[str, Rotating, int]], tuple[str, ...]]:
+    """The attentions to be reordered (with names, and how many channels are turned), and the names that choose them.
 
     Raises:
         NothingToPatchError, UnsupportedError: as in `convert_pairing`.
     """
-    found: dict[int, tuple[tuple[str, Rotating], int]] = {}
+    found: dict[int, tuple[str, Rotating, int]] = {}
     names: list[str] = []
     rotating = list(_rotations_in(model))
     for name, pairing, rotary_dim, attentions in rotating:
@@ -118,7 +114,7 @@ def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[tuple[
             )
         if pairing != to:
             names.append(name)
-            found = {id(item[1].module): (item, rotary_dim) for item in attentions.items()} | found
+            found = {id(one.module): (path, one, rotary_dim) for path, one in attentions.items()} | found
     if not rotating:
         raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
     if not found:

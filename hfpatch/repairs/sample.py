@@ -45,16 +45,11 @@ def sample_batches(
     """
     config = text_config(model.config)
     if not generates(model):
-        raise OptionError(
-            f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
-            "batches of inputs (calibration=[...])."
-        )
+        raise _refusal(model, "it doesn't generate text")
     own = model.generation_config
     if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
-        raise OptionError(
-            f"{type(model).__name__} doesn't say at which token its decoder starts, so it can't be calibrated on "
-            "samples of its own. Set model.generation_config.decoder_start_token_id (T5's is its pad_token_id, 0)."
-        )
+        setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
+        raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
     most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
     length = max(2, min(length, most - _UNUSED_ROWS))
     batches = []
@@ -74,6 +69,13 @@ def sample_batches(
             batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
         bar.step(sequences, "drawn")
     return batches
+
+
+def _refusal(model: PreTrainedModel, why: str) -> OptionError:
+    return OptionError(
+        f"{type(model).__name__} can't be calibrated on samples of its own: {why}. Pass batches of inputs "
+        "(calibration=[...])."
+    )
 
 
 def generates(model: PreTrainedModel) -> bool:
@@ -119,10 +121,7 @@ def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
         with host_errors():
             drawn: Any = model.generate(**arguments)
     except UnsupportedError as error:  # MusicGen writes sound
-        raise OptionError(
-            f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: {error}. "
-            "Pass batches of inputs (calibration=[...])."
-        ) from error
+        raise _refusal(model, f"its generate() fails: {error}") from error
     return drawn
 
 

@@ -213,9 +213,9 @@ def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
     scheme = part.scheme
     settings, affected = settings_of_rotations(model, part), _affected_stacks(model, part)
     sizes: list[Setting] = []
-    for item in affected if isinstance(scheme, Learned) else ():
-        size = new_size(item, scheme) if item.stack.grid is not None else None
-        sizes += [] if size is None else [(item.owner.config, IMAGE_SIZE, size)]
+    if isinstance(scheme, Learned):
+        new = [(item.owner.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
+        sizes = [setting for setting in new if setting[2] is not None]
     if scheme.max_positions is None:
         return settings + sizes
     found: list[Setting] = []

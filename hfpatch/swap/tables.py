@@ -82,12 +82,9 @@ def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tu
     constants: list[str] = []
     for place, value in places:
         for above, holder, attribute in item.places(place):
-            present = getattr(holder, attribute, None)
-            if attribute == LENS_SLOT:
-                found.append(Edit.of(item.path(above, attribute), value))
-            elif present is None:  # this configuration has none
+            if attribute != LENS_SLOT and getattr(holder, attribute, None) is None:  # this configuration has none
                 continue
-            elif isinstance(value, Call) and value.name == ConstantPositions.__name__:
+            if isinstance(value, Call) and value.name == ConstantPositions.__name__:
                 edit, constant = _mean(item, above, attribute, holder, value, fresh)
                 found += edit
                 constants += constant
