@@ -41,7 +41,7 @@ def give_patched_config(
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
-    unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)  # type: ignore[attr-defined]
+    unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)
     setattr(config, KEY, replace(record, any_length=unlimited).to_json())
     for module in model.modules():
         held = copies.get(id(module.config)) if isinstance(module, PreTrainedModel) else None

@@ -82,8 +82,7 @@ def _sees_later(block: Block) -> bool:
 
 def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool:
     """Whether a norm's stack isn't causal, and the attention mask (if the model has one) can be passed to it."""
-    around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
-    stack = next((pattern_of(path) for path in around if pattern_of(path) in stacks), None)
+    stack = next((pattern_of(path) for path in reversed(_around(name)) if pattern_of(path) in stacks), None)
     if stack is not None:
         return stacks[stack] and (_masked_module(model, name) is not None or not takes_mask(model))
     return all(stacks.values()) and not takes_mask(model)
@@ -91,15 +90,19 @@ def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool
 
 def _masked_module(model: nn.Module, name: str) -> str | None:
     """The innermost module around a norm whose forward takes an attention mask, below any model."""
-    parts = name.split(".")
-    for depth in range(len(parts) - 1, 0, -1):
-        path = ".".join(parts[:depth])
+    for path in _around(name):
         module = model.get_submodule(path)
         if isinstance(module, PreTrainedModel):
             return None
         if takes_mask(module):
             return path
     return None
+
+
+def _around(name: str) -> list[str]:
+    """Names of the modules around one, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
 
 
 def _padding(model: nn.Module, names: tuple[str, ...]) -> Iterator[Edit]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare, require_unquantized
-from ..core.transaction import UNDO_RECORD, Transaction
+from ..core.transaction import Transaction, transaction_on
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.inputs import example_inputs as made_inputs
@@ -29,7 +29,7 @@ from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_row
 from ..sites.records.rotating import OWN_ROTATIONS
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks
-from ..swap.own_rotations import own_rotation
+from ..swap.attentions import own_rotation
 from ..swap.positions import plan_positions
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -65,14 +65,14 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         raise OptionError(f"to must be one of {', '.join(PAIRINGS)}, not {to!r:.40}.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    attentions, names = _attentions_to_reorder(model, to)
-    part = Part(RoPE(pairing=to), only=names)
-    changes = [change for change in plan_positions(model, part) if change.changes]
-    example = made_inputs(model) if example_inputs is None else example_inputs
-    reference = Reference(model, fitting(model, example), [])
-    edits = Transaction()
-    with edits.all_or_nothing():
-        for (path, one), rotary_dim in attentions:
+    with transaction_on(model) as edits:
+        attentions, names = _attentions_to_reorder(model, to)
+        part = Part(RoPE(pairing=to), only=names)
+        changes = [change for change in plan_positions(model, part) if change.changes]
+        reference = Reference(
+            model, fitting(model, made_inputs(model) if example_inputs is None else example_inputs), []
+        )
+        for path, one, rotary_dim in attentions:
             _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
         apply(found, model, edits)
@@ -86,31 +86,24 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         record = _recorded(Record.of(model.config), replace(part, outcome=verdict.outcome))
         give_patched_config(model, record.with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-        if UNDO_RECORD in vars(model):
-            edits.set_attribute(model, UNDO_RECORD, vars(model)[UNDO_RECORD].then(edits))
     return model
 
 
 def _recorded(record: Record, part: Part) -> Record:
     """The record with this conversion; one that it takes back, or repeats, needs no part of its own."""
-    last = record.pos[-1] if record.pos else None
-    if (
-        last is not None
-        and last.scheme in (RoPE(pairing="half"), RoPE(pairing="interleaved"))
-        and last.only == part.only
-    ):
+    conversions = [Part(RoPE(pairing=pairing), only=part.only) for pairing in PAIRINGS]
+    if record.pos and replace(record.pos[-1], keep=()) in conversions:
         record = replace(record, pos=record.pos[:-1])
     return record.plus("pos", part)
 
 
-def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[tuple[str, Rotating], int]], tuple[str, ...]]:
-    """The attentions to be reordered (with their names, and how many channels are turned), and the names by which a
-    request chooses them.
+def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[str, Rotating, int]], tuple[str, ...]]:
+    """The attentions to be reordered (with names, and how many channels are turned), and the names that choose them.
 
     Raises:
         NothingToPatchError, UnsupportedError: as in `convert_pairing`.
     """
-    found: dict[int, tuple[tuple[str, Rotating], int]] = {}
+    found: dict[int, tuple[str, Rotating, int]] = {}
     names: list[str] = []
     rotating = list(_rotations_in(model))
     for name, pairing, rotary_dim, attentions in rotating:
@@ -121,7 +114,7 @@ def _attentions_to_reorder(model: nn.Module, to: str) -> tuple[list[tuple[tuple[
             )
         if pairing != to:
             names.append(name)
-            found = {id(item[1].module): (item, rotary_dim) for item in attentions.items()} | found
+            found = {id(one.module): (path, one, rotary_dim) for path, one in attentions.items()} | found
     if not rotating:
         raise UnsupportedError(f"{type(model).__name__} rotates no queries and keys, so it has no pairing to convert.")
     if not found:

@@ -95,7 +95,7 @@ def plan_dyt_llm(
 
 def _norms(model: nn.Module, part: Part, attentions: tuple[str, ...]) -> list[Change]:
     """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
-    names, width = Names.of(model), _stream_width(model)
+    names, width = Names.of(model), text_config(model.config).hidden_size
     by_place = []
     for of_attention in (False, True):
         scheme = DyT(llm_alpha(width, of_attention))
@@ -199,18 +199,12 @@ def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     return list(first.values())
 
 
-def _stream_width(model: nn.Module) -> int:
-    """The width of a language model's residual stream."""
-    config: Any = model.config
-    return config.get_text_config().hidden_size
-
-
 def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
     """A learned scalar, from the root of the width, on the output of each embedding that the patterns mean.
 
     Where none is left to scale, a line says why.
     """
-    names, width = Names.of(model), _stream_width(model)
+    names, width = Names.of(model), text_config(model.config).hidden_size
     found = [
         (name, module)
         for name, module in model.named_modules()

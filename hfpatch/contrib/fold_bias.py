@@ -169,25 +169,18 @@ class _Tracer(TorchFunctionMode):
         if called in _READS_METADATA and not isinstance(output, Tensor):
             return output
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        linear = self._linear(called, tensors)
-        inputs = tensors if linear is None else [value for value in tensors if id(value) not in linear[2]]
-        for value in inputs:
+        axis = {"linear": 1, "addmm": 0}.get(called)  # of the weight that reads
+        reader = next((self.owners[id(value)] for value in tensors if id(value) in self.owners), None)
+        for value in tensors:
             name = self.marked[id(value)][0] if id(value) in self.marked else None
-            if linear is not None:
-                self.reads.setdefault(id(linear[0]), set()).add(name)
-                if name is not None:
-                    self.readers[name][id(linear[0])] = linear[:2]
+            if axis is not None and reader is not None:
+                if all(value is not own for own in reader._parameters.values()):
+                    self.reads.setdefault(id(reader), set()).add(name)
+                    if name is not None:
+                        self.readers[name][id(reader)] = reader, axis
             elif name is not None:
                 self._follow(name, called, output)
         return output
-
-    def _linear(self, called: str, tensors: list[Tensor]) -> tuple[nn.Module, int, set[int]] | None:
-        """The layer whose weight is among the arguments, the weight's input axis, and ids of its own Parameters."""
-        axis = {"linear": 1, "addmm": 0}.get(called)
-        owner = next((self.owners[id(value)] for value in tensors if id(value) in self.owners), None)
-        if axis is None or owner is None:
-            return None
-        return owner, axis, {id(value) for value in owner._parameters.values()}
 
     def _follow(self, name: str, called: str, output: Any) -> None:
         norm_output = next(tensor for owner, tensor in self.marked.values() if owner == name)

@@ -42,14 +42,14 @@ class Row:
     aliases: tuple[str, ...] = ()
 
     def replace_by(self, becomes: str, *, loss: str | None = None, exact: str | None = None) -> Row:
-        """The same row, of a module that is replaced: with what is lost, or else with why nothing is.
+        """The same row, of a module that is replaced: with what is lost, or where that is None with why nothing is.
 
         Raises:
-            ValueError: neither is given, or both. No replacement is exact by default.
+            ValueError: neither is given. No replacement is exact by default.
         """
-        if (loss is None) == (exact is None):
-            raise ValueError(f"{self.module}: say either what the replacement loses, or why it is exact")
-        self.becomes, self.loss, self.exact = becomes, loss, exact
+        if loss is None and exact is None:
+            raise ValueError(f"{self.module}: say what the replacement loses, or why it is exact")
+        self.becomes, self.loss, self.exact = becomes, loss, exact if loss is None else None
         return self
 
     @property

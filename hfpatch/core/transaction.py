@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import setitem
 from types import MappingProxyType
@@ -256,6 +256,20 @@ class UndoRecord:
     def then(self, later: Transaction, lengths: Mapping[str, Any] = MappingProxyType({})) -> UndoRecord:
         """This record extended by the log of a later change, and the lengths that it set."""
         return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
+
+
+@contextmanager
+def transaction_on(model: nn.Module) -> Iterator[Transaction]:
+    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches.
+
+    Raises:
+        UnsupportedError: another thread is changing the model.
+    """
+    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    with changing(model), closing(Transaction(None if undo_record else Journal())) as edits, edits.all_or_nothing():
+        yield edits
+        if undo_record is not None:
+            edits.set_attribute(model, UNDO_RECORD, undo_record.then(edits))
 
 
 def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:

@@ -137,7 +137,7 @@ def _facts(
         "how": HOW,
         "sketch": sketches(model, host, rows),
         "changes": Table([HEADINGS, *module_lines(rows)]),
-        "lengths": any(part.scheme.max_positions is not None for part in record.pos),  # type: ignore[attr-defined]
+        "lengths": any(part.scheme.max_positions is not None for part in record.pos),
         "edits": record.edits,
         "learned": _learned(model),
         "report": report,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
@@ -42,18 +43,14 @@ class Example:
     target: Tensor
     fitted: Tensor
     held_out: Tensor
-    entropy: Tensor = field(init=False)  # of the target, times -1: (B, H, T)
-
-    def __post_init__(self) -> None:
-        target = self.target.float()
-        self.entropy = torch.special.xlogy(target, target.clamp_min(_LEAST)).sum(-1)
 
     def divergence(self, module: nn.Module, rows: Tensor) -> Tensor:
         """Mean of KL(target || the module's map) over heads and over the chosen queries (B, T)."""
         present = map_of(module, self.call)
         assert present is not None
-        cross = (self.target.float() * present.float().clamp_min(_LEAST).log()).sum(-1)
-        return (self.entropy - cross).transpose(1, 2)[rows].mean()
+        logarithm = present.float().clamp_min(_LEAST).log()
+        divergence = F.kl_div(logarithm, self.target.float(), reduction="none").sum(-1)  # (B, H, T)
+        return divergence.transpose(1, 2)[rows].mean()
 
 
 def require_fit(fit: Any) -> None:
@@ -102,7 +99,7 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
     work = copy.deepcopy(module).float().requires_grad_(False)
     with attention_computed_by("eager", work):
         chosen = _moving(work, examples[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
-        return _descend(work, examples, chosen) if chosen else None
+        return _descend(work, examples, chosen, f"KL divergence; {fit}") if chosen else None
 
 
 def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn.Parameter]:
@@ -121,7 +118,7 @@ def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn
     return moving
 
 
-def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter]) -> FittedValues:
+def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter], note: str) -> FittedValues:
     """Adam on the chosen Parameters, one batch a step; the best values on held-out queries are taken."""
     before = after = _held_out_divergence(work, examples)
     best = {name: p.detach().clone() for name, p in chosen.items()}
@@ -141,7 +138,7 @@ def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Para
             error = _held_out_divergence(work, examples)
             if error < after:
                 after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
-    return FittedValues(before, after, best)
+    return FittedValues(before, after, best, note)
 
 
 def _held_out_divergence(work: nn.Module, examples: list[Example]) -> float:

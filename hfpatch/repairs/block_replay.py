@@ -23,8 +23,8 @@ from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
 from ..measure.hooks import After, Before, Call, first_tensor, hooked
 from ..measure.outputs import Outputs, max_error
-from ..measure.quiet_forward import device_of
-from .calibration import Batches, count_sequences, stored
+from ..measure.quiet_forward import cast, device_of
+from .calibration import Batches, stored
 
 
 class _AllObserved(BaseException):
@@ -80,12 +80,10 @@ class BlockReplay:
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
         """Keyword arguments of a forward of one batch, or of some of its sequences."""
         inputs = self.batches.inputs(index)
-        count = count_sequences(inputs, self.batches.main)
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                chosen = value if rows is None or not value.dim() or len(value) != count else value[rows]
-                inputs[name] = chosen.to(self.device, self.model.dtype if value.is_floating_point() else None)
-        return inputs
+        for name, value in inputs.items() if rows is not None else ():
+            if isinstance(value, Tensor) and value.dim() and len(value) == self.batches.count_of(index):
+                inputs[name] = value[rows]
+        return cast(inputs, self.device, self.model.dtype)
 
     def forward_kept(self, index: int, row: int) -> Any:
         """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""

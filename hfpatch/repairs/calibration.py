@@ -39,7 +39,6 @@ class Batches:
 
     def __init__(self, calibration: Any, model: PreTrainedModel, folder: Path, tokenizer: Any = None):
         self.folder = folder
-        self.main = model.main_input_name
         self._counts: list[int] = []
         self._masks: list[dict[str, Tensor]] = []
         takes = inspect.signature(model.forward).parameters
@@ -48,7 +47,7 @@ class Batches:
             self._always["return_dict"] = True
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
             inputs = {name: stored(value) for name, value in batch.items()}
-            self._counts.append(count_sequences(inputs, self.main))
+            self._counts.append(count_sequences(inputs, model.main_input_name))
             masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
             self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
             save_temporary(inputs, self._path(index))
@@ -157,11 +156,7 @@ def tried(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable
 
 
 def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -> dict[str, Any]:
-    """A batch without labels; a decoder that has no other input reads them.
-
-    Raises:
-        OptionError: nothing is left.
-    """
+    """A batch without labels, refused where nothing is left; a decoder that has no other input reads them."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     labels = batch.get("labels")
     if not any(isinstance(value, Tensor) and value.dim() for value in inputs.values()):

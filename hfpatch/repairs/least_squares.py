@@ -8,36 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.journal import Entry, Journal
+from .report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
 _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
-
-
-@dataclass
-class Fit:
-    """A least-squares solution and its error on held-out data.
-
-    Attributes:
-        weight: (in, out), what is added to a linear map's weight.
-        bias: (out,), what is added to its bias; zeros where it has none.
-        before, after: mean squared residual per element on the held-out rows, without and with it.
-        penalty: that of the ridge, as a share of the mean diagonal of X'X.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    before: float
-    after: float
-    penalty: float = 0.0
 
 
 class Ridge:
@@ -83,8 +65,11 @@ class Ridge:
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
-    def solve(self) -> Fit | None:
-        """The best fit, once: the sums are used up. None where X isn't finite or has no spread."""
+    def solve(self) -> FittedValues | None:
+        """The best "weight" (in, out) and "bias" (out,), once: the sums are used up.
+
+        None where X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
+        """
         if self.origin is None or not self.count:
             return None
         with closing(self.disk):
@@ -96,7 +81,7 @@ class Ridge:
             for sums, some in zip(products.split(_ROWS_AT_ONCE), left.split(_ROWS_AT_ONCE), strict=True):
                 sums.addr_(some, self.x, alpha=-1 / self.count)  # of all rows at once it makes a copy
 
-    def _solve(self, mean_x: Tensor, mean_r: Tensor) -> Fit | None:
+    def _solve(self, mean_x: Tensor, mean_r: Tensor) -> FittedValues | None:
         if self.bias:
             self._centre()
         xx = self.xx
@@ -130,7 +115,7 @@ class Ridge:
         if found is None:
             return None
         found[0].copy_to(weight)
-        return Fit(weight, found[1], before, *found[2:])
+        return FittedValues(before, found[2], {"weight": weight, "bias": found[1]}, f"penalty {found[3]:g}")
 
     def _error(self, weight: Tensor | None, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
@@ -148,17 +133,23 @@ class Ridge:
         return float(total) / max(count, 1)
 
 
-def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> tuple[Fit | None, float]:
-    """`Ridge` on streamed rows (x, residual, target, held_out), and the mean variance of the target's channels."""
+def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> FittedValues | None:
+    """`Ridge` on streamed rows (x, residual, target, held_out); errors are shares of the target's mean variance."""
     ridge: Ridge | None = None
-    variance = ChannelVariance()
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for x, residual, target, held_out in rows:
         ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-        variance.add(target)
+        target = target.double()
+        count += len(target)
+        total, squares = total.to(target) + target.sum(0), squares.to(target) + target.square().sum(0)
         ridge.add(x, residual, held_out)
         del x, residual, target
     assert ridge is not None
-    return ridge.solve(), variance.value()
+    fit = ridge.solve()
+    if fit is not None:
+        variance = float((squares / count - (total / count).square()).mean().clamp_min(1e-30))
+        fit.before, fit.after = fit.before / variance, fit.after / variance
+    return fit
 
 
 class ChannelAffine:
@@ -214,21 +205,3 @@ class ChannelAffine:
         n = self.count[1]
         error = yy - 2 * gain * hy - 2 * shift * y + gain.square() * hh + 2 * gain * shift * h + n * shift.square()
         return error.sum(-1).clamp_min(0) / max(n * h.shape[-1], 1)
-
-
-class ChannelVariance:
-    """Mean variance over the channels of rows (n, d) that arrive batch by batch."""
-
-    def __init__(self) -> None:
-        self.count, self.sum, self.square = 0, torch.zeros(()), torch.zeros(())
-
-    def add(self, rows: Tensor) -> None:
-        """Count all of them."""
-        rows = rows.double()
-        self.count += len(rows)
-        self.sum, self.square = self.sum.to(rows) + rows.sum(0), self.square.to(rows) + rows.square().sum(0)
-
-    def value(self) -> float:
-        """The variance so far, 1e-30 at least."""
-        n = max(self.count, 1)
-        return float((self.square / n - (self.sum / n).square()).mean().clamp_min(1e-30))

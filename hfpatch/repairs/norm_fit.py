@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -29,8 +30,9 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
         rows: gives the norm's input and the output to match as rows (n, d), and which of them are held out: some at a
             time, anew in every call.
     """
-    spread, count = _root_mean_square(u for u, _, _ in rows())
+    module = copy.deepcopy(module)  # its scalars are written to
     present = {name: float(getattr(module, name)) for name in module.scalars}
+    spread, count = _root_mean_square(u for u, _, _ in rows())
     best = present
     for trials in (module.trials(spread), None):  # coarsely, then around the best
         trials = module.finer(best) if trials is None else trials
@@ -85,14 +87,9 @@ def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spr
     return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
 
 
-def _normalised(module: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
-    """`module.normalise(u)` with other values of its scalars."""
-    before = {name: getattr(module, name).data for name in setting}
-    try:
+def _normalised(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
+    """What a copy of the norm makes of its input with these scalars."""
+    with torch.no_grad():
         for name, value in setting.items():
-            getattr(module, name).data = torch.full_like(before[name], value)
-        with torch.no_grad():
-            return module.normalise(u)
-    finally:
-        for name, data in before.items():
-            getattr(module, name).data = data
+            getattr(work, name).fill_(value)
+        return work.normalise(u)

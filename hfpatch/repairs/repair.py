@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.holders import takes_holders
-from ..core.journal import Journal
 from ..core.progress import ProgressBar
-from ..core.transaction import UNDO_RECORD, Transaction, UndoRecord, changing
+from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
@@ -44,7 +43,7 @@ from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
 from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, output_distance
-from .least_squares import Fit, fit_ridge
+from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .reference import require_repairable
@@ -97,30 +96,24 @@ def repair(
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = edits is None
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD) if by_itself else None
-    edits = Transaction(None if undo_record else Journal()) if edits is None else edits
     if isinstance(calibration, str) and calibration == "self":
         calibration = sample_batches(reference)
     with (
-        changing(model) if by_itself else nullcontext(),  # a patch holds the model already
-        closing(edits) if by_itself else nullcontext(),
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
         quiet(model),
         quiet(reference),
+        transaction_on(model) if edits is None else nullcontext(edits) as edits,
     ):
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
         repairer = _Repairer(new, old, edits, fit, gives_up=not by_itself)
-        with edits.all_or_nothing():
-            repairer.run()
-            record, original = Record.of(model.config), Record.of(reference.config)
-            edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
-            edits.set_attribute(model, REPAIR, repairer.report)
-            if undo_record is not None:
-                edits.set_attribute(model, UNDO_RECORD, undo_record.then(edits))
+        repairer.run()
+        record, original = Record.of(model.config), Record.of(reference.config)
+        edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
+        edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report
@@ -280,9 +273,7 @@ class _Repairer:
                 for held_out, u, y in self.batches.row_pieces(i, decoder, *pair):
                     yield u, y, held_out
 
-        fit = fit_norm(module, rows)
-        if fit.before > _NOISE:
-            self._apply_fit(name, "norm", fit)
+        self._write(name, self._judged(name, "norm", fit_norm(module, rows)))
         self.new.delete_saved()
 
     def _fit_projection(self, name: str, point: str, block: str | None) -> None:
@@ -291,23 +282,23 @@ class _Repairer:
         `point` is the norm whose input is compared, or `block`, whose output is.
         """
         bias = self.new.modules[name].bias is not None
-        fit = self._ridge(name, "projection", point, block, bias, self.roles.in_decoder(name))
-        if fit is not None:
-            self._add(self.new.modules[name], fit.weight, fit.bias)
+        values = self._ridge(name, "projection", point, block, bias, self.roles.in_decoder(name))
+        if values:
+            self._add(self.new.modules[name], values["weight"], values["bias"])
 
     def _fit_readers(self, first: str, group: list[str]) -> None:
         """Fit the maps that read one tensor x: W <- W + M W, with M fitted to take x to the original's x."""
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
-        fit = self._ridge(first, "readers", first, None, True, decoder)
-        if fit is None:
-            return
-        for module in (self.new.modules[name] for name in group):
+        values = self._ridge(first, "readers", first, None, True, decoder)
+        for module in (self.new.modules[name] for name in group if values):
             weight = module.get_parameter("weight").detach().double()
             weight = weight if isinstance(module, Conv1D) else weight.T
-            self._add(module, fit.weight @ weight, fit.bias @ weight)
+            self._add(module, values["weight"] @ weight, values["bias"] @ weight)
 
-    def _ridge(self, name: str, kind: str, point: str, block: str | None, bias: bool, decoder: bool) -> Fit | None:
-        """Ridge regression of (the original's activation - this model's) at a point on a map's input; None if no help.
+    def _ridge(
+        self, name: str, kind: str, point: str, block: str | None, bias: bool, decoder: bool
+    ) -> dict[str, Tensor]:
+        """Ridge regression of (the original's activation - this model's) at a point on a map's input; {} if no help.
 
         Args:
             name, kind: the map, and its kind of step for the report.
@@ -332,14 +323,7 @@ class _Repairer:
                 del values
                 give_back_memory()
 
-        fit, variance = fit_ridge(rows(), bias)
-        if fit is None:
-            self._skip(name, kind, "its input isn't finite or has no spread")
-        if fit is None or fit.before <= _NOISE * variance:
-            return None
-        kept, note = fit.after < fit.before, f"penalty {fit.penalty:g}"
-        self.report.steps.append(Step(name, kind, fit.before / variance, fit.after / variance, kept, note))
-        return fit if kept else None
+        return self._judged(name, kind, fit_ridge(rows(), bias), "its input isn't finite or has no spread")
 
     def _save_maps(self, name: str) -> None:
         """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
@@ -377,17 +361,21 @@ class _Repairer:
             return
         own = {one for one, p in module.named_parameters() if self.roles.owners[id(p)] == 1}
         fit = fit_maps(module, examples, self.fit, own)
-        if fit is None:
-            self._skip(name, "maps", "it has no parameter of its own that moves its maps")
-            return
-        fit.note = f"KL divergence; {self.fit}"
-        self._apply_fit(name, "maps", fit)
+        self._write(name, self._judged(name, "maps", fit, "it has no parameter of its own that moves its maps"))
 
-    def _apply_fit(self, name: str, kind: str, fit: FittedValues) -> None:
-        """Report a fit, and write its values if they help on held-out data."""
+    def _judged(self, name: str, kind: str, fit: FittedValues | None, otherwise: str = "") -> dict[str, Tensor]:
+        """The values of a fit that helps on held-out data, else none; reports it, or why there is none."""
+        if fit is None:
+            self._skip(name, kind, otherwise)
+        if fit is None or fit.before <= _NOISE:
+            return {}
         kept = fit.after < fit.before
         self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
-        for parameter, value in fit.values.items() if kept else ():
+        return fit.values if kept else {}
+
+    def _write(self, name: str, values: dict[str, Tensor]) -> None:
+        """Write values to those Parameters of a module that it has."""
+        for parameter, value in values.items():
             path, _, attribute = parameter.rpartition(".")
             if getattr(module := self.new.modules[name].get_submodule(path), attribute) is not None:
                 self.edits.set_values(module, attribute, value)

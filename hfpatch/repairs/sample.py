@@ -45,16 +45,11 @@ def sample_batches(
     """
     config = text_config(model.config)
     if not generates(model):
-        raise OptionError(
-            f"{type(model).__name__} doesn't generate text, so it can't be calibrated on samples of its own. Pass "
-            "batches of inputs (calibration=[...])."
-        )
+        raise _refusal(model, "it doesn't generate text")
     own = model.generation_config
     if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
-        raise OptionError(
-            f"{type(model).__name__} doesn't say at which token its decoder starts, so it can't be calibrated on "
-            "samples of its own. Set model.generation_config.decoder_start_token_id (T5's is its pad_token_id, 0)."
-        )
+        setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
+        raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
     most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
     length = max(2, min(length, most - _UNUSED_ROWS))
     batches = []
@@ -67,15 +62,20 @@ def sample_batches(
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
                 read = _generate(model, input_ids=read)
                 drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
-                batches.append(
-                    {"input_ids": read, "attention_mask": _mask(read, model), "decoder_input_ids": drawn}
-                    | {"decoder_attention_mask": _mask(drawn, model)}
-                )
+                sides = {"": read, "decoder_": drawn}
             else:
-                drawn = _generate(model, input_ids=_starts(model, config, count))
-                batches.append({"input_ids": drawn, "attention_mask": _mask(drawn, model)})
+                sides = {"": _generate(model, input_ids=_starts(model, config, count))}
+            masks = {f"{side}attention_mask": _mask(ids, model) for side, ids in sides.items()}
+            batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
         bar.step(sequences, "drawn")
     return batches
+
+
+def _refusal(model: PreTrainedModel, why: str) -> OptionError:
+    return OptionError(
+        f"{type(model).__name__} can't be calibrated on samples of its own: {why}. Pass batches of inputs "
+        "(calibration=[...])."
+    )
 
 
 def generates(model: PreTrainedModel) -> bool:
@@ -98,7 +98,8 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
     """
     own = model.generation_config
     tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
-    pad = own.pad_token_id if own.pad_token_id is not None else _first(own.eos_token_id) or 0
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    pad = own.pad_token_id if own.pad_token_id is not None else next(iter(ends), None) or 0
     plain = GenerationConfig(
         **tokens, pad_token_id=pad, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length
     )
@@ -120,10 +121,7 @@ def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
         with host_errors():
             drawn: Any = model.generate(**arguments)
     except UnsupportedError as error:  # MusicGen writes sound
-        raise OptionError(
-            f"{type(model).__name__} can't be calibrated on samples of its own, since its generate() fails: {error}. "
-            "Pass batches of inputs (calibration=[...])."
-        ) from error
+        raise _refusal(model, f"its generate() fails: {error}") from error
     return drawn
 
 
@@ -135,7 +133,3 @@ def _mask(ids: Tensor, model: PreTrainedModel) -> Tensor:
     ends = torch.isin(ids, torch.tensor(eos, device=ids.device))
     ends[:, 0] = False
     return ((ends.cumsum(1) - ends.long()) == 0).long()
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value

@@ -14,7 +14,7 @@ class Placement(Scheme):
     """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
 
     registry: ClassVar[Registry] = PLACEMENTS
-    planner: ClassVar[str] = "hfpatch.swap.placement:plan_placement"
+    planner: ClassVar[str] = "hfpatch.swap.branches:plan_placement"
     formula: ClassVar[str] = ""
 
 

@@ -38,7 +38,7 @@ class Position(Scheme):
     max_positions: int | None = field(default=None, kw_only=True)
     original_max_positions: int | None = field(default=None, kw_only=True)
     registry: ClassVar[Registry] = POSITIONS
-    planner: ClassVar[str] = "hfpatch.swap.config_lengths:plan_position_request"
+    planner: ClassVar[str] = "hfpatch.swap.positions:plan_position_request"
     options_also_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_seq_len"), "max_positions"
     )

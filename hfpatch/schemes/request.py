@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..core.scheme import Scheme
 from ..runtime.edits import Edit, parse_edits
@@ -24,6 +24,7 @@ HOW = (  # what outcomes are measured by, for people
     "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
 )
 _LONGEST_OUTCOME = 4_000  # characters
+S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Generic[S]):
     """A request: one scheme, where, and how new parameters start.
 
     Attributes:
@@ -77,7 +78,7 @@ class Part:
         outcome: what it came to, measured right after the patch (see outcome.py); "" before.
     """
 
-    scheme: Scheme
+    scheme: S
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
@@ -90,7 +91,7 @@ class Part:
         return {kind: str(self.scheme), **globs, **init}
 
     @property
-    def asked(self) -> Part:
+    def asked(self) -> Part[S]:
         """The request without the options that follow from `init`."""
         return replace(self, scheme=self.scheme.unsettled(self.init))
 

@@ -33,11 +33,12 @@ _TOLERANCE = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 @dataclass
 class Site:
-    """A residual branch in one block of the user's model."""
+    """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None where it changes."""
 
     branch: Branch
     block_name: str
     block: nn.Module
+    reason: str | None = None
 
     @property
     def norm(self) -> nn.Module:

@@ -14,9 +14,11 @@ from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..core.registry import by_class
 from ..errors import OptionError
 from ..runtime.attention import BIAS, POSITION_IDS, ROTARY, AttentionLens
+from ..runtime.constants import FixedArguments
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.handing_down import HandedDown
+from ..runtime.lens import lens_of
 from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
@@ -25,27 +27,25 @@ from ..schemes.rope import RoPE
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
-from ..sites.stacks import FoundStack, max_positions, names_of
-from .native_rope import NO_ROTATION
+from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
+from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 from .score_bias import bias_for, require_bias
 
 ALL_ATTENTIONS_KEPT = "its attentions are kept"
 
 
-def reasons_to_keep(item: FoundStack, part: Part, names: Names) -> tuple[dict[str, str | None], str | None]:
+def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tuple[dict[str, str | None], str | None]:
     """Why the globs leave out each of a stack's attentions, and its table or biases; None where they don't."""
-    reasons = {name: _reason_to_keep(name, part, names) for name in item.attentions}
+    reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
+    for name, reason in reasons.items():
+        if reason == "not in only":
+            reasons[name] = f"{reason}: sees no positions unless its table is kept"
     by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
     return reasons, ALL_ATTENTIONS_KEPT if all(reasons.values()) else "keep" if by_name else None
 
 
-def _reason_to_keep(name: str, part: Part, names: Names) -> str | None:
-    reason = names.reason_to_keep([name], part.only, part.keep)
-    return f"{reason}: sees no positions unless its table is kept" if reason == "not in only" else reason
-
-
 def attention_changes(
-    item: FoundStack, attentions: dict[str, nn.Module], part: Part, reasons: dict[str, str | None]
+    item: FoundStack, attentions: dict[str, nn.Module], part: Part[Position], reasons: dict[str, str | None]
 ) -> list[Change]:
     """What becomes of some of a stack's attentions; `reasons` say why one is kept, if it is.
 
@@ -54,18 +54,16 @@ def attention_changes(
         OptionError: the scheme doesn't fit its heads.
     """
     scheme = part.scheme
-    assert isinstance(scheme, Position)
-    changes = [attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
+    changes = [_attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
     if scheme.attends:
         changed = {change.row.module: attentions[change.row.module] for change in changes if change.changes}
         require_bias(changed, _lens(item.stack), scheme, _has_biases(item))
     return changes
 
 
-def attention_change(
+def _attention_change(
     name: str, module: nn.Module, item: FoundStack, scheme: Position, reason: str | None = None
 ) -> Change:
-    """What becomes of one attention; raises as `attention_changes`, which also tries its bias, does."""
     stack = item.stack
     rotary, bias = module._modules.get(ROTARY), module._modules.get(BIAS)
     now = module._get_name() + (f" with {rotary or bias}" if rotary or bias else "")
@@ -91,19 +89,19 @@ def attention_change(
         row.reason = "has no positions of its own"
         return Change(row)
     refuse_private_forward(name, module)
-    becomes = scheme.describe(head_dim)
+    loss: str | None = None
     if new is not None:
-        row.replace_by(becomes, loss="queries and keys are rotated, which they were not trained for")
+        loss = "queries and keys are rotated, which they were not trained for"
     elif new_bias is not None:
-        row.replace_by(becomes, loss=scheme.attends)
+        loss = scheme.attends
     elif rotary is not None:
-        row.replace_by(becomes, loss=NO_ROTATION)
+        loss = NO_ROTATION
     elif bias is not None:
-        row.replace_by(becomes, loss="scores no longer fall with the distance of tokens")
+        loss = "scores no longer fall with the distance of tokens"
     else:
         row.reason = "its causal mask serves any length"
-        row.replace_by(becomes, exact="it neither rotates nor has a bias; the mask alone changes")
-
+    exact = "it neither rotates nor has a bias; the mask alone changes"
+    row.replace_by(scheme.describe(head_dim), loss=loss, exact=exact)
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
@@ -114,6 +112,44 @@ def attention_change(
     if new is not None and not scheme.keeps_table:
         found += _handing_down(item)
     return Change(row, tuple(found))
+
+
+def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
+    """The RoPE settings of an attention that rotates by a sine table of its own (GPT-J, CodeGen, RoFormer)."""
+    head_dim = getattr(attention, item.stack.head_dim)
+    turned = getattr(attention, item.stack.rotary_dim) if item.stack.rotary_dim else None
+    return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
+
+
+def own_change(path: str, module: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> Change:
+    """Change of an attention that rotates by a sine table of its own: other settings, or no rotation.
+
+    Raises:
+        UnsupportedError: it turns more than queries and keys.
+    """
+    scheme, own, rotary = part.scheme, own_rotation(item, module), module._modules.get(ROTARY)
+    hidden = lens_of(module, FixedArguments) is not None
+    described = own.describe(getattr(module, item.stack.head_dim))
+    present = rotary or (None if hidden else described)
+    row = Row("position", path, f"{module._get_name()} with {present}" if present else module._get_name())
+    row.reason = names.reason_to_keep([path], part.only, part.keep)
+    if row.reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
+        row.reason = OWN_ROTATION_KEPT
+    if row.reason is None and scheme.name == "nope" and hidden and rotary is None:
+        row.reason = "dropped already"
+    if row.reason is not None:
+        return Change(row)
+    if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
+        row.reason = "its own settings"
+        return Change(row.replace_by(described, exact="it rotates like this already"))
+    require_settings(item)
+    if isinstance(scheme, RoPE) and rotary is None:
+        scheme = scheme.over(own)
+    change = _attention_change(path, module, item, scheme)
+    change.row.now = row.now
+    if scheme.name == "nope":
+        change.row.replace_by("no rotation", loss=NO_ROTATION).reason = None
+    return change
 
 
 def _has_biases(item: FoundStack) -> bool:
@@ -200,11 +236,7 @@ def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
 
 
 def _scaled_from(item: FoundStack, scheme: Position) -> int:
-    """The length that scaling rules start from.
-
-    Raises:
-        OptionError: there is none, and one is needed.
-    """
+    """The length that scaling rules start from."""
     length, scaling = max_positions(item), getattr(scheme, "scaling", None) or {}
     stated = ORIGINAL in scaling or scheme.original_max_positions is not None
     if not length and scaling.get("rope_type", "default") != "default" and not stated:

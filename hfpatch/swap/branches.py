@@ -1,8 +1,8 @@
-"""Planner of DeepNorm: scaled residual sums, the norms after them, and the scale of initial weights."""
+"""Planners of what changes how residual branches meet the stream: placements of norms, and DeepNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +11,97 @@ from torch import Tensor, nn
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.registry import NORMS, PLACEMENTS
 from ..core.transaction import Transaction
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
+from ..schemes.placements import Placement
 from ..schemes.request import Part
 from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
-from ..sites.branches import Site, discover, require_joinable, require_own_forward, require_transparent, sites_of
+from ..sites.branches import (
+    SECOND_NORM_SUFFIX,
+    Site,
+    StackBranches,
+    discover,
+    require_joinable,
+    require_own_forward,
+    require_transparent,
+    sites_of,
+)
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
 from .norms import norm_text, start_afresh
 from .planners import Planned
 
 
+def plan_placement(
+    model: nn.Module, part: Part[Placement], example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """How each branch of the model will meet its stream; nothing is changed yet.
+
+    Raises:
+        UnsupportedError: a branch has no norm of its own before it or behind the sum, or can't be seen through.
+        NothingToPatchError: there is no branch.
+        WrappedModelError: a module carries a forward of its own, put there by another library.
+    """
+    request = f"placement={part.scheme.name!r}"
+    found = discover(model, request, example_inputs)
+    for branch in found.branches:
+        _require_strict(branch, found)
+    require_transparent(found, request)
+    sites, others = _sites_to_change(model, found, part, "placement")
+    for site in sites:
+        if site.branch.placement == part.scheme.name:
+            site.reason = site.reason or f"is {part.scheme.name} already"
+    return Planned(part, [*others, *(_placed(model, site, sites, part) for site in sites)])
+
+
+def _require_strict(branch: Branch, found: StackBranches) -> None:
+    where = f"{branch.block}.{branch.outlet}"
+    if branch.placement not in ("pre", "post"):
+        raise UnsupportedError(
+            f"{where}: its norms are placed as {branch.placement!r}; placement= starts from x + f(norm(x)) or "
+            "norm(x + f(x)), with a norm for every branch."
+        )
+    if branch.placement == "post" and not branch.readers:
+        raise UnsupportedError(
+            f"{where}: it isn't known which modules read the stream for this branch, so no norm can be put before it."
+        )
+    sharing = [one for one in found.branches if (one.stack, one.norm) == (branch.stack, branch.norm)]
+    if len(sharing) > 1:
+        raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
+
+
+def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placement]) -> Change:
+    scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
+    host: Any = PLACEMENTS[site.branch.placement]
+    row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)
+    if row.reason is not None:
+        return Change(row)
+    assert facts is not None
+    require_joinable(site)
+    refuse_private_forward(name, site.norm)
+    row.replace_by(scheme.formula, loss=f"norms are placed as {scheme.formula} in place of {host.formula}")
+    if site.branch.placement == "post":
+        row.reason = "its stack ends without a norm of its own"
+    edits = [*_joins_kept(site, sites), site.join(scheme.name)]
+    same_kind: Any = NORMS[facts.kind]()
+    if scheme.name == "sandwich":
+        edits.append(Edit.of(f"{name}{SECOND_NORM_SUFFIX}", same_kind.call(facts, None)))
+    if part.init == "reset":
+        edits.append(Edit.of(name, same_kind.call(facts, site.norm)))
+    return Change(row, tuple(edits), start_afresh(model, name, part))
+
+
+# DeepNorm
+
+
 def plan_deepnorm(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+    model: nn.Module, part: Part[DeepNorm], example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
 
@@ -37,20 +110,16 @@ def plan_deepnorm(
         UnsupportedError: it has none that DeepNorm could change, or they were changed before.
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
-    scheme = part.scheme
-    assert isinstance(scheme, DeepNorm)
-    request = f"norm={scheme.name!r}"
+    request = f"norm={part.scheme.name!r}"
     found = discover(model, request, example_inputs, weights=part.init == "reset")
     for branch in found.branches:
-        _require_sequential(branch, scheme)
+        _require_sequential(branch, part.scheme)
     if any(branch.placement == "pre" for branch in found.branches):
         require_transparent(found, request)
-    sites = list(sites_of(model, found.branches))
-    reasons = reasons_to_keep(model, sites, part)
-    changes = list(other_norms(model, sites))
+    sites, changes = _sites_to_change(model, found, part, "norm")
     for site in sites:
-        alpha, beta = scheme.gains(found.depths[site.branch.stack])
-        change = _change(model, site, part, alpha, reasons, sites)
+        alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
+        change = _change(model, site, sites, part, alpha)
         changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
     return Planned(part, changes)
 
@@ -74,58 +143,29 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
 
 
-def other_norms(model: nn.Module, sites: list[Site], kind: str = "norm") -> Iterator[Change]:
-    """Lines for the norms that belong to no branch."""
-    of_branches = {id(site.norm) for site in sites}
-    for name, module in model.named_modules():
-        facts = describe(module)
-        if id(module) not in of_branches and facts is not None:
-            yield Change(Row(kind, name, norm_text(module, facts), reason="not the norm of a residual branch"))
-
-
-def reasons_to_keep(model: nn.Module, sites: list[Site], part: Part) -> dict[str, str | None]:
-    """For each norm of a branch why it stays, None where it changes."""
-    names = Names.of(model)
-    return {site.norm_name: _reason_to_keep(site, part, names) for site in sites}
-
-
-def _reason_to_keep(site: Site, part: Part, names: Names) -> str | None:
-    facts = describe(site.norm)
-    if facts is None:
-        return "not LayerNorm's arithmetic"
-    reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
-    return reason or (part.scheme.reason_to_keep(facts) if isinstance(part.scheme, Norm) else None)
-
-
-def _change(
-    model: nn.Module, site: Site, part: Part, alpha: float, reasons: dict[str, str | None], sites: list[Site]
-) -> Change:
-    scheme, branch, name = part.scheme, site.branch, site.norm_name
-    assert isinstance(scheme, DeepNorm)
-    facts = describe(site.norm)
-    row = Row("norm", name, norm_text(site.norm, facts), reason=reasons[name])
+def _change(model: nn.Module, site: Site, sites: list[Site], part: Part[DeepNorm], alpha: float) -> Change:
+    scheme, branch, name, facts = part.scheme, site.branch, site.norm_name, describe(site.norm)
+    row = Row("norm", name, norm_text(site.norm, facts), reason=site.reason)
     if row.reason is not None:
         return Change(row)
     assert facts is not None
     refuse_private_forward(name, site.norm)
     a, norm = f"{alpha:.4g}", "LN" if facts.kind == "layer" else "RMS"
     before = f"{norm}(x + f(x))" if branch.placement == "post" else f"x + f({norm}(x))"
-    afresh, becomes, row.reason = part.init == "reset", f"{scheme.label}{size_of(facts)}", f"a = {a}"
-    if afresh:
-        row.replace_by(becomes, loss="parameters are reinitialised")
+    loss: str | None = f"{norm}({a} x + f(x)) in place of {before}"
+    if part.init == "reset":
+        loss = "parameters are reinitialised"
     elif scheme.preserve:
-        row.replace_by(
-            becomes, exact="its branch is multiplied by a as well, and the norm divides by the size of the sum"
-        )
-    else:
-        row.replace_by(becomes, loss=f"{norm}({a} x + f(x)) in place of {before}")
+        loss = None
+    exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
+    row.replace_by(f"{scheme.label}{size_of(facts)}", loss=loss, exact=exact).reason = f"a = {a}"
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
     else:  # LN(a x + f(x)) from x + f(LN(x))
         require_joinable(site)
-        put = [Edit.of(name, scheme.call(facts, site.norm))] if afresh else []
-        edits = (*joins_kept(site, sites, reasons), site.join("deepnorm", alpha), *put)
-    return Change(row, edits, start_afresh(model, [name]) if afresh else None)
+        put = [Edit.of(name, scheme.call(facts, site.norm))] if part.init == "reset" else []
+        edits = (*_joins_kept(site, sites), site.join("deepnorm", alpha), *put)
+    return Change(row, edits, start_afresh(model, name, part))
 
 
 def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
@@ -146,17 +186,10 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
-def joins_kept(site: Site, sites: list[Site], reasons: dict[str, str | None]) -> list[Edit]:
-    """Edits for unchanged branches of the same block whose functional dropout a join must apply itself."""
-    kept = [other for other in sites if other.block is site.block and reasons[other.norm_name] is not None]
-    return [other.join("host") for other in kept if other.branch.dropout]
-
-
-def _weights(site: Site, part: Part, alpha: float, beta: float) -> list[Change]:
+def _weights(site: Site, part: Part[DeepNorm], alpha: float, beta: float) -> list[Change]:
     """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
-    branch, scheme = site.branch, part.scheme
-    assert isinstance(scheme, DeepNorm)
-    if scheme.preserve:
+    branch = site.branch
+    if part.scheme.preserve:
         _require_one_matrix(site, branch.projection)
         return [_scale(site, branch.projection, "all", alpha, alpha)]
     if part.init != "reset":
@@ -185,14 +218,9 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
     module = site.block.get_submodule(path)
     part = "" if which == "all" else "values "
     row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
-    if bias == factor:
-        row.replace_by(
-            becomes,
-            exact="the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum",
-        )
-    else:
-        row.reason = "biases start at zero"
-        row.replace_by(becomes, loss="parameters are reinitialised")
+    loss = None if bias == factor else "parameters are reinitialised"
+    exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
+    row.replace_by(becomes, loss=loss, exact=exact).reason = loss and "biases start at zero"
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     def values(edits: Transaction) -> None:
@@ -217,3 +245,35 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
     axis = (1 if type(module).__name__ == "Conv1D" else 0) if parameter.dim() > 1 else 0
     by = torch.where(values_of(parameter.shape[axis], which, heads), one, 1.0)
     return by.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
+
+
+# Both
+
+
+def _sites_to_change(
+    model: nn.Module, found: StackBranches, part: Part[Any], kind: str
+) -> tuple[list[Site], list[Change]]:
+    """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
+    sites, names = list(sites_of(model, found.branches)), Names.of(model)
+    for site in sites:
+        facts = describe(site.norm)
+        if facts is None:
+            site.reason = "not LayerNorm's arithmetic"
+            continue
+        site.reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
+        if site.reason is None and isinstance(part.scheme, Norm):
+            site.reason = part.scheme.reason_to_keep(facts)
+    of_branches = {id(site.norm) for site in sites}
+    others = [(name, module) for name, module in model.named_modules() if id(module) not in of_branches]
+    rows = [
+        Row(kind, name, norm_text(module, facts), reason="not the norm of a residual branch")
+        for name, module in others
+        if (facts := describe(module)) is not None
+    ]
+    return sites, [Change(row) for row in rows]
+
+
+def _joins_kept(site: Site, sites: list[Site]) -> list[Edit]:
+    """Edits for unchanged branches of the same block whose functional dropout a join must apply itself."""
+    kept = [other for other in sites if other.block is site.block and other.reason is not None]
+    return [other.join("host") for other in kept if other.branch.dropout]

@@ -165,11 +165,11 @@ def _buffers(
     what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """The buffers whose shape differs, as `_init_weights` of the model's class fills them."""
-    changed = [
-        buffer
-        for buffer, present in module._buffers.items()
-        if present is not None and _differs(before._buffers.get(buffer), after._buffers.get(buffer))
-    ]
+    changed = []
+    for buffer, present in module._buffers.items():
+        old, new = before._buffers.get(buffer), after._buffers.get(buffer)
+        if present is not None and old is not None and new is not None and old.shape != new.shape:
+            changed.append(buffer)
     if not changed:
         return
     after.to_empty(device="cpu", recurse=False)
@@ -185,7 +185,3 @@ def _buffers(
                 f"fill it. {_ADVICE}"
             )
         yield buffer, value
-
-
-def _differs(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape != other.shape

@@ -16,7 +16,6 @@ from ..runtime.constants import Rows
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
-from ..schemes.request import Part
 from ..sites.stacks import FoundStack
 
 IMAGE_SIZE = "image_size"  # transformers' name
@@ -48,19 +47,13 @@ class Layout:
         return joined.reshape(*[1] * (table.dim() - 2), *joined.shape)
 
 
-def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
-    """What becomes of a table on a grid of patches.
-
-    Args:
-        item, part: the table's stack, and the request.
-        row: what the plan says of it so far.
+def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) -> Change:
+    """What becomes of a table on a grid of patches; `row` is what the plan says of it so far.
 
     Raises:
         UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
     """
-    scheme = part.scheme
-    assert isinstance(scheme, Learned)
-    if scheme.image_size is None and scheme.max_positions is None and part.init != "reset":
+    if scheme.image_size is None and scheme.max_positions is None and not fresh:
         row.reason = "pass image_size= to resize it"
         return Change(row)
     table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
@@ -70,22 +63,19 @@ def grid_table_change(item: FoundStack, part: Part, row: Row) -> Change:
     layout = layout_of(item, weight)
     size = _new_size(item, scheme, layout)
     rows, columns = _cut(item, *_sides(size))
-    method = scheme.grid_method(usual)
-    same = (rows, columns) == (layout.rows, layout.columns)
-    if same and part.init != "reset":
+    if (rows, columns) == (layout.rows, layout.columns) and not fresh:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
     loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
-    if part.init == "reset":
-        loss = "its rows start afresh"
-    row.replace_by(f"Learned({rows} x {columns} patches, {method})", loss=loss)
+    loss = "its rows start afresh" if fresh else loss
+    row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss=loss)
     row.reason = f"{IMAGE_SIZE}={size}"
 
     def resized(table: Tensor) -> Tensor:
         return layout.resized(table, scheme, rows, columns, usual)
 
     patches = slice(layout.before, layout.before + layout.frames * rows * columns)
-    edits, values = resized_table(item, resized, patches if part.init == "reset" else None)
+    edits, values = resized_table(item, resized, patches if fresh else None)
     return Change(row, tuple(edits), values)
 
 
@@ -95,7 +85,6 @@ def resized_table(
     """The edits that give a learned table another number of rows, and what writes these.
 
     Args:
-        item: the table's stack.
         resized: from the table's values to the new ones.
         fresh: of the new rows those that start at random values; None for none.
     """

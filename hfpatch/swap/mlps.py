@@ -23,7 +23,7 @@ from .planners import Planned
 
 
 def plan_mlp_request(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+    model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
@@ -34,10 +34,9 @@ def plan_mlp_request(
         WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
     """
     scheme = part.scheme
-    assert isinstance(scheme, MLP)
     names, sites = Names.of(model), find_mlps(model)
     named = names.matched_special(part.only, {_names(site): names.in_head(site.name) for site in sites})
-    changes = [_change(model, site, scheme, part, _reason_to_keep(site, part, names, named)) for site in sites]
+    changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
         for name in mixtures(model)
@@ -54,7 +53,7 @@ def _names(site: MLPSite) -> tuple[str, ...]:
     return (site.name, site.owner) if site.owner else (site.name,)
 
 
-def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[str, ...]]) -> str | None:
+def _reason_to_keep(site: MLPSite, part: Part[MLP], names: Names, named: set[tuple[str, ...]]) -> str | None:
     if site.reason:
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
@@ -63,8 +62,8 @@ def _reason_to_keep(site: MLPSite, part: Part, names: Names, named: set[tuple[st
     return reason
 
 
-def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: str | None) -> Change:
-    d, d_ff = site.sizes
+def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None) -> Change:
+    scheme, (d, d_ff) = part.scheme, site.sizes
     row = Row("mlp", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:
         return Change(row)
@@ -79,12 +78,14 @@ def _change(model: nn.Module, site: MLPSite, scheme: MLP, part: Part, reason: st
         edits = _fresh_edits(site, scheme, first, last)
         return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
     start = _require_start(site, scheme)
-    if start.exact:
-        row.replace_by(
-            becomes, exact="the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
-        )
-    else:
-        row.replace_by(becomes, loss=_approximation(site, scheme, start))
+    loss = None
+    if not start.exact:
+        assert site.act is not None
+        gate, k = type(scheme.activation(site.act)).__name__, start.scale
+        stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
+        loss = f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
+    exact = "the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
+    row.replace_by(becomes, loss=loss, exact=exact)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     return Change(row, edits, lambda changes: _start_as_trained(changes, model, site, first))
@@ -101,19 +102,8 @@ def _activation_name(site: MLPSite) -> str:
     return getattr(site.act, "__name__", type(site.act).__name__)
 
 
-def _approximation(site: MLPSite, scheme: MLP, start: Start) -> str:
-    assert site.act is not None
-    gate, k = type(scheme.activation(site.act)).__name__, start.scale
-    stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
-    return f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
-
-
 def _require_start(site: MLPSite, scheme: MLP) -> Start:
-    """The start as the function that is there.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """The start as the function that is there, refused where there is none."""
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
     if scheme.width(d_ff) != d_ff or scheme.bias is False:
         option = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
@@ -133,11 +123,7 @@ def _require_start(site: MLPSite, scheme: MLP) -> Start:
 
 
 def _require_resizable(model: nn.Module, site: MLPSite, scheme: MLP) -> None:
-    """Refuse another width where something between the activation and the last projection has the old one.
-
-    Raises:
-        UnsupportedError: names it.
-    """
+    """Refuse another width where something between the activation and the last projection has the old one."""
     d_ff = site.sizes[1]
     if site.direct or scheme.width(d_ff) == d_ff:
         return

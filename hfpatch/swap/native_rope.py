@@ -26,6 +26,7 @@ from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, described, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
 from ..runtime.rotary import ORIGINAL
+from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..schemes.rope import SCALING_OPTIONS, RoPE
 from ..sites.pairing import pairing_of, reordering
@@ -43,7 +44,7 @@ _TOLERANCE = 1e-9  # of outputs in float64
 
 
 def plan_native(
-    model: nn.Module, part: Part, names: Names, example_inputs: Mapping[str, Any] | None = None
+    model: nn.Module, part: Part[Position], names: Names, example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
     """Plan the changes of the model's own rotations for a position scheme; the model isn't changed.
 
@@ -60,13 +61,14 @@ def plan_native(
         return [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
 
 
-def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
+def settings_of_rotations(model: nn.Module, part: Part[Position]) -> list[Setting]:
     """Config changes of a position scheme: the settings of the model's own rotations."""
     scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
-    for rotation, config in changing_rotations(model, part) if isinstance(scheme, RoPE) else ():
+    if not isinstance(scheme, RoPE):
+        return []
+    for rotation, config in changing_rotations(model, part):
         _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
-        settings = settings_in(new, _new_settings(rotation, scheme), rotation.layer_type)  # type: ignore[arg-type]
-        for name, value in settings.items():
+        for name, value in settings_in(new, _new_settings(rotation, scheme), rotation.layer_type).items():
             setattr(new, name, value)
     return [
         (config, name, getattr(new, name))
@@ -76,7 +78,7 @@ def settings_of_rotations(model: nn.Module, part: Part) -> list[Setting]:
     ]
 
 
-def changing_rotations(model: Any, part: Part) -> Iterator[tuple[NativeRotation, Any]]:
+def changing_rotations(model: Any, part: Part[Position]) -> Iterator[tuple[NativeRotation, Any]]:
     """The model's own rotations that a part changes and a config describes, each with that config."""
     names = Names.of(model)
     for rotation in find_rotations(model):
@@ -91,55 +93,51 @@ def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings
     return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
 
 
-def _change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names, example_inputs: Any) -> Change:
-    now = f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind
-    row = Row("position", rotation.name, now)
+def _change(
+    model: nn.Module, rotation: NativeRotation, part: Part[Position], names: Names, example_inputs: Any
+) -> Change:
+    scheme = part.scheme
+    row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind)
+    of_module = rotations_of(model, rotation.module)
+    kept = [one for one in of_module if names.reason_to_keep([one.name], part.only, part.keep)]
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
     if row.reason:
         return Change(row)
-    scheme = part.scheme
     if isinstance(scheme, RoPE):
-        change = _settings_change(model, rotation, part, names, row)
+        change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
             _require_served(model, rotation, _new_settings(rotation, scheme), example_inputs)
         return change
-    if scheme.name != "nope":
-        row.reason = OWN_ROTATION_KEPT
-        return Change(row)
-    if rotation.dropped:
-        row.reason = "dropped already"
+    if scheme.name != "nope" or rotation.dropped:
+        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     row.replace_by("no rotation", loss=NO_ROTATION)
-    of_module = rotations_of(model, rotation.module)
-    with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
+    with_it = [one.layer_type for one in of_module if one not in kept]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
-def _settings_change(model: nn.Module, rotation: NativeRotation, part: Part, names: Names, row: Row) -> Change:
-    scheme, old = part.scheme, rotation.settings
-    assert isinstance(scheme, RoPE)
+def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row, some_kept: bool) -> Change:
+    """Other settings; `some_kept`: not all types of the module's layers change."""
     if _has_axes(rotation) and (scheme.scaling is not None or scheme.pairing is not None):
         row.reason = "its positions have several axes, which no scaling for longer text and no pairing fits"
         return Change(row)
     if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
         raise UnsupportedError(f"{rotation.name}: {row.now} reads theta alone: no scaling, no partial.")
-    of_module = rotations_of(model, rotation.module)
-    if scheme.pairing is not None and any(names.reason_to_keep([o.name], part.only, part.keep) for o in of_module):
+    if scheme.pairing is not None and some_kept:
         raise UnsupportedError(f"{rotation.name}: pairing= changes all types of layers at once, and some are kept.")
     new = _new_settings(rotation, scheme)
     pairing = pairing_of(rotation, new)
     lenses = reordering(rotation, pairing, scheme.pairing)
-    becomes, note = _described(new, scheme.pairing or pairing.present), ""
-    if new == old and not rotation.dropped and not lenses:
-        row.reason = "its own settings"
-        row.replace_by(becomes, exact="it rotates like this already")
-    else:
-        note = f"rotates by {becomes}"
-        row.replace_by(becomes, loss="queries and keys are rotated by other angles than they were trained for")
+    becomes = _described(new, scheme.pairing or pairing.present)
+    same = new == rotation.settings and not rotation.dropped and not lenses
+    loss = None if same else "queries and keys are rotated by other angles than they were trained for"
+    row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
+        "its own settings" if same else None
+    )
     found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
-    return Change(row, (_rotary_edit(rotation, new, note), *found))
+    return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"), *found))
 
 
 def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "") -> Edit:
@@ -188,11 +186,7 @@ def _described(settings: Settings, pairing: str | None) -> str:
 
 
 def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any) -> None:
-    """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply.
-
-    Raises:
-        UnsupportedError: says which, and why.
-    """
+    """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply."""
     old, where = rotation.settings, f"{rotation.name}: {rotation.kind}"
     if rotation.path is None and ("mscale_all_dim" in new or _partial(new) != _partial(old)):
         raise UnsupportedError(
@@ -248,9 +242,6 @@ def _require_same_as_built(
     """Refuse settings unless a small model that is patched computes what one computes that is built with them.
 
     Where no config of the model's says its settings, none is built with them: the patched one has to run.
-
-    Raises:
-        UnsupportedError: the host's class doesn't run with them, or the patched model computes something else.
     """
     error, settings = 0.0, _settings_in_config(model, rotation, new)
     try:
@@ -278,11 +269,7 @@ def _small_model(
     model: nn.Module, rotation: NativeRotation, example_inputs: Any
 ) -> tuple[Any, Any, nn.Module, NativeRotation]:
     """The innermost model around a rotary module of which a small one runs it: itself, the inputs that `twin` needs,
-    the small one and its rotation.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    the small one and its rotation."""
     around = [
         (name, module, None)
         for name, module in model.named_modules()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..core.transaction import Transaction
 from ..errors import NothingToPatchError
 from ..exact.request import Conversion
 from ..runtime.edits import Edit
-from ..runtime.norms import AffineNorm, NormFacts
+from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import Part
 from ..sites.norms import describe, looks_like_norm, size_of
@@ -38,16 +38,20 @@ class _Site:
         module: the norm, or a module that looks like one.
         facts: what it computes; None if that isn't gain * normalised input + shift.
         names, parents: one of each per place that holds it.
+        reason: why it is kept; None if it is to be replaced.
+        loss: what the swap doesn't preserve; None if it is exact.
     """
 
     module: nn.Module
     facts: NormFacts | None
     names: list[str] = field(default_factory=list)
     parents: list[nn.Module] = field(default_factory=list)
+    reason: str | None = None
+    loss: str | None = None
 
 
 def plan_norm_request(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
+    model: nn.Module, part: Part[Norm], example_inputs: Mapping[str, Any] | None, inexact: str | None
 ) -> Planned:
     """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
     conversion = Conversion.of_request(model, part, example_inputs, inexact)
@@ -55,7 +59,7 @@ def plan_norm_request(
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
 
-def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = None) -> list[Change]:
+def plan_norms(model: nn.Module, part: Part[Norm], conversion: Conversion | None = None) -> list[Change]:
     """What `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
@@ -68,45 +72,41 @@ def plan_norms(model: nn.Module, part: Part, conversion: Conversion | None = Non
         UnsupportedError: init="exact", and no swap is.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
-    scheme = part.scheme
-    assert isinstance(scheme, Norm)
     sites = _find_sites(model)
     if not any(site.facts for site in sites):
         raise NothingToPatchError(
-            f"{type(model).__name__} has no LayerNorm-like module, so norm={scheme.name!r} has nothing to replace."
+            f"{type(model).__name__} has no LayerNorm-like module, so norm={part.scheme.name!r} has nothing to replace."
         )
-    reasons = _reasons_to_keep(sites, scheme, part, Names.of(model))
-    changing = [site for site in sites if reasons[id(site)] is None]
+    _give_reasons_to_keep(sites, part, Names.of(model))
+    changing = [site for site in sites if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
         conversion.find()
-    losses = {id(site): _loss(site, scheme, part.init, conversion) for site in changing}
-    if conversion is not None:
-        for site in changing:
-            loss, obstacle = losses[id(site)]
-            if loss is not None and part.init == "exact":
-                reasons[id(site)] = f"not exact: {obstacle or loss}"
-            else:
-                (conversion.exact if loss is None else conversion.approximate).append(site.names[0])
-    texts = {key: f"{loss} ({obstacle})" if loss and obstacle else loss for key, (loss, obstacle) in losses.items()}
-    if changing and all(reasons[id(site)] for site in changing):
-        raise not_exact(changing[0].names[0], scheme, str(texts[id(changing[0])]))
+    for site in changing:
+        _give_loss(site, part, conversion)
+    if changing and all(site.reason for site in changing):
+        raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     exact = _SAME if conversion is None else _NO_MEAN
-    changes = [_change(model, site, part, reasons[id(site)], texts.get(id(site)), exact) for site in sites]
+    changes = [_change(model, site, part, exact) for site in sites]
     return changes if conversion is None else changes + conversion.changes()
 
 
-def _loss(site: _Site, scheme: Norm, init: str, conversion: Conversion | None) -> tuple[str | None, str | None]:
-    """What the swap of a norm doesn't preserve (None if it is exact), and what stands in the way of an exact one."""
+def _give_loss(site: _Site, part: Part[Norm], conversion: Conversion | None) -> None:
+    """Find what the swap of a norm doesn't preserve; with init="exact" that keeps it."""
     assert site.facts is not None
+    loss, obstacle = part.scheme.loss(site.facts), None
     if conversion is None:  # gain and shift are copied, and nothing else changes
-        return scheme.loss(site.facts) if init != "reset" else "parameters are reinitialised", None
-    if site.facts.kind != "layer":
-        return scheme.loss(site.facts), None
-    obstacle = conversion.why_not_exact(site.names)
-    loss = scheme.loss(site.facts) if obstacle else None
-    if loss is not None and init != "exact" and conversion.compensates(site.names[0]):
-        loss = "only the constant part of the mean of the norm's input is removed"
-    return loss, obstacle
+        site.loss = loss if part.init != "reset" else "parameters are reinitialised"
+        return
+    if site.facts.kind == "layer":
+        obstacle = conversion.why_not_exact(site.names)
+        loss = loss if obstacle else None
+        if loss is not None and part.init != "exact" and conversion.compensates(site.names[0]):
+            loss = "only the constant part of the mean of the norm's input is removed"
+    if loss is not None and part.init == "exact":
+        site.reason = f"not exact: {obstacle or loss}"
+    else:
+        (conversion.exact if loss is None else conversion.approximate).append(site.names[0])
+    site.loss = f"{loss} ({obstacle})" if loss and obstacle else loss
 
 
 def _find_sites(model: nn.Module) -> list[_Site]:
@@ -129,21 +129,22 @@ def _find_sites(model: nn.Module) -> list[_Site]:
 # Which norms stay
 
 
-def _reasons_to_keep(sites: list[_Site], scheme: Norm, part: Part, names: Names) -> dict[int, str | None]:
-    """Why each norm is kept, by the id of its site; None if it is to be replaced.
+def _give_reasons_to_keep(sites: list[_Site], part: Part[Norm], names: Names) -> None:
+    """Find why norms are kept.
 
-    Norms that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
+    Those that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
     `only` matches no other replaceable norms than such.
     """
-    own = {id(site): _unconditional_reason(site, scheme) for site in sites}
-    special = {tuple(site.names): _reason_outside_stream(site, names) for site in sites}
-    changeable = {tuple(site.names): bool(special[tuple(site.names)]) for site in sites if own[id(site)] is None}
-    for selected in names.matched_special(part.only, changeable):
-        special[selected] = None
-    return {
-        id(site): own[id(site)] or names.reason_to_keep(site.names, part.only, part.keep) or special[tuple(site.names)]
-        for site in sites
-    }
+    special = {}
+    for site in sites:
+        site.reason = _unconditional_reason(site, part.scheme)
+        if site.reason is None:
+            special[tuple(site.names)] = _reason_outside_stream(site, names)
+    named = names.matched_special(part.only, {key: reason is not None for key, reason in special.items()})
+    for site in sites:
+        key = tuple(site.names)
+        outside = None if key in named else special.get(key)
+        site.reason = site.reason or names.reason_to_keep(site.names, part.only, part.keep) or outside
 
 
 def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
@@ -159,37 +160,34 @@ def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
 
 def _reason_outside_stream(site: _Site, names: Names) -> str | None:
     """Why a norm isn't on the residual stream, so that it changes only if `only` names it; None if it is."""
-    parts = site.names[0].split(".")
+    parts, what = site.names[0].split("."), None
     if any(_QUERY_KEY.match(piece) for piece in parts):
-        return "norm of queries or keys: only=['*', its name] changes it too"
-    if any(_FEATURES.search(piece) for piece in parts):
-        return "norm of a feature extractor: only=['*', its name] changes it too"
-    if names.in_head(site.names[0]):
-        return "norm of a head: only=['*', its name] changes it too"
-    return None
+        what = "queries or keys"
+    elif any(_FEATURES.search(piece) for piece in parts):
+        what = "a feature extractor"
+    elif names.in_head(site.names[0]):
+        what = "a head"
+    return what and f"norm of {what}: only=['*', its name] changes it too"
 
 
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: Part, reason: str | None, loss: str | None, exact: str) -> Change:
+def _change(model: nn.Module, site: _Site, part: Part[Norm], exact: str) -> Change:
     """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
 
     Args:
-        loss: what the swap loses; None: nothing, for the reason in `exact`.
+        exact: why the swap loses nothing, if it doesn't.
     """
     facts, scheme, name = site.facts, part.scheme, site.names[0]
-    row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=reason)
-    if reason is not None:
+    row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=site.reason)
+    if row.reason is not None:
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
-    assert isinstance(scheme, Norm)
-    new = size_of(scheme.remaining_facts(facts), replaced=facts)
-    row.replace_by(scheme.label + new, loss=loss, exact=exact if loss is None else None)
+    row.replace_by(scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, exact=exact)
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
-    edit = Edit.of(name, scheme.call(facts, site.module))
-    return Change(row, (edit,), start_afresh(model, [name]) if part.init == "reset" else None)
+    return Change(row, (Edit.of(name, scheme.call(facts, site.module)),), start_afresh(model, name, part))
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
@@ -197,20 +195,19 @@ def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
     return module._get_name() + size_of(facts)
 
 
-def start_afresh(model: nn.Module, names: Iterable[str]) -> Callable[[Transaction], None]:
-    """A function that gives norms new Parameters at their scheme's starting values, to be run after the swap.
+def start_afresh(model: nn.Module, name: str, part: Part[Any]) -> Callable[[Transaction], None] | None:
+    """Where `part` has init="reset", a function that gives a norm new Parameters at their scheme's starting values.
 
-    They are new objects, since the replaced norm's own Parameters must stay as they were.
+    It is run after the swap. They are new objects, since the replaced norm's own Parameters must stay as they were.
     """
+    if part.init != "reset":
+        return None
 
     def values(changes: Transaction) -> None:
-        for module in map(model.get_submodule, names):
-            assert isinstance(module, AffineNorm)
-            for name, old in list(module._parameters.items()):
-                if old is not None:
-                    new = nn.Parameter(
-                        torch.full_like(old, module.initial_value(name)), requires_grad=old.requires_grad
-                    )
-                    changes.set_parameter(module, name, new)
+        module: Any = model.get_submodule(name)
+        for parameter, old in list(module._parameters.items()):
+            if old is not None:
+                new = torch.full_like(old, module.initial_value(parameter))
+                changes.set_parameter(module, parameter, nn.Parameter(new, requires_grad=old.requires_grad))
 
     return values

@@ -1,8 +1,9 @@
-"""From a position scheme and a model to the tables that go and the attentions that change."""
+"""Planner of position schemes: which tables and biases go, which attentions change, and what configs say of lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,21 +11,45 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row
 from ..core.registry import ARCHITECTURES, by_class
+from ..errors import OptionError
+from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
-from ..schemes.request import Part
-from ..sites.records.biases import BIASES
+from ..schemes.learned import Learned
+from ..schemes.positions import Position
+from ..schemes.request import Part, Record
+from ..sites.records.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
 from ..sites.records.rotating import OWN_ROTATIONS
-from ..sites.stacks import FoundStack, find_stacks, require_settings
-from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, reasons_to_keep
-from .biases import bias_changes, other_biases
-from .native_rope import plan_native
-from .own_rotations import own_change
-from .tables import table_change
+from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions, require_settings
+from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
+from .config_diff import Setting, derive
+from .image_tables import IMAGE_SIZE, new_size
+from .native_rope import changing_rotations, plan_native, settings_of_rotations
+from .planners import Planned
+from .tables import loses_order, removal, table_change
+
+LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None = None) -> list[Change]:
+def plan_position_request(
+    model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None, inexact: str | None
+) -> Planned:
+    """Planner of position schemes: changes of modules and of configs."""
+    part = _settled(model, part)
+    if Record.of(model.config).has("pos", part):
+        return Planned(part, [])
+    changes = plan_positions(model, part, example_inputs)
+    if not any(change.changes for change in changes):
+        return Planned(part, changes)
+    lengths = _config_lengths(model, part)
+    derived = derive(model, lengths, [edit for change in changes for edit in change.edits])
+    return Planned(part, changes, lengths=lengths, derived=derived)
+
+
+def plan_positions(
+    model: nn.Module, part: Part[Position], example_inputs: Mapping[str, Any] | None = None
+) -> list[Change]:
     """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
@@ -41,18 +66,20 @@ def plan_positions(model: nn.Module, part: Part, example_inputs: Mapping[str, An
     covered = {name for item in found for name in item.attentions}
     biases = find_stacks(model, BIASES)
     for bias in biases:
-        changes += bias_changes(model, bias, covered, part, names)
+        changes += _bias_changes(model, bias, covered, part, names)
     changes += plan_native(model, part, names, example_inputs)
     for item in find_stacks(model, OWN_ROTATIONS):
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
-    staying = other_biases(model, found, biases)
+    staying = _other_biases(model, found, biases)
     if not changes:
         raise _unsupported(model, staying)
     refused = _refused(model).items()
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
-def affected_stacks(model: nn.Module, part: Part, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
+def _affected_stacks(
+    model: nn.Module, part: Part[Position], records: Mapping[str, Stack] | None = None
+) -> list[FoundStack]:
     """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
     return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
@@ -68,7 +95,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, part: Part, names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
     if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)
@@ -87,3 +114,178 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
         f"pos= can't change its positions yet. `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= "
         "works without."
     )
+
+
+# Relative biases
+
+
+def _bias_changes(
+    model: nn.Module, item: FoundStack, covered: set[str], part: Part[Position], names: Names
+) -> list[Change]:
+    """What happens to a stack's relative biases, and to those of its attentions that no table feeds as well."""
+    scheme, name = part.scheme, item.table_name
+    reasons, why = reasons_to_keep(item, part, names)
+    row = Row("position", name, "biases by distance", reason=why)
+    if item.removed_rows() is not None:
+        row.now, row.reason = "no biases", "removed already"
+    change = Change(row)
+    left = {path: module for path, module in item.attentions.items() if path not in covered}
+    if scheme.keeps_table and not left:
+        row.reason = row.reason or "stays beside the table"
+        return [change]
+    if scheme.keeps_table and why != ALL_ATTENTIONS_KEPT:
+        raise UnsupportedError(
+            f"{name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
+        )
+    if row.reason is None:
+        row.replace_by("removed", loss="relative biases are removed" + loses_order(item, scheme))
+        change.edits, _ = removal(model, item)
+    if item.stack.projections is None or not left:
+        return [change]
+    if why != ALL_ATTENTIONS_KEPT:
+        require_settings(item)
+    return [change, *attention_changes(item, left, part, reasons)]
+
+
+def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundStack]) -> list[Change]:
+    """Relative biases that stay where they are, in parts of the model that nothing else changes.
+
+    `found` and `biases` are the model's stacks with tables, and with biases that can be taken out.
+
+    Raises:
+        UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
+    """
+    switched = set()  # what is in stacks with tables whose attentions' biases go too
+    for item in found:
+        if item.stack.in_attention or any(isinstance(value, ZeroBiases) for _, value in item.stack.removal):
+            switched |= {id(inner) for inner in item.owner.modules()}
+    owned = {id(inner) for item in biases for inner in item.owner.modules()}
+    changed = owned | {id(inner) for item in found for inner in item.owner.modules()}
+    rows = []
+    for name, module in model.named_modules():
+        reason = by_class(KEPT_BIASES, module)
+        if reason is None and id(module) not in owned:
+            parts = (*module._modules, *module._parameters, *module._buffers)
+            reason = next((KEPT_BIAS_PARTS[part] for part in parts if part in KEPT_BIAS_PARTS), None)
+        if reason is None or id(module) in switched:
+            continue
+        where = name or type(module).__name__
+        if id(module) in changed:
+            raise UnsupportedError(f"{where}: its positions are relative biases, and they stay: {reason}.")
+        rows.append(Row("position", where, "relative positions", reason=reason))
+    return [Change(row) for row in rows]
+
+
+# Lengths in configs
+
+
+def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
+    """The request with the length of the model's tables as its original one, if it sets another.
+
+    Raises:
+        OptionError: frequencies are scaled from that length, and the stacks have different ones.
+    """
+    scheme = part.scheme
+    if scheme.max_positions is None:
+        return part
+    lengths: set[int] = _recorded(model, "original_max_positions")
+    if scheme.original_max_positions is not None:
+        lengths = {scheme.original_max_positions}
+    elif not lengths:
+        configs = [*_of_rotations(model, part), *_of_biases(model, part)]
+        lengths = {getattr(config, attribute, None) or 0 for config, attribute in configs}
+        lengths |= set(map(max_positions, _affected_stacks(model, part)))
+        lengths -= {0}  # positions that are made without a table
+    if len(lengths) > 1 and getattr(scheme, "scaling", None):
+        raise OptionError(
+            f"pos={scheme.name!r} scales from the old length, and this model has several: {sorted(lengths)}. Patch "
+            "one stack at a time (only=), or give original_max_positions."
+        )
+    return replace(part, scheme=scheme.for_lengths(lengths))
+
+
+def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
+    """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
+
+    Raises:
+        UnsupportedError: no config says how many positions there are.
+    """
+    scheme = part.scheme
+    settings, affected = settings_of_rotations(model, part), _affected_stacks(model, part)
+    sizes: list[Setting] = []
+    if isinstance(scheme, Learned):
+        new = [(item.owner.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
+        sizes = [setting for setting in new if setting[2] is not None]
+    if scheme.max_positions is None:
+        return settings + sizes
+    found: list[Setting] = []
+    for config, attribute in _of_rotations(model, part):
+        if (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
+            raise UnsupportedError(
+                f"dynamic scaling starts from {type(config).__name__}.{LENGTH}, which max_positions would change. "
+                "Leave max_positions out."
+            )
+        if getattr(config, attribute, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
+        found.append((config, attribute, scheme.max_positions))
+    stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
+    found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
+    found += _pinned(model, part)
+    known = {id(config) for config, _, _ in found}
+    for config, attribute in _of_biases(model, part):
+        if id(config) not in known and getattr(config, attribute, None) is not None:
+            found.append((config, attribute, scheme.max_positions))
+    if not found + sizes:
+        raise UnsupportedError(
+            f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
+        )
+    return settings + found + sizes
+
+
+def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
+    """The setting of a stack's config for its new length; some configs also count rows that hold no position."""
+    config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+    number = getattr(config, attribute, None)
+    if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
+        return config, attribute, length  # what its host computes has as many rows as are asked for
+    positions = {max_positions(item), *_recorded(model, "max_positions")}
+    counted = sorted({0, first_row(item)})
+    more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
+    if more is None:
+        raise UnsupportedError(
+            f"{item.table_name}: max_positions can't be written to its config, whose {attribute} is {number!r} "
+            f"although the table holds {max_positions(item)} positions. Leave max_positions out."
+        )
+    return config, attribute, length + more
+
+
+def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
+    """Settings that keep the length of biases which stay: by default it follows that of the tables."""
+    scheme, owners = part.scheme, [item.owner for item in _affected_stacks(model, part)]
+    found: list[Setting] = []
+    for item in find_stacks(model, BIASES) if scheme.keeps_table else ():
+        config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
+        if unset is None or item.removed_rows() is not None or item.owner not in owners:
+            continue
+        number = getattr(config, unset, None)
+        if number is not None and number < 1:
+            found.append((config, unset, getattr(config, item.stack.config_length)))
+    return found
+
+
+def _of_biases(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+    """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
+    return [(item.owner.config, item.stack.config_length) for item in _affected_stacks(model, part, BIASES)]
+
+
+def _of_rotations(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+    """The configs of the model's own rotations that a part changes, and the attribute with their length."""
+    if part.scheme.name not in ("rope", "nope"):
+        return []
+    configs = {id(config): config for _, config in changing_rotations(model, part)}
+    return [(config, LENGTH) for config in configs.values()]
+
+
+def _recorded(model: nn.Module, option: str) -> set[int]:
+    """What earlier position patches of this model set an option to."""
+    return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import copy_with
 from ..measure.outputs import max_error
+from ..measure.quiet_forward import quiet
 from ..runtime.attention import (
     BIAS,
     MASK,
@@ -31,12 +32,7 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """What the scheme adds to this attention's scores, None for nothing.
-
-    Args:
-        name, module: the attention.
-        scheme: the scheme.
-        relative: whether the attention has relative biases of its own.
+    """What the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -95,7 +91,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
 
     def run(states: Tensor, heads: Tensor) -> Tensor:
         twin._modules[BIAS] = _SelfOnlyBias(heads)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with quiet(twin):
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
@@ -103,12 +99,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        host: Any = host_class(type(module))
-        parameters = inspect.signature(host.forward).parameters.values()
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-        others = " and ".join(name for name in needed if name not in ("self", lens.states, MASK))
-        reason = f"its block hands it {others}" if isinstance(error, TypeError) and others else described(error, 120)
-        return f"couldn't be tried with a mask of its own for every head ({reason})"
+        return f"couldn't be tried with a mask of its own for every head ({described(error, 120)})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"
     if _is_equal(alone, slight):
@@ -137,7 +128,7 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     """A copy with random weights, and its hidden size."""
     config = getattr(module, "config", None)
     twin = copy_with(module, lambda _, tensor: torch.empty_like(tensor, device="meta"), {id(config): config})
-    twin = twin.to_empty(device="cpu").float().eval().requires_grad_(False)
+    twin = twin.to_empty(device="cpu").float().requires_grad_(False)
     projection = twin.get_submodule(lens.projections.names[0])
     assert isinstance(projection.weight, Tensor)
     width = getattr(projection, "in_features", None) or projection.weight.shape[0]  # transformers' Conv1D is (in, out)
@@ -146,9 +137,6 @@ def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
         parameter.normal_(std=width**-0.5, generator=generator)
     for buffer in twin.buffers():
         buffer.zero_()
-    for inner in twin.modules():
-        inner._forward_hooks.clear()
-        inner._forward_pre_hooks.clear()
     twin._modules.pop(ROTARY, None)
     twin.__dict__[LENS] = replace(lens)
     twin.__class__ = lensed_class(host_class(type(module)))

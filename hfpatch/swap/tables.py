@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ from .attentions import ALL_ATTENTIONS_KEPT
 from .image_tables import grid_table_change, resized_table
 
 
-def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None) -> Change:
+def table_change(model: nn.Module, item: FoundStack, part: Part[Position], why: str | None) -> Change:
     """Plan the change of a stack's table; `why` is the reason to keep it, if any.
 
     Raises:
         UnsupportedError: the scheme needs a table of another kind.
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
-    assert isinstance(scheme, Position)
     if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
         return Change(Row("position", item.table_name, "a constant", reason="its table is removed already"))
     row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
@@ -40,9 +39,9 @@ def table_change(model: nn.Module, item: FoundStack, part: Part, why: str | None
     for path, _ in item.stack.limits:
         refuse_private_forward(item.path(path), item.owner.get_submodule(path))
     if isinstance(scheme, Learned) and not gone and _is_grid(item, table):
-        return grid_table_change(item, part, row)
+        return grid_table_change(item, scheme, row, fresh=part.init == "reset")
     if scheme.keeps_table:
-        return kept_table_change(model, item, part, row)
+        return _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
     loss = "absolute positions are removed" + loses_order(item, scheme)
     row.replace_by(NOTHING if item.stack.computes else MEAN_ROW, loss=loss)
     row.reason = "inputs of any length"
@@ -65,20 +64,15 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
 
 def loses_order(item: FoundStack, scheme: Position) -> str:
     """Note for the plan if a stack can't tell the order of its tokens without positions."""
-    causal = item.stack.causal or getattr(item.owner, "is_decoder", False)
-    return (
-        "; without a causal mask the stack can't tell the order of its tokens"
-        if scheme.name == "nope" and not causal
-        else ""
-    )
+    if scheme.name != "nope" or item.stack.causal or getattr(item.owner, "is_decoder", False):
+        return ""
+    return "; without a causal mask the stack can't tell the order of its tokens"
 
 
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
     """The edits that take a stack's positions out, and where `fresh` the names of Parameters that are to be zero.
 
-    Args:
-        model, item: the model and the stack.
-        fresh: what is left starts as for training from scratch, rather than at the mean of what was there.
+    What is left starts at the mean of what was there; where `fresh` as for training from scratch.
     """
     stack, table, has_table = item.stack, item.table(), item.length is None
     places = list(stack.removal)
@@ -88,12 +82,9 @@ def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tu
     constants: list[str] = []
     for place, value in places:
         for above, holder, attribute in item.places(place):
-            present = getattr(holder, attribute, None)
-            if attribute == LENS_SLOT:
-                found.append(Edit.of(item.path(above, attribute), value))
-            elif present is None:  # this configuration has none
+            if attribute != LENS_SLOT and getattr(holder, attribute, None) is None:  # this configuration has none
                 continue
-            elif isinstance(value, Call) and value.name == ConstantPositions.__name__:
+            if isinstance(value, Call) and value.name == ConstantPositions.__name__:
                 edit, constant = _mean(item, above, attribute, holder, value, fresh)
                 found += edit
                 constants += constant
@@ -128,18 +119,13 @@ def _longer(model: nn.Module, item: FoundStack, longest: int) -> Iterator[Edit]:
                 yield Edit.of(f"{name}.{length}", longest)
 
 
-def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) -> Change:
-    """A table that stays, computed or resized.
-
-    Args:
-        model, item, part: the model, the table's stack, and the request.
-        row: what the plan says of it so far.
+def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row: Row, fresh: bool) -> Change:
+    """A table that stays, computed or resized, with rows of new values where `fresh`.
 
     Raises:
         UnsupportedError: the table is gone, or isn't one row a position.
     """
-    scheme, table = part.scheme, item.table()
-    assert isinstance(scheme, Position)
+    table: Any = item.table()
     if item.removed_rows() is not None:
         raise UnsupportedError(
             f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
@@ -151,55 +137,40 @@ def kept_table_change(model: nn.Module, item: FoundStack, part: Part, row: Row) 
             f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
             "pos='rope' and pos='nope' do without."
         )
-    assert isinstance(table, nn.Embedding)
     if isinstance(scheme, Learned) and isinstance(table, ComputedPositions):
         raise UnsupportedError(
             f"{item.table_name} is computed since an earlier patch, so it has no rows to resize. Start from the "
             "original checkpoint."
         )
-    if isinstance(scheme, Learned) and scheme.image_size is not None:
-        row.reason = "image_size is for tables of image patches"
-        return Change(row)
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
-    becomes = scheme.describe(0)
+    edits, values = [], None
     if not isinstance(scheme, Learned):
         same = _follows(table, scheme, first)
-        row.reason = "inputs of any length" + (" (the table's own rule)" if same else "")
-        if same:
-            row.replace_by(becomes, exact="its rows follow this rule already")
-        else:
-            row.replace_by(becomes, loss="learned positions are replaced")
-    elif part.init == "reset":
-        row.replace_by(becomes, loss="its rows are reinitialised")
-    elif new in (None, old):
+        loss, row.reason = None if same else "learned positions are replaced", "inputs of any length"
+        row.reason += " (the table's own rule)" if same else ""
+        row.replace_by(scheme.describe(0), loss=loss, exact="its rows follow this rule already")
+        edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
+    elif scheme.image_size is not None:
+        row.reason = "image_size is for tables of image patches"
+    elif new in (None, old) and not fresh:
         row.reason = (
             f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
         )
-        return Change(row)
     else:
-        loss, row.reason = scheme.loss(old), scheme.note(old)
-        row.replace_by(becomes, loss=loss, exact="every position keeps its row" if loss is None else None)
-    edits, values = _table_edits(item, part, first)
-    longest = sys.maxsize if scheme.any_length else scheme.max_positions
-    if longest is not None:
+        loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
+        row.replace_by(scheme.describe(0), loss=loss, exact="every position keeps its row")
+
+        def resized(rows: Tensor) -> Tensor:
+            return torch.cat((rows[:first], scheme.resized(rows[first:])))
+
+        edits, values = resized_table(item, resized, slice(first, None) if fresh else None)
+    longest = sys.maxsize if scheme.any_length else new
+    if longest is not None and row.becomes is not None:
         limits = [(path, beside_a_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
-
-
-def _table_edits(item: FoundStack, part: Part, first: int) -> tuple[list[Edit], Callable[[Transaction], None] | None]:
-    """Edits for a table that is computed or resized, and the rows of the latter."""
-    scheme = part.scheme
-    assert isinstance(scheme, Position)
-    if not isinstance(scheme, Learned):
-        return [Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first))], None
-
-    def resized(rows: Tensor) -> Tensor:
-        return torch.cat((rows[:first], scheme.resized(rows[first:])))
-
-    return resized_table(item, resized, slice(first, None) if part.init == "reset" else None)
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
@@ -231,12 +202,8 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=exact, rtol=0)
 
 
-def ends_somewhere(table: Any) -> bool:
-    """Whether a table, or its replacement, has a limited number of rows."""
-    return isinstance(table, Tensor | nn.Module) and not isinstance(table, ConstantPositions | ComputedPositions)
-
-
 def takes_any_length(model: nn.Module) -> bool:
     """Whether no table is left that would end somewhere, in a model that has or had one."""
     tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
-    return bool(tables) and not any(map(ends_somewhere, tables))
+    ending = [isinstance(table, Tensor | nn.Module) and not isinstance(table, ComputedPositions) for table in tables]
+    return bool(tables) and not any(ending)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from host_rotations import run
+from rope_proof import difference
 from sampled import slow_but
 from tiny_models import patch as patched
 from transformers import AutoModel
 
 from hfpatch.contrib import convert_pairing as reorder
 from hfpatch.contrib.convert_pairing import convert_pairing
+from hfpatch.core.transaction import changing
 from hfpatch.errors import NothingToPatchError, OptionError, VerificationError
-from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import unpatch_model
 from hfpatch.runtime.attention import HostOrder
 from hfpatch.runtime.errors import UnsupportedError
@@ -38,16 +39,6 @@ NATIVE = [
 OWN = ["gptj", "codegen", "roformer"]  # by tables of their own
 PATCHED = ["gpt2", "bert", "bart", "whisper", "t5", "bloom", "mpt", "deberta"]
 OTHER = {"half": "interleaved", "interleaved": "half"}
-
-
-def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with own_randomness(0), torch.no_grad():
-        return outputs_of(model, given)
-
-
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference by the outputs' root mean square."""
-    return max(float((a[name] - b[name]).abs().max() / b[name].square().mean().sqrt().clamp_min(1e-6)) for name in b)
 
 
 def make(model_type: str) -> tuple[Any, dict[str, Any], str]:
@@ -149,6 +140,8 @@ def test_refusals() -> None:
         convert_pairing(model, "neox")
     with pytest.raises(NothingToPatchError, match="'half'"):
         convert_pairing(model, "half", example_inputs=given)
+    with changing(model), pytest.raises(UnsupportedError, match="another thread"):
+        convert_pairing(model, "interleaved", example_inputs=given)
     with pytest.raises(UnsupportedError, match="rotates no"):
         convert_pairing(zoo.tiny("gpt2")[0], "interleaved")
     with pytest.raises(UnsupportedError, match="together"):

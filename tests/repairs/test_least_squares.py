@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.repairs import least_squares
-from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, ChannelVariance, Fit, Ridge
+from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, Ridge, fit_ridge
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)
@@ -29,13 +30,21 @@ def problem(seed: int, rows: int = 60, inputs: int = 5, outputs: int = 3, mean: 
     return x, r, held_out
 
 
+class Fit(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+    before: float
+    after: float
+    penalty: float
+
+
 def ridge(x: Tensor, r: Tensor, held_out: Tensor, bias: bool, parts: int = 1) -> Fit:
     solver = Ridge(x.shape[1], r.shape[1], bias, CPU)
     for piece in torch.arange(len(x)).tensor_split(parts):
         solver.add(x[piece], r[piece], held_out[piece])
     fit = solver.solve()
     assert fit is not None
-    return fit
+    return Fit(fit.values["weight"], fit.values["bias"], fit.before, fit.after, float(fit.note.split()[-1]))
 
 
 def closed_form(x: Tensor, r: Tensor, penalty: float, bias: bool) -> tuple[Tensor, Tensor]:
@@ -185,10 +194,11 @@ def test_affine_with_channels_that_dont_move_and_a_candidate_that_is_no_number()
             assert not errors[1] < errors[0]
 
 
-def test_the_variance_of_channels_is_that_of_all_rows() -> None:
-    x, _, _ = problem(9, mean=5)
-    variance = ChannelVariance()
-    assert variance.value() == pytest.approx(1e-30)
-    for part in x.tensor_split(4):
-        variance.add(part)
-    assert variance.value() == pytest.approx(float(x.var(0, correction=0).mean()), rel=1e-9)
+def test_errors_are_shares_of_the_variance_of_what_is_to_be_matched() -> None:
+    x, r, held_out = problem(9, mean=5)
+    target = 3 * r + 40
+    alone = ridge(x.clone(), r.clone(), held_out, True)
+    fit = fit_ridge(zip(*(one.tensor_split(4) for one in (x, r, target, held_out)), strict=True), True)
+    variance = float(target.var(0, correction=0).mean())
+    assert fit is not None
+    assert (fit.before, fit.after) == pytest.approx((alone.before / variance, alone.after / variance), rel=1e-6)

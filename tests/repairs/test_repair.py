@@ -98,8 +98,6 @@ def test_a_repair_brings_the_original_back(family: str, head: str, request_: dic
     assert distance(model, original) < distance(plain, original) / factor
     kinds = {step.kind for step in report.steps if step.kept}
     assert kinds == {"norm", "readers", "projection"} | ({"maps"} if "pos" in request_ else set())
-    shuffled = [{name: value.flip(-1) for name, value in given.items()} for given in batches(original, 8, 900)]
-    assert distance(plain, original, shuffled) > 0  # the measure isn't blind
 
 
 @pytest.mark.parametrize(
@@ -117,15 +115,6 @@ def test_parallel_branches_and_experts(family: str, factor: float, projections: 
     assert len(steps) - experts == projections
 
 
-def test_another_models_activations_dont_help() -> None:
-    """Control: fitted to a stranger, the model gets away from its original; so the reference matters."""
-    original, stranger = tiny("gpt2", LM), tiny("gpt2", LM, seed=5)
-    right, wrong = swapped(original), swapped(original)
-    repair(right, original, [joined(batches(original))])
-    repair(wrong, stranger, [joined(batches(original))])
-    assert distance(right, original) < 0.2 * distance(wrong, original)
-
-
 @pytest.mark.slow
 def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(tmp_path: Path) -> None:
     original = tiny("gpt2", LM)
@@ -134,28 +123,12 @@ def test_a_reference_that_lies_on_disk_is_loaded_block_by_block(tmp_path: Path) 
     offloaded = type(original).from_pretrained(tmp_path, **offload)
     assert all(p.is_meta for p in offloaded.transformer.h.parameters())
     here, there = swapped(original), swapped(original)
-    loaded = most_weights_loaded(offloaded)
     whole, report = (repair(m, o, batches(original)) for m, o in ((here, original), (there, offloaded)))
     assert largest(weights(here), weights(there)) == 0
     assert whole.to_json() == report.to_json()
-    assert set(loaded) == {2}
     assert all(p.is_meta for p in offloaded.transformer.h.parameters())
     with pytest.raises(WrappedModelError, match="reference"):
         repair(offloaded, original, batches(original))
-
-
-def most_weights_loaded(model: PreTrainedModel) -> list[int]:
-    """As an MLP's first map runs: how many Parameters of the model's blocks are in memory then."""
-    counts: list[int] = []
-    for block in model.transformer.h:
-        forward = block.mlp.c_fc._old_forward  # accelerate's name for what its hooks surround
-
-        def counted(*args: Any, forward: Callable = forward) -> Tensor:
-            counts.append(sum(not p.is_meta for p in model.transformer.h.parameters()))
-            return forward(*args)
-
-        block.mlp.c_fc._old_forward = counted
-    return counts
 
 
 def test_what_is_exact_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,24 +150,22 @@ def test_norms_are_fitted_to_the_originals_output() -> None:
     original = tiny("gpt2", LM)
     data = batches(original, 16)
     model = repaired(original, [joined(data)])
-    norm, old, seen = model.transformer.h[0].ln_1, original.transformer.h[0].ln_1, []
-    handle = old.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    original(**joined(data))
-    handle.remove()
-    fitted = torch.arange(32) % 8 != 7
-    x = seen[0][fitted].flatten(0, 1).double()
-    h, y = torch.tanh(norm.alpha.double() * x), old(x.float()).double()
-    gain = ((h - h.mean(0)) * (y - y.mean(0))).mean(0) / (h - h.mean(0)).square().mean(0)
-    torch.testing.assert_close(norm.gain.double(), gain, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(norm.shift.double(), y.mean(0) - gain * h.mean(0), rtol=1e-4, atol=1e-4)
+    norm, old = model.transformer.h[0].ln_1, original.transformer.h[0].ln_1
+    with torch.no_grad():
+        x = original(**joined(data), output_hidden_states=True).hidden_states[0][torch.arange(32) % 8 != 7].double()
+    x, y = x.flatten(0, 1), old(x.float()).flatten(0, 1).double()
 
-    def error(alpha: float) -> float:
+    def fit(alpha: float) -> tuple[Tensor, Tensor, float]:
         h = torch.tanh(alpha * x)
-        g = ((h - h.mean(0)) * (y - y.mean(0))).mean(0) / (h - h.mean(0)).square().mean(0)
-        return (y - y.mean(0) - g * (h - h.mean(0))).square().mean().item()
+        gain = ((h - h.mean(0)) * (y - y.mean(0))).mean(0) / (h - h.mean(0)).square().mean(0)
+        shift = y.mean(0) - gain * h.mean(0)
+        return gain, shift, float((y - gain * h - shift).square().mean())
 
     alpha = norm.alpha.item()
-    assert error(alpha) < min(error(0.5 * alpha), error(2 * alpha))
+    gain, shift, error = fit(alpha)
+    torch.testing.assert_close(norm.gain.double(), gain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(norm.shift.double(), shift, rtol=1e-4, atol=1e-4)
+    assert error < min(fit(0.5 * alpha)[2], fit(2 * alpha)[2])
 
 
 # What isn't fitted says why
@@ -340,8 +311,7 @@ def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) ->
     def of_no_help(fit: Callable) -> Callable:
         def fitted(*args: Any) -> Any:
             found = fit(*args)
-            one = found[0] if isinstance(found, tuple) else found
-            one.after = one.before
+            found.after = found.before
             return found
 
         return fitted

@@ -168,8 +168,8 @@ ROTATES = r"rope:theta=\.\.\.' changes that rotation, pos='nope' drops it"
 @pytest.mark.parametrize(
     ("model_type", "pos", "error", "message"),
     [
-        ("bloom", "alibi", UnsupportedError, r"every head \(its block hands it residual and alibi\), so its scores"),
-        ("mpt", "alibi", UnsupportedError, r"every head \(its block hands it position_bias\), so its scores"),
+        ("bloom", "alibi", UnsupportedError, r"every head \(TypeError: .*'residual' and 'alibi'\), so its scores"),
+        ("mpt", "alibi", UnsupportedError, r"every head \(TypeError: .*'position_bias'\), so its scores"),
         *((model_type, "alibi", UnsupportedError, INSTEAD) for model_type in ("t5", "deberta-v2", "bloom")),
         *(("llama", pos, NothingToPatchError, ROTATES) for pos in ("alibi", "sinusoidal")),
     ],

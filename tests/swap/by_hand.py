@@ -1,20 +1,18 @@
-"""Six transformers written a second time, on the weights of transformers' models, in whatever way branches are joined.
+"""Five transformers joined a second time, from the attentions and MLPs of transformers' models, in whatever way.
 
 A step is x, f, norm -> the stream behind the branch f, such as LN(a x + f(x)).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import inputs, tiny
-from torch import Tensor, nn
+from torch import Tensor
 
 RATE = 0.4  # of the dropout behind each branch, in training mode
 Step = Callable[[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Tensor]
@@ -32,114 +30,61 @@ STEPS: dict[str, Step] = {
 }
 
 
-def layer_norm(x: Tensor, norm: nn.Module, eps: float) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps) * norm.weight + norm.bias
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool) -> Tensor:
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
-
-
-def blocks_of(stack: list[nn.Module], x: Tensor, step: Step, branches: Callable[[Any], list]) -> Tensor:
-    """One branch after another: `branches` gives (f, norm, eps) of a block."""
+def blocks_of(stack: Any, x: Tensor, step: Step, branches: Callable[[Any], list], rate: float = RATE) -> Tensor:
+    """One branch after another: `branches` gives (f, norm) of a block; `rate` is 0 where f drops channels itself."""
     for block in stack:
-        for f, norm, eps in branches(block):
+        for f, norm in branches(block):
 
             def dropped(x: Tensor, f: Callable = f, training: bool = block.training) -> Tensor:
-                return F.dropout(f(x), RATE, training)
+                return F.dropout(f(x), rate, training)
 
-            x = step(x, dropped, partial(layer_norm, norm=norm, eps=eps))
+            x = step(x, dropped, norm)
     return x
 
 
 def gpt2(model: Any, step: Step) -> Tensor:
     def branches(block: Any) -> list:
-        def attention(x: Tensor) -> Tensor:
-            return block.attn.c_proj(attend(*block.attn.c_attn(x).chunk(3, -1), 4, causal=True))
-
-        def mlp(x: Tensor) -> Tensor:
-            return block.mlp.c_proj(F.gelu(block.mlp.c_fc(x), approximate="tanh"))
-
-        return [(attention, block.ln_1, 1e-5), (mlp, block.ln_2, 1e-5)]
+        return [(lambda x: block.attn(x)[0], block.ln_1), (block.mlp, block.ln_2)]
 
     ids = inputs(model)["input_ids"]
     x = model.wte(ids) + model.wpe(torch.arange(ids.shape[1]))
-    return layer_norm(blocks_of(model.h, x, step, branches), model.ln_f, 1e-5)
+    return model.ln_f(blocks_of(model.h, x, step, branches, rate=0.0))
 
 
-def _separate(attention: Any, q: str, k: str, v: str, causal: bool, memory: Tensor | None = None) -> Callable:
-    def f(x: Tensor) -> Tensor:
-        source = x if memory is None else memory
-        return attend(getattr(attention, q)(x), getattr(attention, k)(source), getattr(attention, v)(source), 4, causal)
-
-    return f
-
-
-def _bart_branches(block: Any, causal: bool, activation: Callable, memory: Tensor | None = None) -> list:
-    def projected(attention: Any, **options: Any) -> Callable:
-        inner = _separate(attention, "q_proj", "k_proj", "v_proj", **options)
-        return lambda x: attention.out_proj(inner(x))
-
-    branches = [(projected(block.self_attn, causal=causal), block.self_attn_layer_norm, 1e-5)]
+def _bart_branches(block: Any, memory: Tensor | None = None) -> list:
+    branches = [(lambda x: block.self_attn(x)[0], block.self_attn_layer_norm)]
     if memory is not None:
-        crossed = projected(block.encoder_attn, causal=False, memory=memory)
-        branches.append((crossed, block.encoder_attn_layer_norm, 1e-5))
-    return [*branches, (lambda x: block.fc2(activation(block.fc1(x))), block.final_layer_norm, 1e-5)]
+        branches.append((lambda x: block.encoder_attn(x, key_value_states=memory)[0], block.encoder_attn_layer_norm))
+    return [*branches, (lambda x: block.fc2(block.activation_fn(block.fc1(x))), block.final_layer_norm)]
+
+
+def _embedded(part: Any, ids: Tensor) -> Tensor:
+    return part.embed_tokens(ids) + part.embed_positions.weight[2 : 2 + ids.shape[1]]
 
 
 def opt(model: Any, step: Step) -> Tensor:
-    ids = inputs(model)["input_ids"]
     decoder = model.decoder
-    x = decoder.embed_tokens(ids) + decoder.embed_positions.weight[2 : 2 + ids.shape[1]]
-    x = blocks_of(decoder.layers, x, step, lambda block: _bart_branches(block, True, F.relu))
-    return layer_norm(x, decoder.final_layer_norm, 1e-5) if decoder.final_layer_norm is not None else x
+    x = blocks_of(decoder.layers, _embedded(decoder, inputs(model)["input_ids"]), step, _bart_branches)
+    return decoder.final_layer_norm(x) if decoder.final_layer_norm is not None else x
 
 
 def bart(model: Any, step: Step, decoder_step: Step | None = None) -> Tensor:
-    def embedded(part: Any, ids: Tensor) -> Tensor:
-        x = part.embed_tokens(ids) + part.embed_positions.weight[2 : 2 + ids.shape[1]]
-        return layer_norm(x, part.layernorm_embedding, 1e-5)
-
-    given = inputs(model)
-    memory = embedded(model.encoder, given["input_ids"])
-    memory = blocks_of(model.encoder.layers, memory, step, lambda b: _bart_branches(b, False, F.gelu))
-    x = embedded(model.decoder, given["decoder_input_ids"])
-    return blocks_of(model.decoder.layers, x, decoder_step or step, lambda b: _bart_branches(b, True, F.gelu, memory))
+    given, encoder, decoder = inputs(model), model.encoder, model.decoder
+    memory = encoder.layernorm_embedding(_embedded(encoder, given["input_ids"]))
+    memory = blocks_of(encoder.layers, memory, step, _bart_branches)
+    x = decoder.layernorm_embedding(_embedded(decoder, given["decoder_input_ids"]))
+    return blocks_of(decoder.layers, x, decoder_step or step, lambda block: _bart_branches(block, memory))
 
 
 def bert(model: Any, step: Step) -> Tensor:
     def branches(block: Any) -> list:
-        attention = block.attention
-        inner = _separate(attention.self, "query", "key", "value", causal=False)
+        attention, output = block.attention, block.output
         return [
-            (lambda x: attention.output.dense(inner(x)), attention.output.LayerNorm, 1e-12),
-            (lambda x: block.output.dense(F.gelu(block.intermediate.dense(x))), block.output.LayerNorm, 1e-12),
+            (lambda x: attention.output.dense(attention.self(x)[0]), attention.output.LayerNorm),
+            (lambda x: output.dense(block.intermediate(x)), output.LayerNorm),
         ]
 
-    ids, part = inputs(model)["input_ids"], model.embeddings
-    x = (
-        part.word_embeddings(ids)
-        + part.position_embeddings.weight[: ids.shape[1]]
-        + part.token_type_embeddings.weight[0]
-    )
-    return blocks_of(model.encoder.layer, layer_norm(x, part.LayerNorm, 1e-12), step, branches)
-
-
-def vit(model: Any, step: Step) -> Tensor:
-    def branches(block: Any) -> list:
-        inner = _separate(block.attention, "q_proj", "k_proj", "v_proj", causal=False)
-        return [
-            (lambda x: block.attention.o_proj(inner(x)), block.layernorm_before, 1e-12),
-            (lambda x: block.mlp.fc2(F.gelu(block.mlp.fc1(x))), block.layernorm_after, 1e-12),
-        ]
-
-    x = model.embeddings(inputs(model)["pixel_values"].double())
-    return layer_norm(blocks_of(model.layers, x, step, branches), model.layernorm, 1e-12)
+    return blocks_of(model.encoder.layer, model.embeddings(inputs(model)["input_ids"]), step, branches)
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensor]]] = {
@@ -148,7 +93,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensor]]] = {
     "opt, post-norm": ("opt", {"do_layer_norm_before": False}, opt),
     "bart": ("bart", {}, bart),
     "bert": ("bert", {}, bert),
-    "vit": ("vit", {}, vit),
 }
 POST = ("opt, post-norm", "bart", "bert")
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -163,7 +107,6 @@ RATES: dict[str, dict[str, float]] = {  # settings with dropout behind each bran
     "opt, pre-norm": {"dropout": RATE},
     "opt, post-norm": {"dropout": RATE},
     "gpt2": {"resid_pdrop": RATE, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    "vit": {"hidden_dropout_prob": RATE},
 }
 
 

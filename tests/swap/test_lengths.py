@@ -15,7 +15,7 @@ import transformers as hf
 import zoo
 from position_checks import difference, generated, patched, states, tokens
 from position_families import make
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_models import word_tokenizer
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from typer.testing import CliRunner
@@ -142,26 +142,26 @@ def test_a_generation_config_that_ended_at_the_old_length_follows(tmp_path: Path
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
-def tokenizer(**options: Any) -> Any:
-    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", **options)
+def tokenizer() -> Any:
+    words = word_tokenizer()
+    words.model_max_length = 32
+    return words
 
 
 def test_a_tokenizer_is_told() -> None:
-    words = tokenizer(model_max_length=32)
+    words = tokenizer()
     model = patched(make("gpt2"), pos="rope:max_positions=64", tokenizer=words, reversible=True)
     assert words.model_max_length == 64
     assert len(words(" ".join("ab" * 40), truncation=True)["input_ids"]) == 64
     unpatch_model(model)
     assert words.model_max_length == 32
-    inner = tokenizer(model_max_length=32)
+    inner = tokenizer()
     patched(make("gpt2"), pos="alibi:max_positions=64", tokenizer=SimpleNamespace(tokenizer=inner))  # a processor
     assert inner.model_max_length == 64
 
 
 def test_a_tokenizer_without_a_length_to_be_told_is_refused() -> None:
-    words, model = tokenizer(model_max_length=32), make("gpt2")
+    words, model = tokenizer(), make("gpt2")
     with pytest.raises(OptionError, match=r"pos='rope:max_positions=8192'"):
         patched(model, pos="rope", tokenizer=words)
     with pytest.raises(OptionError, match="tokenizer"):
@@ -327,7 +327,7 @@ def test_packed_sequences_with_a_mask_of_blocks(pos: str) -> None:
 
 def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
     make("gpt2").save_pretrained(tmp_path / "model")
-    tokenizer(model_max_length=32).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
     request = ["--pos", 'rope:max_positions=64,scaling={"rope_type":"linear"}', "--calibration", "none"]
     result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *request])
     assert result.exit_code == 0, result.output

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from host_rotations import built, equal, run
 from rope_proof import decodes_alike, difference
 from tiny_models import patch as patched
-from transformers import AutoModel, PretrainedConfig
+from transformers import AutoModel
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning
-from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
@@ -43,39 +42,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
-def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with own_randomness(0), torch.no_grad():
-        return outputs_of(model, given)
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
 def rotations_only(model: Any) -> list[str]:
     """Globs that leave tables of positions, of an image tower say, as they are."""
     return [rotation.name for rotation in find_rotations(model)]
-
-
-def built(model: Any, settings: dict[str, Any]) -> Any:
-    """The model that transformers builds with these settings everywhere, with the same weights."""
-    config = copy.deepcopy(model.config)
-
-    def change(part: Any) -> None:
-        parameters = getattr(part, "rope_parameters", None)
-        if isinstance(parameters, dict):
-            for one in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
-                one.update(settings)
-        for value in vars(part).values():
-            if isinstance(value, PretrainedConfig):
-                change(value)
-
-    change(config)
-    with own_randomness(0):
-        other = type(model)(config).float().eval()
-    other.load_state_dict(model.state_dict())
-    return other
 
 
 # --- the model's own settings -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Placements of norms against transformers written a second time, in float64."""
+"""Placements of norms against transformers joined a second time by hand, in float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.errors import NothingToPatchError, NotPreservedWarning
-from hfpatch.patch import patch_model, unpatch_model
+from hfpatch.errors import NothingToPatchError
+from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import AffineNorm
@@ -85,7 +85,7 @@ def sandwich(model: Any, original: Any) -> Callable:
     names = {module: name for name, module in original.named_modules()}
 
     def step(x: Tensor, f: Callable, norm: Any) -> Tensor:
-        second = model.get_submodule(f"{names[norm.keywords['norm']]}_after")
+        second = model.get_submodule(f"{names[norm]}_after")
         return x + second(f(norm(x)))
 
     return step
@@ -99,7 +99,7 @@ def test_the_reference_is_the_model(name: str) -> None:
         assert error(run(model), MODELS[name][2](model, STEPS[own(name)])) < 1e-12
 
 
-@each([("gpt2", "sandwich"), ("opt, post-norm", "pre"), ("bart", "olmo2"), *WITH_DEEPNORM])
+@each([("gpt2", "sandwich"), ("opt, post-norm", "pre"), ("bart", "olmo2")])
 def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) -> None:
     model = patch(make(name), **request(placement))
     randomise_seconds(model)
@@ -146,11 +146,6 @@ def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
         assert error(run(model), result) > 1e-3  # control: there is dropout
 
 
-def test_it_is_said_loudly() -> None:
-    with pytest.warns(NotPreservedWarning, match=r"LN\(x \+ f\(x\)\)"):
-        patch_model(tiny("gpt2"), placement="post")
-
-
 @pytest.mark.parametrize(
     ("make_model", "request_", "message"),
     [
@@ -191,11 +186,8 @@ def test_norms_and_placement_together(tmp_path: Path) -> None:
     assert error(run(reload(both, tmp_path / "both", dtype=torch.float64)), run(both)) < 1e-14
     assert error(run(reload(apart, tmp_path / "apart", dtype=torch.float64)), run(both)) < 1e-14
     assert error(run(both), run(patch(make("gpt2"), placement="post"))) > 1e-3  # control
-
-
-def test_of_a_sandwich_the_norms_are_changed_later(tmp_path: Path) -> None:
-    model = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
-    assert error(run(reload(model, tmp_path, dtype=torch.float64)), run(model)) < 1e-14
+    sandwich = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
+    assert error(run(reload(sandwich, tmp_path / "sandwich", dtype=torch.float64)), run(sandwich)) < 1e-14
 
 
 def test_generating_with_a_cache_is_generating_without() -> None:
@@ -216,5 +208,3 @@ def test_on_the_command_line() -> None:
     assert result.exit_code == 0, result.output
     assert "h.{0-11}.ln_{1-2}  x24" in result.output
     assert "LN(x + f(x))" in result.output
-    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--norm", "deepnorm"])
-    assert "a = 2.213" in result.output  # 24^(1/4)

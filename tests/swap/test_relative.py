@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,90 +19,58 @@ from sampled import slow_but
 from tiny_models import patch
 from torch import Tensor
 
-from hfpatch.measure.randomness import own_randomness, randomise
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import find_stacks
-from hfpatch.swap import biases as swap_relative
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of biases on a tiny model.
-
-    Attributes:
-        model_type, model: what is built.
-        changes: of the small configuration.
-        stacks: parts of names that tell the stacks apart.
-        decodes: whether it generates with a cache.
-        native: whether the host turns queries and keys by itself once the biases are gone.
-    """
-
-    model_type: str
-    model: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    stacks: tuple[str, ...] = ("",)
-    decodes: bool = False
-    native: bool = False
-    kind: str = "text"
-    blind: bool = True
-
+from hfpatch.swap import positions as swap_positions
 
 _DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
-_TWO = ("encoder", "decoder")
-CASES = {
-    "t5": Case("t5", "T5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
-    "mt5": Case("mt5", "MT5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
-    "umt5": Case("umt5", "UMT5ForConditionalGeneration", stacks=_TWO, decodes=True, kind="seq2seq"),
-    "switch": Case("switch_transformers", "SwitchTransformersForConditionalGeneration", stacks=_TWO, kind="seq2seq"),
-    "longt5": Case("longt5", "LongT5ForConditionalGeneration", stacks=_TWO, kind="seq2seq", blind=False),
-    "pix2struct": Case("pix2struct_text_model", "Pix2StructTextModel"),
-    "mpnet": Case("mpnet", "MPNetModel"),
-    "deberta": Case("deberta", "DebertaModel", _DISENTANGLED),
-    "deberta-v2": Case("deberta-v2", "DebertaV2Model", {**_DISENTANGLED, "position_buckets": 8}),
-    "deberta-v3": Case(
-        "deberta-v2",
-        "DebertaV2Model",
-        {**_DISENTANGLED, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False},
-    ),
-    "bloom": Case("bloom", "BloomForCausalLM", decodes=True),
-    "mpt": Case("mpt", "MptForCausalLM", {"max_seq_len": 16}, decodes=True),
-    "falcon": Case("falcon", "FalconForCausalLM", {"alibi": True}, decodes=True, native=True),
-    "beit": Case("beit", "BeitModel", {"use_relative_position_bias": True}, kind="image"),
-    "beit shared": Case("beit", "BeitModel", {"use_shared_relative_position_bias": True}, kind="image"),
-    "data2vec": Case("data2vec-vision", "Data2VecVisionModel", {"use_relative_position_bias": True}, kind="image"),
+_V3 = {"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # model type, class, changes of the small configuration
+    "t5": ("t5", "T5ForConditionalGeneration", {}),
+    "mt5": ("mt5", "MT5ForConditionalGeneration", {}),
+    "umt5": ("umt5", "UMT5ForConditionalGeneration", {}),
+    "switch": ("switch_transformers", "SwitchTransformersForConditionalGeneration", {}),
+    "longt5": ("longt5", "LongT5ForConditionalGeneration", {}),
+    "pix2struct": ("pix2struct_text_model", "Pix2StructTextModel", {}),
+    "mpnet": ("mpnet", "MPNetModel", {}),
+    "deberta": ("deberta", "DebertaModel", _DISENTANGLED),
+    "deberta-v2": ("deberta-v2", "DebertaV2Model", {**_DISENTANGLED, "position_buckets": 8}),
+    "deberta-v3": ("deberta-v2", "DebertaV2Model", {**_DISENTANGLED, **_V3}),
+    "bloom": ("bloom", "BloomForCausalLM", {}),
+    "mpt": ("mpt", "MptForCausalLM", {"max_seq_len": 16}),
+    "falcon": ("falcon", "FalconForCausalLM", {"alibi": True}),
+    "beit": ("beit", "BeitModel", {"use_relative_position_bias": True}),
+    "beit shared": ("beit", "BeitModel", {"use_shared_relative_position_bias": True}),
+    "data2vec": ("data2vec-vision", "Data2VecVisionModel", {"use_relative_position_bias": True}),
 }
 every_case = pytest.mark.parametrize("name", slow_but(sorted(CASES), 8))
-DECODERS = [name for name, case in CASES.items() if case.decodes]
+SEQ2SEQ, CAUSAL = ("t5", "mt5", "umt5", "switch", "longt5"), ("bloom", "mpt", "falcon")
+IMAGES = [name for name in CASES if name.startswith(("beit", "data2vec"))]
+DECODERS = ("t5", "mt5", "umt5", *CAUSAL)
+NATIVE = "falcon"  # which turns queries and keys by itself once the biases are gone
 SAVED = ("t5", "umt5", "mpnet", "deberta", "deberta-v3", "bloom", "mpt", "falcon", "beit")
 
 
 def make(name: str, layers: int | None = None) -> Any:
     """A tiny model in float64; `layers` sets how many there are."""
-    case = CASES[name]
-    with own_randomness(0):
-        config = zoo.tiny_config(case.model_type)
-        for key, value in case.changes.items():
-            setattr(config, key, value)
-        for key in ("num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers"):
-            if layers and hasattr(config, key):
-                setattr(config, key, layers)
-        model = getattr(hf, case.model)(config).eval()
-        randomise(model, torch.Generator().manual_seed(0))
-    return model.double()
+    model_type, model, changes = CASES[name]
+    counts = ("num_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers")
+    few = {key: layers for key in counts if layers and hasattr(zoo.tiny_config(model_type), key)}
+    return zoo.tiny(model_type, auto_class=model, **changes, **few)[0].double()
 
 
 def inputs(name: str, model: Any, length: int = 12) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    kind = CASES[name].kind
-    if kind == "image":
+    if name in IMAGES:
         size = model.config.image_size
         return {"pixel_values": torch.randn(2, 3, size, size, generator=generator).double()}
     given = {"input_ids": torch.randint(5, 90, (2, length), generator=generator)}
-    if kind == "seq2seq":
+    if name in SEQ2SEQ:
         given["decoder_input_ids"] = torch.randint(5, 90, (2, length), generator=generator)
     return given
 
@@ -136,12 +103,13 @@ def test_shift_and_active(name: str) -> None:
     model = patched(name)
     given = inputs(name, model)
     before = states(model, given)
-    for part in CASES[name].stacks if not CASES[name].native else ():
-        assert difference(moved(model, given, lambda p: p + 100, part), before) <= 1e-4
-        assert difference(moved(model, given, torch.zeros_like, part), before) >= 1e-2
-    if CASES[name].native:  # which takes its position_ids from the caller
+    if name == NATIVE:  # it takes its position_ids from the caller
         shifted = states(model, {**given, "position_ids": torch.arange(100, 112)[None]})
         assert difference(shifted, before) <= 1e-4
+        return
+    for part in ("encoder", "decoder") if name in SEQ2SEQ else ("",):
+        assert difference(moved(model, given, lambda p: p + 100, part), before) <= 1e-4
+        assert difference(moved(model, given, torch.zeros_like, part), before) >= 1e-2
 
 
 def spread_by_order(name: str, model: Any) -> float:
@@ -151,24 +119,21 @@ def spread_by_order(name: str, model: Any) -> float:
     """
     tokens = inputs(name, model)["input_ids"]
     order = torch.tensor([3, 1, 0, 2, 9, 8, 4, 6, 5, 10, 7, 11])
-    stack = model.get_encoder() if CASES[name].kind == "seq2seq" else model
+    stack = model.get_encoder() if name in SEQ2SEQ else model
     before, after = states(stack, {"input_ids": tokens}), states(stack, {"input_ids": tokens[:, order]})
-    if (CASES[name].decodes or name == "pix2struct") and CASES[name].kind != "seq2seq":
+    if name in (*CAUSAL, "pix2struct"):
         return difference(after[:, -1], before[:, -1])
     return difference(after, before[:, order])
 
 
-TEXTS = sorted(name for name, case in CASES.items() if case.kind != "image" and case.blind)
-
-
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*IMAGES, "longt5")])  # it attends to blocks
 def test_blind_to_order_without_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
-    monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))  # control: biases left in
+    monkeypatch.setattr(swap_positions, "removal", lambda model, item: ((), []))  # control: biases left in
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) >= 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "image"])
+@pytest.mark.parametrize("name", IMAGES)
 def test_patches_are_blind_without_positions(name: str) -> None:
     model = patched(name, pos="nope")
     given = inputs(name, model)
@@ -185,7 +150,7 @@ def test_patches_are_blind_without_positions(name: str) -> None:
 def test_cached_equals_uncached(name: str, pos: str) -> None:
     model = patched(name, pos=pos)
     given: dict[str, Any] = {"input_ids": inputs(name, model)["input_ids"]}
-    given |= {"decoder_start_token_id": 0} if CASES[name].kind == "seq2seq" else {}
+    given |= {"decoder_start_token_id": 0} if name in SEQ2SEQ else {}
     assert decodes_alike(model, given | {"pad_token_id": 0}) <= 1e-4
 
 

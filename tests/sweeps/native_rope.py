@@ -10,7 +10,6 @@ rotation changes the outputs. A refusal is shown with its first words.
 
 from __future__ import annotations
 
-import copy
 import json
 import site
 import warnings
@@ -23,15 +22,13 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 import torch
 import transformers
 import workers
-from transformers import PretrainedConfig
+from host_rotations import built, equal, run
 from zoo import Unbuildable, last_line, model_types, tiny
 
-from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.positions import NoPE, Position
-from hfpatch.schemes.rope import SCALING_OPTIONS, RoPE
+from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
 
 REPORT = Path(__file__).resolve().with_suffix(".json")
@@ -44,39 +41,6 @@ CHECKS: dict[str, tuple[Position, dict[str, Any] | None]] = {
 }
 
 
-def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with own_randomness(0), torch.no_grad():
-        return outputs_of(model, given)
-
-
-def by_config(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedConfig:
-    """A copy of a config with these settings in each of its parts that says how to rotate."""
-    config = copy.deepcopy(config)
-
-    def change(part: Any) -> None:
-        parameters = getattr(part, "rope_parameters", None)
-        if isinstance(parameters, dict):
-            nested = [value for value in parameters.values() if isinstance(value, dict)]
-            for one in nested or [parameters]:
-                if one.get("rope_type") != "axial" or "rope_type" not in settings:
-                    if "rope_type" in settings:  # options of another type would count for some attentions
-                        for option in SCALING_OPTIONS - {"original_max_position_embeddings"}:
-                            one.pop(option, None)
-                    one.update(settings)
-        elif "rope_theta" in settings and isinstance(getattr(part, "rope_theta", None), float):
-            part.rope_theta = settings["rope_theta"]
-        for value in vars(part).values():
-            if isinstance(value, PretrainedConfig):
-                change(value)
-
-    change(config)
-    return config
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def checked(model_type: str, name: str) -> str:
     """One check of one model type, in a word."""
     model, given = tiny(model_type)
@@ -85,10 +49,7 @@ def checked(model_type: str, name: str) -> str:
     before = run(model, given)
     if settings:
         try:
-            with own_randomness(0):
-                built = type(model)(by_config(model.config, settings)).float().eval()
-            built.load_state_dict(model.state_dict())
-            expected = run(built, given)
+            expected = run(built(model, settings), given)
         except Exception as error:
             expected = {"": torch.tensor(float("nan"))}
             unbuilt = f"transformers: {last_line(error)}"

@@ -17,7 +17,7 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.qk_layouts import Fused, Projections, WindowProjections
 from hfpatch.sites.records.record import Architecture
-from hfpatch.swap import biases as swap_relative
+from hfpatch.swap import positions as swap_positions
 
 
 @contextmanager
@@ -87,7 +87,7 @@ class TestFaultsAreSeen:
             monkeypatch.setitem(proof.SETTINGS, name, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]})
         with changed(owner):
             assert proof.blind(owner) <= EXACT
-        monkeypatch.setattr(swap_relative, "removal", lambda model, item: ((), []))
+        monkeypatch.setattr(swap_positions, "removal", lambda model, item: ((), []))
         with changed(owner):
             assert proof.blind(owner) >= DIFFERENT
 
