@@ -36,24 +36,21 @@ class Centring:
         folds: Parameters from which their mean over the axis is subtracted. A layer-scale goes into all of them that
             name it first: scale * (W x + b) becomes 1 * (scale W x + scale b).
         outputs: (module, axis): its output is centred in every forward, because its weight is also used elsewhere (an
-            embedding tied to the output head).
-        parametrized: (module, axis) whose outputs `mode="parametrize"` centres in every forward, instead of all of the
-            above: the last module of each branch (its dropout, if that is a module).
+            embedding tied to the output head). `mode="parametrize"` folds nothing: the last module of each branch (its
+            dropout, if that is a module) is centred in every forward, W - mean(W) as it were, so that training follows
+            the LayerNorm model's own trajectory.
         embeddings: modules whose `inputs_embeds` are centred, since nothing that is centred above sees them.
         exact: norms whose input is zero-mean after the centring.
         approximate: norm -> why its input isn't, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
             earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
-        error: largest relative difference of the small model's outputs, original against converted, in float64.
         refused: why no norm is exact; None if some are.
     """
 
     folds: tuple[Axis, ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
-    parametrized: tuple[tuple[str, int], ...] = ()
     embeddings: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
     approximate: dict[str, str] = field(default_factory=dict)
     compensated: tuple[str, ...] = ()
-    error: float = 0.0
     refused: str | None = None

@@ -28,28 +28,25 @@ def carry_out(
     model: nn.Module,
     centring: Centring,
     transaction: Transaction,
-    mode: str = "fold",
     norms: Mapping[str, NormFacts] | None = None,
 ) -> None:
     """Make everything that writes to the residual stream zero-mean over its channels, then put in RMSNorms.
 
-    mode="fold" subtracts the means from the weights themselves, in float64, in place and on the same Parameters; a
-    layer-scale goes into the linear before it first. What can't be folded (an embedding tied to the output head) has
-    its output centred in every forward. mode="parametrize" writes nothing to weights: the last module of every branch
-    is centred in every forward, W - mean(W) as it were, so that training follows the LayerNorm model's own trajectory.
+    Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; a layer-scale
+    goes into the linear before it first. What can't be folded (an embedding tied to the output head) has its output
+    centred in every forward.
 
     Args:
         model: any model that the patterns of `centring` name Parameters and modules of.
         centring: what to do, as `find_centring` found it.
         transaction: can take it back.
-        mode: "fold" or "parametrize".
         norms: what the model's LayerNorms compute, by name; those of them that are exact become RMSNorms.
 
     Raises:
         UnsupportedError: a weight to fold is quantized or sharded.
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
-    changes = plan_centring(model, centring, mode)
+    changes = plan_centring(model, centring)
     apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
@@ -61,12 +58,10 @@ def carry_out(
     apply(condensed(swaps, model), model, transaction)
 
 
-def plan_centring(model: nn.Module, centring: Centring, mode: str) -> list[Change]:
+def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
     """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
-    embeddings = _centred_embeddings(model, set(centring.embeddings))
-    if mode == "parametrize":
-        return [*_centred_outputs(model, dict(centring.parametrized)), *embeddings]
     outputs = _centred_outputs(model, dict(centring.outputs))
+    embeddings = _centred_embeddings(model, set(centring.embeddings))
     return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]
 
 

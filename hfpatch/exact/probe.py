@@ -97,18 +97,18 @@ class Probe:
     # --- centred ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def centred(self, centring: Centring, mode: str = "fold") -> Iterator[None]:
+    def centred(self, centring: Centring) -> Iterator[None]:
         """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
-            carry_out(self.model, centring, changes, mode, self.norms)
+            carry_out(self.model, centring, changes, self.norms)
             yield
         finally:
             changes.undo()
 
-    def error_of(self, centring: Centring, mode: str = "fold") -> float:
+    def error_of(self, centring: Centring) -> float:
         """Largest relative change of an output that a centring causes."""
-        with self.centred(centring, mode):
+        with self.centred(centring):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:

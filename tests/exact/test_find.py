@@ -49,14 +49,13 @@ LM = "AutoModelForCausalLM"
                 "folds": {Axis(*one) for one in EMBEDDINGS} | {Axis(f"h.*.{name}", axis) for name, axis in BLOCK},
                 "exact": GPT2,
                 "outputs": (),
-                "parametrized": (),
             },
         ),
         # dropouts are centred where training goes on; OPT's are functional, which leaves the layer itself
         (
             lambda: tiny("gpt2"),
             "parametrize",
-            {"parametrized": {("drop", -1), ("h.*.attn.resid_dropout", -1), ("h.*.mlp.dropout", -1)}},
+            {"folds": (), "outputs": {("drop", -1), ("h.*.attn.resid_dropout", -1), ("h.*.mlp.dropout", -1)}},
         ),
         (lambda: tiny("gpt2", LM), "fold", {"outputs": (("transformer.drop", -1),)}),  # a tied head keeps its embedding
         (lambda: tiny("gpt2", LM, tie_word_embeddings=False), "fold", {"outputs": ()}),
@@ -68,10 +67,13 @@ LM = "AutoModelForCausalLM"
     ],
 )
 def test_what_converts_in_full(make: Callable, mode: str, expected: dict[str, Any]) -> None:
-    found = find_centring(make(), None, mode)
+    model = make()
+    found = find_centring(model, None, mode)
     assert found.exact
     assert (found.approximate, found.compensated, found.refused) == ({}, (), None)
-    assert found.error < 1e-12
+    small, given = twin(model, seed=3)
+    before = observe(small, given)
+    assert relative_error(before, observe(carried_out(small, found), given)) < 1e-12
     for name, value in expected.items():
         assert type(value)(getattr(found, name)) == value, name
 
@@ -79,7 +81,7 @@ def test_what_converts_in_full(make: Callable, mode: str, expected: dict[str, An
 class TestOthers:
     def test_functional_dropout_leaves_the_layer_itself(self) -> None:
         found = find_centring(tiny("opt"), None, "parametrize")
-        assert ("decoder.layers.*.fc2", -1) in found.parametrized
+        assert ("decoder.layers.*.fc2", -1) in found.outputs
         assert len(found.exact) == 3
 
     def test_the_output_of_an_embedding_norm(self) -> None:
@@ -198,9 +200,9 @@ class TestFoundBefore:
     def test_another_function_or_mode_is_searched(
         self, head: str, again: dict[str, Any], mode: str, forwards: list[nn.Module]
     ) -> None:
-        assert not find_centring(tiny("gpt2")).parametrized
+        assert find_centring(tiny("gpt2")).folds
         searched = len(forwards)
-        assert bool(find_centring(tiny("gpt2", head, **again), None, mode).parametrized) == (mode == "parametrize")
+        assert bool(find_centring(tiny("gpt2", head, **again), None, mode).folds) == (mode == "fold")
         assert len(forwards) - searched > 15
 
     def test_another_forward_of_the_same_modules_is_searched(self, monkeypatch: pytest.MonkeyPatch) -> None:
