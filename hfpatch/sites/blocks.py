@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..measure.float64 import host_errors
 from ..measure.hooks import Call, hooked
 from ..runtime.edits import pattern_of
-from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
 CallKey = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
@@ -46,20 +46,22 @@ class Block:
     Args:
         name, module: the block.
         args, kwargs: arguments of its first call in the model's forward.
-        calls: how often one forward of the model runs it.
-        foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
 
     Attributes:
+        calls: how often one forward of the model runs it.
+        foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
         stream, x, width: name of the argument that is the residual stream ("" for none), its value, its channels.
         inside: the modules in the block, by name.
         norms, matrices: names of those that are norms, and of those that hold a matrix.
         passed_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
     """
 
-    def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
-        self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
+    def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict):
+        self.name, self.module, self.calls = name, module, 0
+        self.foreign: tuple[str, ...] = ()
         self.parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.arguments: dict[str, Any] = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        self.arguments: dict[str, Any] = {key: _copied_cache(value) for key, value in given.items()}
         self.rest = args[len(self.parameters) :]
         streams = (key for key in ("hidden_states", *self.arguments) if is_stream(self.arguments.get(key)))
         self.stream: str = next(streams, "")
@@ -182,26 +184,10 @@ class Block:
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
 
 
-@contextmanager
-def measuring(model: nn.Module, consequence: str) -> Iterator[None]:
-    """Turns errors of measurements on single blocks into an UnsupportedError about the model.
-
-    Args:
-        model: the model that the error names.
-        consequence: what can't be done for it therefore, for the error's text.
-
-    Raises:
-        UnsupportedError: anything but a PatchError was raised inside, as when a block doesn't run by itself.
-    """
-    try:
-        yield
-    except PatchError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
-            f"{consequence}."
-        ) from error
+def measuring(model: nn.Module, consequence: str) -> AbstractContextManager[None]:
+    """Turns errors of measurements on single blocks into an UnsupportedError about the model, with the consequence."""
+    name = type(model).__name__
+    return host_errors(f"{name}: its blocks can't be measured one by one ({{error}}), so {consequence}.")
 
 
 def is_stream(value: Any) -> bool:
@@ -224,24 +210,19 @@ def observe_blocks(
         names: names of the blocks; the result lacks those that the forward doesn't reach.
         foreign: also find arguments that come from another stack; all activations stay in memory meanwhile.
     """
-    seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
-    calls: dict[str, int] = {}
+    seen: dict[str, Block] = {}
     # (output, number of blocks that had run); the tensors are kept alive, so that no other one gets their ids
     outputs: list[tuple[Tensor, int]] = []
     modules = dict(model.named_modules())
 
     def before(name: str, call: Call) -> None:
-        calls[name] = calls.get(name, 0) + 1
         if name not in seen:
             others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
             of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
-            parameters = list(inspect.signature(type(modules[name]).forward).parameters)[1:]
-            named = {**dict(zip(parameters, call.args, strict=False)), **call.kwargs}
-            copies = (
-                tuple(map(_copied_cache, call.args)),
-                {key: _copied_cache(value) for key, value in call.kwargs.items()},
-            )
-            seen[name] = *copies, tuple(key for key, value in named.items() if id(value) in of_other_stacks)
+            block = Block(name, modules[name], call.args, call.kwargs)
+            block.foreign = tuple(key for key, value in block.arguments.items() if id(value) in of_other_stacks)
+            seen[name] = block
+        seen[name].calls += 1
 
     def after(name: str, output: Any) -> None:
         values = output.values() if isinstance(output, dict) else output
@@ -256,10 +237,7 @@ def observe_blocks(
         torch.no_grad(),
     ):
         model(**{**inputs, **without_cache})
-    return [
-        Block(name, modules[name], args, kwargs, calls[name], of_others)
-        for name, (args, kwargs, of_others) in seen.items()
-    ]
+    return list(seen.values())
 
 
 def _copied_cache(value: Any) -> Any:

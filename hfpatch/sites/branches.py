@@ -12,6 +12,7 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
+from ..measure.float64 import host_errors
 from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
@@ -231,15 +232,12 @@ def require_transparent(found: StackBranches, request: str) -> None:
         require_joinable(site)
     with quiet(found.small):
         before = outputs_of(found.small, found.inputs)
-        try:
+        with host_errors(
+            f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
+            f"the module ({{error}}), so {request} can't change its branches."
+        ):
             apply(condensed([site.join(site.branch.placement) for site in sites], found.small), found.small)
-            after = outputs_of(found.small, found.inputs)
-            same = max_error(before, after) <= _TOLERANCE
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a "
-                f"stand-in for the module ({type(error).__name__}: {error}), so {request} can't change its branches."
-            ) from error
+            same = max_error(before, outputs_of(found.small, found.inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(
             f"{type(found.small).__name__}: its blocks give other outputs when run with the branches that were found "
