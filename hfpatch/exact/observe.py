@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
 from ..measure.hooks import Call, first_tensor, hooked
-from ..measure.outputs import deviations
+from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
 SEED = 7  # of the constants that are added
@@ -106,8 +106,8 @@ def channel_axes(facts: NormFacts) -> tuple[int, ...]:
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to each one's largest value; infinite where incomparable."""
-    return max(deviation.peak_error for deviation in deviations(original.outputs, other.outputs))
+    """Largest difference of the outputs, relative to each one's root mean square; infinite where incomparable."""
+    return max_error(original.outputs, other.outputs)
 
 
 def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:

@@ -92,7 +92,6 @@ class Deviation:
         largest: max|y - t|.
         squares: sum of (y - t)^2.
         count, mean, scatter: of the finite numbers of the truth; scatter is the sum of (t - mean)^2.
-        peak: max|t|.
     """
 
     equal_nan: bool = False
@@ -102,7 +101,6 @@ class Deviation:
     count: int = 0
     mean: float = 0.0
     scatter: float = 0.0
-    peak: float = 0.0
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
         """Count one pair of tensors. `mask` (over the leading axes) is True where numbers count."""
@@ -126,7 +124,6 @@ class Deviation:
         difference = (y - t).abs()
         self.largest = max(self.largest, float(difference.max()))
         self.squares += float(difference.square().sum())
-        self.peak = max(self.peak, float(t.abs().max()))
         count, mean = t.numel(), float(t.mean())
         shift, total = mean - self.mean, self.count + count  # two means and scatters become one (Chan et al. 1979)
         self.scatter += float((t - mean).square().sum()) + shift**2 * self.count * count / total
@@ -144,14 +141,9 @@ class Deviation:
         return self._by(math.sqrt(self.squares / max(self.count, 1)), self._rms)
 
     @property
-    def peak_error(self) -> float:
-        """max|y - t| / max|t|."""
-        return self._by(self.largest, self.peak)
-
-    @property
     def spread_error(self) -> float:
-        """max|y - t| / std(t); by max|t| where all numbers are equal."""
-        return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self.peak)
+        """max|y - t| / std(t); by rms(t) where all numbers are equal."""
+        return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self._rms)
 
     @property
     def _rms(self) -> float:

@@ -21,7 +21,6 @@ from hfpatch.exact.fold import carry_out
 from hfpatch.exact.observe import observe, relative_error
 from hfpatch.exact.search import find_centring, search
 from hfpatch.measure.twin import twin
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.norms import describe
 
 
@@ -59,9 +58,7 @@ LM = "AutoModelForCausalLM"
         ),
         (lambda: tiny("gpt2", LM), "fold", {"outputs": (("transformer.drop", -1),)}),  # a tied head keeps its embedding
         (lambda: tiny("gpt2", LM, tie_word_embeddings=False), "fold", {"outputs": ()}),
-        (lambda: tiny("gpt2", "AutoModelForSequenceClassification"), "fold", {"outputs": ()}),
-        (lambda: tiny("nemotron"), "fold", {}),
-        (lambda: tiny("olmo"), "fold", {}),  # in float64 throughout, though both compute in float32 inside
+        (lambda: tiny("olmo"), "fold", {}),  # in float64 throughout, though it computes in float32 inside
         (lambda: zoo.tiny("gptj")[0], "fold", {"exact": ("h.*.ln_1", "ln_f")}),  # parallel branches
         (lambda: patch(tiny("gpt2"), pos="rope"), "fold", {"exact": GPT2}),
     ],
@@ -125,10 +122,8 @@ class TestRefused:
         assert {Axis(f"{layer}.{name}", 0) for name in names} <= set(found.folds)
         assert "the mean of its input isn't zero" in found.approximate["cls.predictions.transform.LayerNorm"]
 
-    @pytest.mark.parametrize("model_type", ["clip_vision_model", "videomae"])
-    def test_a_stream_that_is_returned(self, model_type: str) -> None:
-        model, given = zoo.tiny(model_type)
-        found = find_centring(model, given)
+    def test_a_stream_that_is_returned(self) -> None:
+        found = find_centring(*zoo.tiny("clip_vision_model"))
         reasons = [reason for name, reason in found.approximate.items() if "layer" in name and "layers" in name]
         assert not any("layers" in name for name in found.exact)
         assert all("last_hidden_state" in reason for reason in reasons)
@@ -142,10 +137,6 @@ class TestRefused:
         assert found.exact == ()
         images = "pixel_values" if "pixel_values" in inspect.signature(model.forward).parameters else "image_patches"
         assert f"leave out {images}" in str(found.refused)
-
-    def test_no_twin(self) -> None:
-        with pytest.raises(UnsupportedError, match="example_inputs="):
-            find_centring(tiny("gpt2"), {"nothing": 1})
 
 
 class Leaky(transformers.GPT2Model):
@@ -192,7 +183,6 @@ class TestFoundBefore:
         ("head", "again", "mode"),
         [
             ("AutoModel", {"activation_function": "relu"}, "fold"),
-            ("AutoModel", {"layer_norm_epsilon": 1e-3}, "fold"),
             (LM, {}, "fold"),
             ("AutoModel", {}, "parametrize"),
         ],
