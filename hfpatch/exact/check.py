@@ -53,7 +53,7 @@ class Verdict:
 
 @dataclass
 class Run:
-    """One forward: its outputs, mean / standard deviation at the input of each norm, and these inputs' widths."""
+    """One forward: outputs, mean / standard deviation at the inputs of norms, at every position, and their widths."""
 
     outputs: dict[str, Tensor]
     means: dict[str, Tensor]
@@ -70,7 +70,7 @@ class Reference:
 
     Args:
         model: the original.
-        inputs: inputs for one forward.
+        inputs: of one forward.
         norms: names of the norms that will be exact.
         original: the model's `run` on these inputs, if there was one.
     """
@@ -98,11 +98,6 @@ class Reference:
             _largest_mean(self.original.means, now.means),
             FACTOR * self.mean_floor,
         )
-
-
-def mean_ratios(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> dict[str, Tensor]:
-    """For each norm, mean / standard deviation of its input over the channels, at every position."""
-    return run(model, inputs, norms).means
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: float = 0.0, seed: int = 0) -> Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,20 +123,6 @@ def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]
                 found[name] = new.index
                 break
     return found
-
-
-@contextmanager
-def constants_added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Context in which the second tensor of each pair is added to the first; undone bit for bit afterwards."""
-    before = [tensor.clone() for tensor, _ in tensors]
-    with torch.no_grad():
-        try:
-            for tensor, change in tensors:
-                tensor.add_(change)
-            yield
-        finally:
-            for (tensor, _), old in zip(tensors, before, strict=True):
-                tensor.copy_(old)
 
 
 @contextmanager

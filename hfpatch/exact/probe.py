@@ -16,7 +16,7 @@ from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .centring import Axis, Centring
 from .fold import along_axis, carry_out, same_layer
-from .observe import SEED, Forward, added_to_outputs, constants_added, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
@@ -138,19 +138,26 @@ class Probe:
                 break
         return effect
 
-    def shift(self, writer: Axis, size: float, seed: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def shift(self, writer: Axis, size: float, seed: int) -> Iterator[None]:
         """Context in which random values, constant along the writer's axis, are added to its Parameters."""
-        generator, changes = torch.Generator().manual_seed(seed), []
-        for name, parameter in self.parameters[writer.pattern].items():
-            shape = list(parameter.shape)
-            shape[writer.axis] = 1
-            spread = max(float(parameter.square().mean().sqrt()), 1e-3)
-            change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
-            scale = self.scale_of(writer, name)
-            if scale is not None:
-                change = change / along_axis(scale, parameter, writer.axis)
-            changes.append((parameter, change.expand_as(parameter)))
-        return constants_added(changes)
+        generator, before = torch.Generator().manual_seed(seed), list[tuple[nn.Parameter, Tensor]]()
+        with torch.no_grad():
+            try:
+                for name, parameter in self.parameters[writer.pattern].items():
+                    shape = list(parameter.shape)
+                    shape[writer.axis] = 1
+                    spread = max(float(parameter.square().mean().sqrt()), 1e-3)
+                    change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
+                    scale = self.scale_of(writer, name)
+                    if scale is not None:
+                        change = change / along_axis(scale, parameter, writer.axis)
+                    before.append((parameter, parameter.clone()))
+                    parameter.add_(change)
+                yield
+            finally:
+                for parameter, old in before:
+                    parameter.copy_(old)  # bit for bit
 
     def scale_of(self, writer: Axis, name: str) -> Tensor | None:
         """The layer-scale in the same layer as one of the writer's Parameters."""
@@ -238,8 +245,3 @@ def is_constant(change: Tensor, axis: int) -> bool:
     """Whether a change is the same all along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size
-
-
-def is_close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors differ by less than a millionth of the second's largest number."""
-    return float((a - b).abs().max()) <= 1e-6 * float(b.abs().max())

@@ -28,7 +28,7 @@ from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .centring import EMBEDDINGS, Axis, Centring
 from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
-from .probe import EXACT, Effect, Probe, is_close, is_constant, off_centre
+from .probe import EXACT, Effect, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
 _SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
@@ -334,7 +334,9 @@ class _Search:
                 for other in sorted(places, key=places.__getitem__):
                     change = after.means[other][0].value - before.means[other][0].value
                     constant = constants[0].squeeze(axis)  # a shared layer's later calls depend on its first
-                    if change.shape == constant.shape and is_close(change, constant):
+                    if change.shape != constant.shape:
+                        continue
+                    if (change - constant).abs().max() <= 1e-6 * constant.abs().max():
                         found.add(pattern_of(other))
                         break
         off = {pattern_of(name) for name in off_centre(before)}
@@ -374,11 +376,7 @@ def _from_within(names: set[str]) -> Iterator[set[str]]:
     The innermost may only look at the shape of what it gets (Kosmos-2's table of positions).
     """
     while names:
-        inner = {one for one in names if not any(other != one and _is_within(other, one) for other in names)}
+        inner = {one for one in names if not any(other.startswith(f"{one}.".lstrip(".")) for other in names - {one})}
         yield inner
         names = names - inner
     yield {""}
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")

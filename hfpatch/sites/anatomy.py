@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
-from .blocks import INPUT, OUTPUT, Block, CallKey, is_stream, stream_blocks
+from .blocks import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
 
 # (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
 _PLACEMENTS = {
@@ -28,6 +28,9 @@ _PLACEMENTS = {
     (True, True, False): "sandwich",
 }
 _TOLERANCE = 1e-5  # relative; not smaller since some models compute their norms in float32 even on float64 input
+# Changes that adding delta to one output causes, divided by delta: one factor per channel; None where the change isn't
+# the same multiple of delta at all positions. What doesn't change isn't listed.
+_Moves = Run[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,20 +91,6 @@ def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
         One entry per branch; models (or parts of models) without residual branches around norms have none.
     """
     return [branch for block in stream_blocks(model, inputs) for branch in _branches_of(block)]
-
-
-class _Moves(NamedTuple):
-    """Changes that adding delta to one output causes, divided by delta: one factor per channel.
-
-    None means that the change isn't the same multiple of delta at all positions; what doesn't change isn't listed.
-
-    Attributes:
-        outputs, points, inputs: as in `Run`.
-    """
-
-    outputs: dict[CallKey, Tensor | None]
-    points: dict[CallKey, Tensor | None]
-    inputs: dict[CallKey, Tensor | None]
 
 
 def _branches_of(block: Block) -> list[Branch]:

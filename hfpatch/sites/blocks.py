@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from ..measure.hooks import Call, hooked
 from ..runtime.edits import pattern_of
 from .norms import describe
 
+T = TypeVar("T")
 CallKey = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
 INPUT: CallKey = ("", -1)  # stands for the stream that the block is called with
 OUTPUT: CallKey = ("", 0)  # stands for what the block returns
 
 
-class Run(NamedTuple):
+class Run(NamedTuple, Generic[T]):
     """Tensors recorded in one run of a block, by call, in the order in which the calls end.
 
     Attributes:
@@ -35,9 +36,9 @@ class Run(NamedTuple):
         inputs: the first tensor among each module's arguments.
     """
 
-    outputs: dict[CallKey, Tensor]
-    points: dict[CallKey, Tensor]
-    inputs: dict[CallKey, Tensor]
+    outputs: dict[CallKey, T]
+    points: dict[CallKey, T]
+    inputs: dict[CallKey, T]
 
 
 class Block:
@@ -82,7 +83,7 @@ class Block:
         return self.x.shape[-1]
 
     @cached_property
-    def base(self) -> Run:
+    def base(self) -> Run[Tensor]:
         """The undisturbed run."""
         return self.run()
 
@@ -96,7 +97,7 @@ class Block:
         moved: Mapping[CallKey, Tensor] | None = None,
         held: Collection[CallKey] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> Run:
+    ) -> Run[Tensor]:
         """Run the block once, with changes.
 
         Args:
@@ -105,7 +106,8 @@ class Block:
             arguments: other values for the block's arguments.
         """
         undisturbed = self.base.outputs if moved or held else {}
-        moved, seen = dict(moved or {}), Run({}, {}, {})
+        seen: Run[Tensor] = Run({}, {}, {})
+        moved = dict(moved or {})
         values = {key: v.clone() if isinstance(v, Tensor) else _copied_cache(v) for key, v in self.arguments.items()}
         values.update(arguments or {})
         if INPUT in moved:
@@ -147,7 +149,7 @@ class Block:
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
 
-    def _record_inputs(self, call: CallKey, tensors: list[Tensor], seen: Run) -> None:
+    def _record_inputs(self, call: CallKey, tensors: list[Tensor], seen: Run[Tensor]) -> None:
         """Record the tensor arguments of a call."""
         if tensors:
             x = tensors[0]
@@ -171,7 +173,7 @@ class Block:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
-    def differs(self, call: CallKey, run: Run) -> bool:
+    def differs(self, call: CallKey, run: Run[Tensor]) -> bool:
         """Whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 

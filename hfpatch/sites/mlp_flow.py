@@ -161,10 +161,8 @@ def _run(
         if is_projection(module):
             module.register_forward_hook(see)
         if originals[id(module)] is owner:
-            if attribute in module._modules:
-                module._modules[attribute] = _FunctionModule(see_activation(module._modules[attribute]))
-            else:
-                module.__dict__[attribute] = see_activation(module.__dict__[attribute])
+            function = module._modules.pop(attribute, None)
+            module.__dict__[attribute] = see_activation(module.__dict__[attribute] if function is None else function)
             if stubs:
                 _stub(twin, module, stubs, flow)
     try:
@@ -174,17 +172,6 @@ def _run(
     except Exception:  # it wants other arguments; what was seen until then counts
         pass
     return flow
-
-
-class _FunctionModule(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Activation):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class _Stub(nn.Module):

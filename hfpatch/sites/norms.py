@@ -144,7 +144,7 @@ def _error(answer: tuple[Tensor, Tensor] | None, facts: NormFacts, values: dict[
     x, y = answer
     x = x - x.mean(-1, keepdim=True) if facts.kind == "layer" else x
     gain, shift = _affine(facts, values)
-    expected = x / (x.square().mean(-1, keepdim=True) + facts.eps).sqrt() * gain + shift
+    expected = x / (x.square().mean(-1, keepdim=True) + (facts.eps or 0.0)).sqrt() * gain + shift
     return float((expected - y).abs().max() / expected.abs().max())
 
 

@@ -33,7 +33,7 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.centring import Axis, Centring
-from hfpatch.exact.check import mean_ratios
+from hfpatch.exact.check import run
 from hfpatch.exact.fold import carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
@@ -243,7 +243,7 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     with pytest.warns(NotPreservedWarning, match="post-norm"):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
-    before, after = (mean_ratios(one, inputs(one), norms) for one in (copied, model))
+    before, after = (run(one, inputs(one), norms).means for one in (copied, model))
     size = {name: [float(x[name].square().mean().sqrt()) for x in (before, after)] for name in norms}
     assert size["embeddings.LayerNorm"][1] < 1e-5
     assert all(b < 0.7 * a for a, b in size.values())
