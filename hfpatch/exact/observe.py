@@ -66,11 +66,10 @@ def observe(
     seen: Forward | None = None,
     name: str = "",
 ) -> Forward:
-    """Run the model once in float64, with the random generators' state restored afterwards.
+    """Run a model once in float64, with the random generators' state restored afterwards.
 
     Args:
-        model: in float64.
-        inputs: keyword arguments of its forward.
+        model, inputs: as in `outputs_in_float64`.
         norms: norms whose inputs' means are recorded.
         watch: record every module's output as well.
         seen: the record of earlier forwards, which this one is added to.

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
-from .centring import Axis, Centring
-from .fold import along_axis, carry_out, same_layer
+from .fold import Axis, Centring, along_axis, carry_out, same_layer
 from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
@@ -44,14 +43,10 @@ class Effect:
 
 
 class Probe:
-    """A small model whose forward is run with temporary changes and compared with the unchanged one.
-
-    Args:
-        model: in float64, with random weights.
-        inputs: keyword arguments of its forward.
-        norms: its LayerNorms, by name.
+    """A small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
 
     Attributes:
+        norms: its LayerNorms, by name.
         inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" for none).
         names_by_pattern: pattern -> names of the modules that it matches.
         parameters: pattern -> name -> Parameter, of floating-point Parameters.

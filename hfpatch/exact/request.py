@@ -21,10 +21,9 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
-from .centring import Centring
 from .check import Reference, Verdict, run
 from .compensate import compensate, find_pairs
-from .fold import plan_centring
+from .fold import Centring, plan_centring
 from .search import find_centring
 
 

@@ -26,7 +26,7 @@ from ..measure.twin import twin
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
-from .centring import EMBEDDINGS, Axis, Centring
+from .fold import EMBEDDINGS, Axis, Centring
 from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
 from .probe import EXACT, Effect, Probe, is_constant, off_centre
 

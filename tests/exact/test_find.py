@@ -16,8 +16,7 @@ from torch import nn
 from hfpatch.core.transaction import Transaction
 from hfpatch.exact import probe
 from hfpatch.exact import search as find
-from hfpatch.exact.centring import Axis, Centring
-from hfpatch.exact.fold import carry_out
+from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.observe import observe, relative_error
 from hfpatch.exact.search import find_centring, search
 from hfpatch.measure.twin import twin

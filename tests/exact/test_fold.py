@@ -32,9 +32,8 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
-from hfpatch.exact.centring import Axis, Centring
 from hfpatch.exact.check import run
-from hfpatch.exact.fold import carry_out
+from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch

@@ -32,7 +32,7 @@ import zoo
 from tiny_models import tensors
 from torch import Tensor, nn
 
-from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import Axis, Centring
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64
 from hfpatch.runtime.errors import PatchError

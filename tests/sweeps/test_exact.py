@@ -13,7 +13,7 @@ import transformers
 import zoo
 from sampled import sampled, slow_but
 
-from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import Axis, Centring
 from hfpatch.patch import patch_model
 from hfpatch.runtime.norms import RMSNorm
 
