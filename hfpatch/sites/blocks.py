@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -114,38 +115,32 @@ class Block:
             values[self.stream] = values[self.stream] + moved.pop(INPUT)
         if self.stream:
             values.update(dict.fromkeys(self.aliases, values[self.stream]))
-        count: dict[str, int] = {}
+        count: Counter[str] = Counter()
+        given: dict[str, list[Tensor]] = {}
 
-        def hook(child: str) -> Callable[..., Any]:
-            def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-                several = isinstance(output, tuple | list) and bool(output)
-                first = output[0] if several else output
-                if not isinstance(first, Tensor):
-                    return None
-                call = child, count.get(child, 0)
-                count[child] = call[1] + 1
-                self._record_inputs(call, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], seen)
-                known, new = undisturbed.get(call), None
-                if known is not None and call in moved:
-                    new = known + moved[call]
-                elif known is not None and call in held and known.shape == first.shape:
-                    new = known.clone()
-                seen.outputs[call] = (first if new is None else new).clone()  # a host may add to it in place
-                if new is None:
-                    return None
-                return type(output)((new, *output[1:])) if several else new
+        def before(child: str, call: Call) -> None:
+            given[child] = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
 
-            return after
+        def after(child: str, output: Any) -> Any:
+            several = isinstance(output, tuple | list) and bool(output)
+            first = output[0] if several else output
+            if not isinstance(first, Tensor):
+                return None
+            call = child, count[child]
+            count[child] += 1
+            self._record_inputs(call, given[child], seen)
+            known, new = undisturbed.get(call), None
+            if known is not None and call in moved:
+                new = known + moved[call]
+            elif known is not None and call in held and known.shape == first.shape:
+                new = known.clone()
+            seen.outputs[call] = (first if new is None else new).clone()  # a host may add to it in place
+            if new is None:
+                return None
+            return type(output)((new, *output[1:])) if several else new
 
-        handles = [
-            sub.register_forward_hook(hook(child), with_kwargs=True, prepend=True) for child, sub in self.inside.items()
-        ]
-        try:
-            with torch.no_grad():
-                result = self.module(*self._positional(values), *self.rest, **values)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(self.inside, before, after), torch.no_grad():
+            result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
 
