@@ -171,6 +171,15 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
 # Centred in every forward
 
 
+def test_a_module_that_is_centred_keeps_its_class_name() -> None:
+    plain = tiny("gpt2", LM)
+    model = silent(copy.deepcopy(plain), norm=RMS("parametrize"))
+    for name in {name for name, _ in plain.named_modules() if name} - set(norms_of(plain, nn.LayerNorm)):
+        here, kind = model.get_submodule(name), type(plain.get_submodule(name))
+        assert isinstance(here, kind)
+        assert (type(here).__name__, type(here).__module__) == (kind.__name__, kind.__module__)
+
+
 def test_lenses_and_centring_share_a_class() -> None:
     """RoPE's view of an attention and a centred output are two attributes of one generated class."""
     model = tiny("gpt2", LM)
@@ -250,6 +259,12 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     assert rows["embeddings.LayerNorm"].loss is None
     assert rows["embeddings.word_embeddings"].becomes == "centred"
     assert "approximate" in str(plan_patch(plain, norm="rms"))
+
+
+def test_parametrize_compensates_no_post_norm() -> None:
+    plain = tiny("bert")
+    model = patch(copy.deepcopy(plain), norm=RMS("parametrize"))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
 def test_a_norm_that_runs_several_times_is_compensated_on_average() -> None:
