@@ -128,7 +128,13 @@ class Block:
                 return None
             call = child, count[child]
             count[child] += 1
-            self._record_inputs(call, given[child], seen)
+            if given[child]:
+                x, *others = given[child]
+                if x.is_floating_point() and any(value is x for value in others):
+                    self.passed_twice.add(child)
+                seen.inputs[call] = x.clone()
+                if child in self.norms:
+                    seen.points[call] = seen.inputs[call]
             known, new = undisturbed.get(call), None
             if known is not None and call in moved:
                 new = known + moved[call]
@@ -143,16 +149,6 @@ class Block:
             result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
-
-    def _record_inputs(self, call: CallKey, tensors: list[Tensor], seen: Run[Tensor]) -> None:
-        """Record the tensor arguments of a call."""
-        if tensors:
-            x = tensors[0]
-            if x.is_floating_point() and any(v is x for v in tensors[1:]):
-                self.passed_twice.add(call[0])
-            seen.inputs[call] = x.clone()
-            if call[0] in self.norms:
-                seen.points[call] = seen.inputs[call]
 
     def _positional(self, values: dict[str, Any]) -> list[Any]:
         """Pop from `values` what is passed by position: the stream, as gradient checkpointing requires."""
