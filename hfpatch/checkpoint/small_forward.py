@@ -219,17 +219,15 @@ def run(model: nn.Module, inputs: Mapping[str, Tensor], noise: float = 0.0, seed
     """The sums over each output of a forward of the model cut down, which leaves no trace in the model.
 
     Args:
-        noise: the output of every module with Parameters is multiplied by 1 + noise * u, u uniform in (-1, 1).
+        noise, seed: as in `shaken`.
 
     Raises:
         UnsupportedError: random numbers are drawn for the outputs.
     """
-    from ..measure.outputs import outputs_of, shake  # opening a checkpoint without a check needs nothing that measures
-    from ..measure.quiet_forward import device_of, fitting, quiet
+    from ..measure.outputs import outputs_of, shaken  # opening a checkpoint without a check needs nothing that measures
+    from ..measure.quiet_forward import device_of, fitting
 
-    with cut_down(model) as small, quiet(small), _full_precision(device := device_of(small)):
-        if noise:
-            shake(small, noise, seed)
+    with cut_down(model) as small, shaken(small, noise, seed), _full_precision(device := device_of(small)):
         before = _random_states(device)
         found = outputs_of(small, fitting(small, inputs))
         if not noise and before != _random_states(device):  # also where a first forward exchanges modules for good

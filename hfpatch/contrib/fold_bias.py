@@ -60,7 +60,7 @@ def plan_moved_shifts(
         raise OptionError(
             f"fold_bias writes to the layers that read a norm, which init={part.init!r} doesn't touch. Use init='auto'."
         )
-    if conversion.failed_check:
+    if inexact is not None:
         return planned
     norms = [change for change in planned.changes if change.row.kind == "norm" and change.changes]
     described = [(change, describe(model.get_submodule(change.row.module))) for change in norms]

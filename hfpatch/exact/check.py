@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.hooks import Call, first_tensor, hooked
-from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shake
-from ..measure.quiet_forward import quiet
+from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shaken
 from ..schemes.request import EXACT
 from ..sites.norms import describe
 from .observe import channel_axes
@@ -53,7 +52,7 @@ class Verdict:
 
 @dataclass
 class Run:
-    """One forward: its outputs, mean / standard deviation at the input of each norm, and these inputs' widths."""
+    """One forward: outputs, mean / standard deviation at the inputs of norms, at every position, and their widths."""
 
     outputs: dict[str, Tensor]
     means: dict[str, Tensor]
@@ -63,14 +62,14 @@ class Run:
 class Reference:
     """Outputs, means and noise floor of the original, measured before the conversion.
 
-    Noise in the last bit (eps) of every module's output (`shake`) moves the outputs and the means at the norms; a
+    Noise in the last bit (eps) of every module's output (`shaken`) moves the outputs and the means at the norms; a
     conversion may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error of
     a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
     ten times float32's last bit.
 
     Args:
         model: the original.
-        inputs: inputs for one forward.
+        inputs: of one forward.
         norms: names of the norms that will be exact.
         original: the model's `run` on these inputs, if there was one.
     """
@@ -100,13 +99,8 @@ class Reference:
         )
 
 
-def mean_ratios(model: nn.Module, inputs: Mapping[str, Any], norms: list[str]) -> dict[str, Tensor]:
-    """For each norm, mean / standard deviation of its input over the channels, at every position."""
-    return run(model, inputs, norms).means
-
-
 def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: float = 0.0, seed: int = 0) -> Run:
-    """One forward; every module's output is multiplied by 1 + noise * u, u uniform in (-1, 1)."""
+    """One forward, `shaken` by a noise."""
     found = Run({}, {}, set())
     ratios: dict[str, list[Tensor]] = {}
     modules = {name: model.get_submodule(name) for name in norms}
@@ -119,11 +113,8 @@ def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: fl
         found.widths.add(math.prod(x.shape[axis] for axis in axes))
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
-    with quiet(model):
-        if noise:
-            shake(model, noise, seed)
-        with hooked(modules, before=watch):
-            found.outputs = outputs_of(model, inputs)
+    with shaken(model, noise, seed), hooked(modules, before=watch):
+        found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
 

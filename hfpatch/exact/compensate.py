@@ -20,7 +20,7 @@ from ..measure.hooks import hooked
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import quiet
 from ..sites.norms import describe
-from .check import mean_ratios
+from .check import run
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,7 @@ class Pair:
 def find_pairs(
     model: nn.Module, inputs: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
 ) -> list[Pair]:
-    """For each norm the writer and the norm that run last before it, in the order of one forward.
-
-    Args:
-        model, inputs: the model and inputs of it.
-        norms: to find pairs for.
-        stream: all norms of the stream.
-        writers: modules with a bias that is among what was centred.
-    """
+    """For each norm the writer (a module whose bias was centred) and the norm that run last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
     with quiet(model), hooked(modules, after=lambda name, _: order.append(name)):
@@ -70,10 +63,10 @@ def compensate(
     for pair in pairs:
         needs.setdefault(pair.writer, []).append(_mean_shift(model.get_submodule(pair.earlier)))
     norms = list(dict.fromkeys(pair.norm for pair in pairs))
-    before = mean_ratios(model, inputs, norms)
+    before = run(model, inputs, norms).means
     for writer, means in needs.items():
         _add(model.get_submodule(writer), -sum(means) / len(means), transaction)
-    after = mean_ratios(model, inputs, norms)
+    after = run(model, inputs, norms).means
     measured = {norm: (_rms(before[norm]), _rms(after[norm])) for norm in norms}
     for writer, means in needs.items():
         fed = [measured[pair.norm] for pair in pairs if pair.writer == writer]

@@ -1,9 +1,13 @@
-"""Applies a Centring: subtracts the mean over channels from the weights and biases that write to the stream."""
+"""What is centred so that a model's LayerNorms may become RMSNorms, and how that is carried out.
+
+LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: if everything that writes to the
+residual stream is zero-mean over the channels, then C x = x and the two norms are the same function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,38 +22,80 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED, LENS, host_class, lensed_class
 from ..runtime.norms import NormFacts
 from ..schemes.norms import RMS
-from .centring import EMBEDDINGS, Centring
 
+EMBEDDINGS = "inputs_embeds"  # argument of transformers' models in place of their tokens
 _CENTRED = "all that reads the stream removes the mean over its channels"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Parameters that may write to the residual stream, the axis of its channels, and a layer-scale after them.
+
+    Attributes:
+        pattern: a parameter's name with `*` for every number between dots, such as "transformer.h.*.mlp.c_proj.weight".
+        axis: index of that axis, not negative.
+        scale: pattern of the layer-scale Parameters that multiply what they write; None for none.
+    """
+
+    pattern: str
+    axis: int
+    scale: str | None = None
+
+
+@dataclass(frozen=True)
+class Centring:
+    """Result of the search on a small model of the same class (search.py), for a model of any depth.
+
+    Names have `*` for every number between dots.
+
+    Attributes:
+        folds: Parameters from which their mean over the axis is subtracted. A layer-scale goes into all of them that
+            name it first: scale * (W x + b) becomes 1 * (scale W x + scale b).
+        outputs: (module, axis): its output is centred in every forward, because its weight is also used elsewhere (an
+            embedding tied to the output head). `mode="parametrize"` folds nothing: the last module of each branch (its
+            dropout, if that is a module) is centred in every forward, W - mean(W) as it were, so that training follows
+            the LayerNorm model's own trajectory.
+        embeddings: modules whose `inputs_embeds` are centred, since nothing that is centred above sees them.
+        exact: norms whose input is zero-mean after the centring.
+        approximate: norm -> why its input isn't, as text for the plan.
+        compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
+            earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
+        refused: why no norm is exact; None if some are.
+    """
+
+    folds: tuple[Axis, ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
+    embeddings: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+    approximate: dict[str, str] = field(default_factory=dict)
+    compensated: tuple[str, ...] = ()
+    refused: str | None = None
 
 
 def carry_out(
     model: nn.Module,
     centring: Centring,
     transaction: Transaction,
-    mode: str = "fold",
     norms: Mapping[str, NormFacts] | None = None,
 ) -> None:
     """Make everything that writes to the residual stream zero-mean over its channels, then put in RMSNorms.
 
-    mode="fold" subtracts the means from the weights themselves, in float64, in place and on the same Parameters; a
-    layer-scale goes into the linear before it first. What can't be folded (an embedding tied to the output head) has
-    its output centred in every forward. mode="parametrize" writes nothing to weights: the last module of every branch
-    is centred in every forward, W - mean(W) as it were, so that training follows the LayerNorm model's own trajectory.
+    Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; a layer-scale
+    goes into the linear before it first. What can't be folded (an embedding tied to the output head) has its output
+    centred in every forward.
 
     Args:
         model: any model that the patterns of `centring` name Parameters and modules of.
         centring: what to do, as `find_centring` found it.
         transaction: can take it back.
-        mode: "fold" or "parametrize".
         norms: what the model's LayerNorms compute, by name; those of them that are exact become RMSNorms.
 
     Raises:
         UnsupportedError: a weight to fold is quantized or sharded.
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
-    changes = plan_centring(model, centring, mode)
+    changes = plan_centring(model, centring)
     apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
@@ -61,12 +107,10 @@ def carry_out(
     apply(condensed(swaps, model), model, transaction)
 
 
-def plan_centring(model: nn.Module, centring: Centring, mode: str) -> list[Change]:
+def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
     """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
-    embeddings = _centred_embeddings(model, set(centring.embeddings))
-    if mode == "parametrize":
-        return [*_centred_outputs(model, dict(centring.parametrized)), *embeddings]
     outputs = _centred_outputs(model, dict(centring.outputs))
+    embeddings = _centred_embeddings(model, set(centring.embeddings))
     return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]
 
 

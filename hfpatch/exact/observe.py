@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
 from ..measure.hooks import Call, first_tensor, hooked
-from ..measure.outputs import deviations
+from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
 SEED = 7  # of the constants that are added
@@ -66,11 +66,10 @@ def observe(
     seen: Forward | None = None,
     name: str = "",
 ) -> Forward:
-    """Run the model once in float64, with the random generators' state restored afterwards.
+    """Run a model once in float64, with the random generators' state restored afterwards.
 
     Args:
-        model: in float64.
-        inputs: keyword arguments of its forward.
+        model, inputs: as in `outputs_in_float64`.
         norms: norms whose inputs' means are recorded.
         watch: record every module's output as well.
         seen: the record of earlier forwards, which this one is added to.
@@ -106,8 +105,8 @@ def channel_axes(facts: NormFacts) -> tuple[int, ...]:
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to each one's largest value; infinite where incomparable."""
-    return max(deviation.peak_error for deviation in deviations(original.outputs, other.outputs))
+    """Largest difference of the outputs, relative to each one's root mean square; infinite where incomparable."""
+    return max_error(original.outputs, other.outputs)
 
 
 def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:
@@ -123,20 +122,6 @@ def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]
                 found[name] = new.index
                 break
     return found
-
-
-@contextmanager
-def constants_added(tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Context in which the second tensor of each pair is added to the first; undone bit for bit afterwards."""
-    before = [tensor.clone() for tensor, _ in tensors]
-    with torch.no_grad():
-        try:
-            for tensor, change in tensors:
-                tensor.add_(change)
-            yield
-        finally:
-            for (tensor, _), old in zip(tensors, before, strict=True):
-                tensor.copy_(old)
 
 
 @contextmanager

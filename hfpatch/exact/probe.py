@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
-from .centring import Axis, Centring
-from .fold import along_axis, carry_out, same_layer
-from .observe import SEED, Forward, added_to_outputs, constants_added, norms_with_changed_mean, observe, relative_error
+from .fold import Axis, Centring, along_axis, carry_out, same_layer
+from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
@@ -44,14 +43,10 @@ class Effect:
 
 
 class Probe:
-    """A small model whose forward is run with temporary changes and compared with the unchanged one.
-
-    Args:
-        model: in float64, with random weights.
-        inputs: keyword arguments of its forward.
-        norms: its LayerNorms, by name.
+    """A small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
 
     Attributes:
+        norms: its LayerNorms, by name.
         inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" for none).
         names_by_pattern: pattern -> names of the modules that it matches.
         parameters: pattern -> name -> Parameter, of floating-point Parameters.
@@ -97,18 +92,18 @@ class Probe:
     # --- centred ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def centred(self, centring: Centring, mode: str = "fold") -> Iterator[None]:
+    def centred(self, centring: Centring) -> Iterator[None]:
         """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
-            carry_out(self.model, centring, changes, mode, self.norms)
+            carry_out(self.model, centring, changes, self.norms)
             yield
         finally:
             changes.undo()
 
-    def error_of(self, centring: Centring, mode: str = "fold") -> float:
+    def error_of(self, centring: Centring) -> float:
         """Largest relative change of an output that a centring causes."""
-        with self.centred(centring, mode):
+        with self.centred(centring):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:
@@ -138,19 +133,26 @@ class Probe:
                 break
         return effect
 
-    def shift(self, writer: Axis, size: float, seed: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def shift(self, writer: Axis, size: float, seed: int) -> Iterator[None]:
         """Context in which random values, constant along the writer's axis, are added to its Parameters."""
-        generator, changes = torch.Generator().manual_seed(seed), []
-        for name, parameter in self.parameters[writer.pattern].items():
-            shape = list(parameter.shape)
-            shape[writer.axis] = 1
-            spread = max(float(parameter.square().mean().sqrt()), 1e-3)
-            change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
-            scale = self.scale_of(writer, name)
-            if scale is not None:
-                change = change / along_axis(scale, parameter, writer.axis)
-            changes.append((parameter, change.expand_as(parameter)))
-        return constants_added(changes)
+        generator, before = torch.Generator().manual_seed(seed), list[tuple[nn.Parameter, Tensor]]()
+        with torch.no_grad():
+            try:
+                for name, parameter in self.parameters[writer.pattern].items():
+                    shape = list(parameter.shape)
+                    shape[writer.axis] = 1
+                    spread = max(float(parameter.square().mean().sqrt()), 1e-3)
+                    change = torch.randn(shape, generator=generator, dtype=torch.float64) * size * spread
+                    scale = self.scale_of(writer, name)
+                    if scale is not None:
+                        change = change / along_axis(scale, parameter, writer.axis)
+                    before.append((parameter, parameter.clone()))
+                    parameter.add_(change)
+                yield
+            finally:
+                for parameter, old in before:
+                    parameter.copy_(old)  # bit for bit
 
     def scale_of(self, writer: Axis, name: str) -> Tensor | None:
         """The layer-scale in the same layer as one of the writer's Parameters."""
@@ -238,8 +240,3 @@ def is_constant(change: Tensor, axis: int) -> bool:
     """Whether a change is the same all along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size
-
-
-def is_close(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors differ by less than a millionth of the second's largest number."""
-    return float((a - b).abs().max()) <= 1e-6 * float(b.abs().max())

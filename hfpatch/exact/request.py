@@ -21,10 +21,9 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
-from .centring import Centring
 from .check import Reference, Verdict, run
 from .compensate import compensate, find_pairs
-from .fold import plan_centring
+from .fold import Centring, plan_centring
 from .search import find_centring
 
 
@@ -36,8 +35,7 @@ class Conversion:
         model: the model to convert.
         part: the request; `recorded` returns the form of it that the patch record stores.
         inputs: keyword arguments of one forward; generated if the user passes none.
-        centring: result of the search; `refuse` replaces it by an empty one with a reason.
-        failed_check: whether an earlier attempt failed its check on the model; then only the norms themselves change.
+        centring: result of the search; where none can be made, an empty one with the reason.
         exact, approximate: names of the norms that are replaced exactly, or approximately; filled by `plan_norms`.
         moved_shifts: norms whose shift moves into the layers that read them, filled by `contrib.fold_bias`.
     """
@@ -46,7 +44,6 @@ class Conversion:
     part: Part
     inputs: Mapping[str, Any] | None = None
     centring: Centring = field(default_factory=Centring)
-    failed_check: bool = False
     exact: list[str] = field(default_factory=list)
     approximate: list[str] = field(default_factory=list)
     moved_shifts: list[str] = field(default_factory=list)
@@ -60,22 +57,13 @@ class Conversion:
 
         Args:
             model, part, inputs: as in the class.
-            inexact: how an earlier attempt at this conversion failed its check; None if there was none.
+            inexact: how an earlier attempt at this conversion failed its check, after which only the norms themselves
+                change; None if there was none.
         """
         assert isinstance(part.scheme, Norm)
         if part.scheme.centring is None or part.init in ("copy", "reset"):
             return None
-        conversion = cls(model, part, inputs)
-        if inexact is not None:
-            conversion.failed_check = True
-            conversion.refuse(inexact)
-        return conversion
-
-    @property
-    def mode(self) -> str:
-        """How the stream is centred: "fold" or "parametrize"."""
-        assert isinstance(self.part.scheme, Norm)
-        return self.part.scheme.centring or "fold"
+        return cls(model, part, inputs, Centring(refused=inexact))
 
     @property
     def on_meta(self) -> bool:
@@ -94,7 +82,7 @@ class Conversion:
 
     def compensates(self, name: str) -> bool:
         """Whether the mean at the input of a norm that isn't exact is reduced by `compensate.py`."""
-        return self.mode == "fold" and pattern_of(name) in self.centring.compensated
+        return pattern_of(name) in self.centring.compensated
 
     def find(self) -> None:
         """Search for what to centre; if the model can't be converted, `centring.refused` says why.
@@ -102,22 +90,19 @@ class Conversion:
         Raises:
             WrappedModelError: a module to centre carries a forward of its own, put there by another library.
         """
-        if self.failed_check:
+        if self.centring.refused:
             return
+        assert isinstance(self.part.scheme, Norm)
         try:
             centred_already = self._centred_already()
-            self.centring = find_centring(self._unpatched(), self.inputs, self.mode)
+            self.centring = find_centring(self._unpatched(), self.inputs, self.part.scheme.centring or "fold")
             if not self.on_meta:
                 self.forward_inputs()
-            if self.mode == "parametrize" and self.centring.exact and not self.centring.parametrized:
-                raise UnsupportedError("mode='parametrize' isn't exact for this model; mode='fold' is")
             if centred_already:
-                self.centring = replace(
-                    self.centring, folds=(), outputs=(), parametrized=(), embeddings=(), compensated=()
-                )
-            self._changes = plan_centring(self.model, self.centring, self.mode)
+                self.centring = replace(self.centring, folds=(), outputs=(), embeddings=(), compensated=())
+            self._changes = plan_centring(self.model, self.centring)
         except UnsupportedError as error:
-            self.refuse(str(error))
+            self.centring = Centring(refused=str(error))
 
     def forward_inputs(self) -> Mapping[str, Any]:
         """Keyword arguments of one forward: the user's, or generated ones.
@@ -128,11 +113,6 @@ class Conversion:
         if self.inputs is None:
             self.inputs = example_inputs(self.model)
         return self.inputs
-
-    def refuse(self, reason: str) -> None:
-        """Replace the search result by an empty one: no norm is exact, for this reason."""
-        self.centring = Centring(refused=reason)
-        self._changes = []
 
     def _centred_already(self) -> bool:
         """Whether an earlier patch centred the residual stream.

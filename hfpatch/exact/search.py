@@ -26,9 +26,9 @@ from ..measure.twin import twin
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
-from .centring import EMBEDDINGS, Axis, Centring
+from .fold import EMBEDDINGS, Axis, Centring
 from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
-from .probe import EXACT, Effect, Probe, is_close, is_constant, off_centre
+from .probe import EXACT, Effect, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
 _SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
@@ -48,7 +48,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
     Args:
         model: isn't changed; may be on "meta".
         example_inputs: keyword arguments of one forward; needed if they can't be generated.
-        mode: "fold", or "parametrize" to find also what that mode centres.
+        mode: "fold", or "parametrize" for outputs alone, so that no weight is written to.
 
     Returns:
         The centring. If no norm can be exact, its `refused` says why.
@@ -116,15 +116,18 @@ class _Search:
             outputs=tuple(one for one, seen in outputs.items() if exact and seen.keys() & useful),
             exact=tuple(exact),
         )
-        if exact and mode == "parametrize":
-            centring = replace(centring, parametrized=self.parametrized(useful, exact))
+        reasons = self.reasons(exact, compensated)
+        if mode == "parametrize":
+            last = [one for one, seen in self.outputs({}).items() if seen.keys() & useful] if exact else []
+            centring, compensated = Centring(outputs=tuple(last), exact=tuple(exact)), []
+            if exact and not (last and probe.error_of(centring) <= EXACT):
+                return Centring(refused="mode='parametrize' isn't exact for this model; mode='fold' is")
         return replace(
             centring,
-            embeddings=self.embeddings(centring, mode) if exact else (),
-            approximate=self.reasons(exact, compensated),
+            embeddings=self.embeddings(centring) if exact else (),
+            approximate=reasons,
             compensated=tuple(compensated),
-            error=probe.error_of(centring),
-            refused=None if exact else self.refusal(compensated),
+            refused=None if exact else self.refusal(reasons),
         )
 
     # --- writers ------------------------------------------------------------------------------------------------------
@@ -262,15 +265,9 @@ class _Search:
                 kept = fewer
         return kept
 
-    def parametrized(self, useful: set[str], exact: list[str]) -> tuple[tuple[str, int], ...]:
-        """What mode="parametrize" centres: the last module of each branch; () if that isn't exact."""
-        found = tuple(one for one, seen in self.outputs({}).items() if seen.keys() & useful)
-        centring = Centring(parametrized=found, exact=tuple(exact))
-        return found if self.probe.error_of(centring, "parametrize") <= EXACT else ()
-
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
-    def embeddings(self, centring: Centring, mode: str) -> tuple[str, ...]:
+    def embeddings(self, centring: Centring) -> tuple[str, ...]:
         """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () where nothing is lacking."""
         probe = self.probe
         taken: set[str] = set()
@@ -289,7 +286,7 @@ class _Search:
             return ()
         for modules in ((), *_from_within(taken)):
             embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
-            with probe.centred(replace(centring, embeddings=embeddings), mode):
+            with probe.centred(replace(centring, embeddings=embeddings)):
                 if relative_error(before, observe(probe.model, inputs)) <= EXACT:
                     return embeddings
         return ()
@@ -337,7 +334,9 @@ class _Search:
                 for other in sorted(places, key=places.__getitem__):
                     change = after.means[other][0].value - before.means[other][0].value
                     constant = constants[0].squeeze(axis)  # a shared layer's later calls depend on its first
-                    if change.shape == constant.shape and is_close(change, constant):
+                    if change.shape != constant.shape:
+                        continue
+                    if (change - constant).abs().max() <= 1e-6 * constant.abs().max():
                         found.add(pattern_of(other))
                         break
         off = {pattern_of(name) for name in off_centre(before)}
@@ -365,10 +364,10 @@ class _Search:
                 found.setdefault(pattern, _SHARED_WRITERS)
         return found
 
-    def refusal(self, compensated: list[str]) -> str:
+    def refusal(self, reasons: dict[str, str]) -> str:
         """Why no norm is exact: the commonest reason."""
-        reasons = Counter(self.reasons([], compensated)[pattern_of(name)] for name in self.probe.norms)
-        return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {reasons.most_common(1)[0][0]}"
+        counts = Counter(reasons[pattern_of(name)] for name in self.probe.norms)
+        return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {counts.most_common(1)[0][0]}"
 
 
 def _from_within(names: set[str]) -> Iterator[set[str]]:
@@ -377,11 +376,7 @@ def _from_within(names: set[str]) -> Iterator[set[str]]:
     The innermost may only look at the shape of what it gets (Kosmos-2's table of positions).
     """
     while names:
-        inner = {one for one in names if not any(other != one and _is_within(other, one) for other in names)}
+        inner = {one for one in names if not any(other.startswith(f"{one}.".lstrip(".")) for other in names - {one})}
         yield inner
         names = names - inner
     yield {""}
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")

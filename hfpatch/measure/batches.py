@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -152,9 +152,7 @@ class _Reader:
         """A batch, or the rows in an item: of texts as the tokenizer makes them."""
         if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor) and item[0].dim() > 1:
             item = item[0]  # how a DataLoader of a TensorDataset gives it
-        texts = _texts(item)
-        if texts is None and isinstance(item, Mapping) and not self._has_inputs(item):
-            texts = self._text_column(item)
+        texts = self._text_column(item) if isinstance(item, Mapping) else _texts(item)
         if texts is not None:
             return self._encoded(texts)
         if not isinstance(item, Mapping):
@@ -165,8 +163,7 @@ class _Reader:
         like = next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
         if like is not None and _count_axes(columns[like]) == _AXES[like]:
             row = {name: value for name, value in columns.items() if name in self.takes and value is not None}
-            for name in columns.keys() - row.keys():  # a column "label" is no input, and nobody's misspelt "labels"
-                self._require_spelt(name, self.takes - {"labels"}, f"{self.option}: item {number}")
+            self._require_accepted(columns, f"{self.option}: item {number}", of_row=True)
             return [row] if len(row[like]) else []
         if like is not None and _are_tensors(columns[like]):
             raise OptionError(
@@ -177,15 +174,14 @@ class _Reader:
             return {name: value for name, value in columns.items() if name in self.takes}
         return columns
 
-    def _has_inputs(self, item: Mapping[str, Any]) -> bool:
-        return any(name in self.takes and name != "labels" and not _is_text(item[name]) for name in item)
-
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
-        """The texts in a row, or in a batch of rows, that holds no inputs.
+        """The texts in a row, or in a batch of rows; None where it holds inputs.
 
         Raises:
             OptionError: several columns could be meant.
         """
+        if any(name in self.takes and name != "labels" and not _is_text(value) for name, value in item.items()):
+            return None
         found = {name: texts for name, value in item.items() if (texts := _texts(value)) is not None}
         if len(found) > 1 and _TEXT not in found:
             names = ", ".join(map(repr, found))
@@ -218,8 +214,7 @@ class _Reader:
         """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
         place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
         self.count += 1
-        for name in columns:
-            self._require_accepted(name, place)
+        self._require_accepted(columns, place)
         if columns and not columns.keys() & self.takes:
             raise OptionError(
                 f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
@@ -232,8 +227,7 @@ class _Reader:
         lengths = _lengths(columns.get(self.main))
         if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
             batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)
-        _require_values(batch, place)
-        _require_known_tokens(batch.get("input_ids"), place, self.model)
+        _require_values(batch, place, self.model)
         return _completed(batch, self.model)
 
     def _stacked(self, name: str, values: Any, place: str) -> Tensor:
@@ -254,26 +248,19 @@ class _Reader:
             return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
         return -100 if name == "labels" else 0
 
-    def _require_accepted(self, name: str, place: str) -> None:
-        """Refuse what the forward doesn't take, and misspelt names where it takes any.
+    def _require_accepted(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
+        """Refuse misspelt names, and of a batch what the forward doesn't take; other columns of a row are left out.
 
         Raises:
-            OptionError: names the input.
+            OptionError: names the input, and the one that was meant.
         """
-        if name in self.takes:
-            return
-        self._require_spelt(name, self.takes, place)
-        if not self.takes_others:
-            raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. Leave it out.")
-
-    def _require_spelt(self, name: str, known: Set[str], place: str) -> None:
-        """Refuse a name that is nearly an input's.
-
-        Raises:
-            OptionError: names both.
-        """
-        if name not in known and (meant := nearest(name, known, cutoff=0.85)):
-            raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. Did you mean {meant!r}?")
+        # a row's "label" is no input, and nobody's misspelt "labels"
+        known = self.takes - {"labels"} if of_row else self.takes
+        for name in columns:
+            meant = None if name in self.takes else nearest(name, known, cutoff=0.85)
+            if meant or not (name in self.takes or of_row or self.takes_others):
+                hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
+                raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. {hint}")
 
 
 def _texts(value: Any) -> list[str] | None:
@@ -311,7 +298,8 @@ def _lengths(value: Any) -> list[int]:
     return [len(one) for one in value] if listed else []
 
 
-def _require_values(batch: Batch, place: str) -> None:
+def _require_values(batch: Batch, place: str, model: PreTrainedModel) -> None:
+    """Refuse what is empty or masked throughout, and tokens that the model's embedding has no row for."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and not value.numel():
             raise OptionError(f"{place}: {name} is empty, shape {tuple(value.shape)}.")
@@ -321,19 +309,14 @@ def _require_values(batch: Batch, place: str) -> None:
             raise OptionError(f"{place}: {name} is zero everywhere, so no position counts.")
     if not any(isinstance(value, Tensor) for value in batch.values()):
         raise OptionError(f"{place} holds no tensor.")
-
-
-def _require_known_tokens(ids: Any, place: str, model: PreTrainedModel) -> None:
-    """Refuse tokens that the model's embedding has no row for."""
-    table = input_embedding(model)
-    if table is None or not isinstance(ids, Tensor) or ids.is_floating_point():
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= table.num_embeddings:
-        raise OptionError(
-            f"{type(model).__name__} doesn't take {place}: it has tokens {least} to {most}, and the embedding's rows "
-            f"are 0 to {table.num_embeddings - 1}."
-        )
+    table, ids = input_embedding(model), batch.get("input_ids")
+    if table is not None and isinstance(ids, Tensor) and not ids.is_floating_point():
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= table.num_embeddings:
+            raise OptionError(
+                f"{type(model).__name__} doesn't take {place}: it has tokens {least} to {most}, and the embedding's "
+                f"rows are 0 to {table.num_embeddings - 1}."
+            )
 
 
 def _completed(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:

@@ -50,15 +50,16 @@ def _is_float(values: Any) -> bool:
 
 
 @contextmanager
-def host_errors() -> Iterator[None]:
-    """Context that turns any error of a model's own code into an UnsupportedError with its message in one line."""
+def host_errors(message: str = "{error}") -> Iterator[None]:
+    """Turns any error of a model's own code into an UnsupportedError, with its last line in the message."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, PatchError):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
-        raise UnsupportedError(f"{type(error).__name__}: {lines[-1] if lines else '':.160}") from error
+        last = f"{type(error).__name__}: {lines[-1] if lines else '':.160}"
+        raise UnsupportedError(message.replace("{error}", last)) from error
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +93,6 @@ class Deviation:
         largest: max|y - t|.
         squares: sum of (y - t)^2.
         count, mean, scatter: of the finite numbers of the truth; scatter is the sum of (t - mean)^2.
-        peak: max|t|.
     """
 
     equal_nan: bool = False
@@ -102,7 +102,6 @@ class Deviation:
     count: int = 0
     mean: float = 0.0
     scatter: float = 0.0
-    peak: float = 0.0
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
         """Count one pair of tensors. `mask` (over the leading axes) is True where numbers count."""
@@ -126,7 +125,6 @@ class Deviation:
         difference = (y - t).abs()
         self.largest = max(self.largest, float(difference.max()))
         self.squares += float(difference.square().sum())
-        self.peak = max(self.peak, float(t.abs().max()))
         count, mean = t.numel(), float(t.mean())
         shift, total = mean - self.mean, self.count + count  # two means and scatters become one (Chan et al. 1979)
         self.scatter += float((t - mean).square().sum()) + shift**2 * self.count * count / total
@@ -144,14 +142,9 @@ class Deviation:
         return self._by(math.sqrt(self.squares / max(self.count, 1)), self._rms)
 
     @property
-    def peak_error(self) -> float:
-        """max|y - t| / max|t|."""
-        return self._by(self.largest, self.peak)
-
-    @property
     def spread_error(self) -> float:
-        """max|y - t| / std(t); by max|t| where all numbers are equal."""
-        return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self.peak)
+        """max|y - t| / std(t); by rms(t) where all numbers are equal."""
+        return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self._rms)
 
     @property
     def _rms(self) -> float:
@@ -216,38 +209,30 @@ def last_bit(model: nn.Module) -> float:
 
 
 def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """How far noise in the last bit moves the outputs (`max_error`), the larger of two draws.
+    """How far noise in the `last_bit` (`shaken`) moves the outputs (`max_error`), the larger of two draws."""
 
-    Args:
-        model, inputs: run in `quiet`, with the output of every module that has Parameters multiplied by 1 + eps * u, u
-            uniform in (-1, 1) and eps the `last_bit`.
-    """
-    with quiet(model):
-        outputs = outputs_of(model, inputs)
-    floor = 0.0
-    for seed in range(DRAWS):
-        with quiet(model):
-            shake(model, last_bit(model), seed)
-            floor = max(floor, max_error(outputs, outputs_of(model, inputs)))
-    return floor
+    def outputs(noise: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
+        with shaken(model, noise, seed):
+            return outputs_of(model, inputs)
+
+    original, eps = outputs(), last_bit(model)
+    return max(max_error(original, outputs(eps, seed)) for seed in range(DRAWS))
 
 
-def shake(model: nn.Module, noise: float, seed: int) -> None:
-    """Multiply the output of every module that has Parameters by 1 + noise * u, u uniform in (-1, 1).
+@contextmanager
+def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
+    """`quiet`; outputs of modules that have Parameters are multiplied by 1 + noise * u, u uniform in (-1, 1)."""
 
-    To be called in `quiet`, which takes the hooks off again and puts the random stream back.
-    """
-    torch.manual_seed(seed)
-    for module in model.modules():
-        if module._parameters:
-            module.register_forward_hook(_shaker(noise))
-
-
-def _shaker(noise: float) -> Any:
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         wide = output.double()
         return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype)
 
-    return shake
+    with quiet(model):  # which takes the hooks off again and puts the random stream back
+        if noise:
+            torch.manual_seed(seed)
+            for module in model.modules():
+                if module._parameters:
+                    module.register_forward_hook(shake)
+        yield

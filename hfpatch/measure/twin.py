@@ -45,7 +45,11 @@ def twin(
                 small = _build(make, seed)
                 found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
                 inputs = cast(found, torch.device("cpu"), torch.float64)
-                reason = _difference(structure, _structure(small)) or _unusable(small, inputs)
+                reason = _difference(structure, _structure(small))
+                if reason is None:
+                    outputs = outputs_in_float64(small, inputs)
+                    odd = next((name for name, value in outputs.items() if value.isnan().any()), None)
+                    reason = "it returns no tensors" if not outputs else odd and f"its {odd} isn't a number"
         except UnsupportedError as error:  # as configs lead to that their class never saw
             reason = str(error)
         if reason is None:
@@ -116,14 +120,3 @@ def _draw(model: nn.Module, seed: int) -> None:
                 is_layer = kind.__module__.startswith("torch.nn.modules") or kind.__name__ == "Conv1D"
                 if isinstance(module, nn.Embedding) or not is_layer:
                     parameter.add_(0.3 * float(parameter.std()))
-
-
-def _unusable(model: nn.Module, inputs: dict[str, Any]) -> str | None:
-    """Why the forward shows nothing; None where it does."""
-    outputs = outputs_in_float64(model, inputs)
-    if not outputs:
-        return "it returns no tensors"
-    for name, value in outputs.items():
-        if value.isnan().any():
-            return f"its {name} isn't a number"
-    return None

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
-from .blocks import INPUT, OUTPUT, Block, CallKey, is_stream, stream_blocks
+from .blocks import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
 
 # (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
 _PLACEMENTS = {
@@ -28,6 +28,9 @@ _PLACEMENTS = {
     (True, True, False): "sandwich",
 }
 _TOLERANCE = 1e-5  # relative; not smaller since some models compute their norms in float32 even on float64 input
+# Changes that adding delta to one output causes, divided by delta: one factor per channel; None where the change isn't
+# the same multiple of delta at all positions. What doesn't change isn't listed.
+_Moves = Run[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,20 +91,6 @@ def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
         One entry per branch; models (or parts of models) without residual branches around norms have none.
     """
     return [branch for block in stream_blocks(model, inputs) for branch in _branches_of(block)]
-
-
-class _Moves(NamedTuple):
-    """Changes that adding delta to one output causes, divided by delta: one factor per channel.
-
-    None means that the change isn't the same multiple of delta at all positions; what doesn't change isn't listed.
-
-    Attributes:
-        outputs, points, inputs: as in `Run`.
-    """
-
-    outputs: dict[CallKey, Tensor | None]
-    points: dict[CallKey, Tensor | None]
-    inputs: dict[CallKey, Tensor | None]
 
 
 def _branches_of(block: Block) -> list[Branch]:
@@ -223,13 +212,11 @@ class _BranchFinder:
         readers: list[CallKey],
         inner: dict,
     ) -> Branch:
-        """The branch whose output is added to the stream at a point.
+        """The branch whose output is added to the stream at a point, the first that contains the sum.
 
         Args:
-            point: the first point that contains the sum.
             chain: the calls whose output is that addend, in the order in which they end.
             is_post_norm: whether the point is a post-norm's input.
-            is_parallel: whether another branch is parallel to it.
             readers, inner: as in `branches`.
         """
         inside, matrices = self.block.inside, self.block.matrices
@@ -240,7 +227,8 @@ class _BranchFinder:
         last_norm = next((c for c in chain if c[0] in self.block.norms), None)
         ending = [*chain, *(inner.get(last_norm, ()) if last_norm else ())]
         projection = next((c[0] for c in ending if c[0] in matrices), "")
-        held = {c for c in self.moves if c[0] in matrices and c not in ending and self._writes(c)}
+        writers = {c for c, moves in self.moves.items() if any(by is not None for by in moves.points.values())}
+        held = {c for c in writers if c[0] in matrices and c not in ending}
         before = [n for n in readers if self.rank[n] < self.rank[writer] and self.block.depends(writer, n, held)]
         pre, end = before[-1][0] if before else "", last_norm[0] if last_norm else ""
         placement = _PLACEMENTS.get((bool(pre), bool(end), is_post_norm), "other")
@@ -263,10 +251,6 @@ class _BranchFinder:
             shared=self.block.calls > 1,
         )
 
-    def _writes(self, call: CallKey) -> bool:
-        """Whether a call's output is an addend at any point."""
-        return any(factor is not None for factor in self.moves[call].points.values())
-
     def _is_unaltered(self, outlet: CallKey, point: CallKey) -> bool:
         """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
         noise = self.block.noise(self.block.base.outputs[outlet], 4)
@@ -286,14 +270,11 @@ class _BranchFinder:
         outermost = [c for c in found if not any(c[0].startswith(f"{other[0]}.") for other in found)]
         readers = [c for c in outermost if c == outlet or self.block.depends(outlet, c, held)]
         unclear = any(call[1] or call[0] in self.block.passed_twice for call in readers)
-        if unclear or self._reads_elsewhere(outlet, {*held, *readers}):
+        source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
+        # with these held as well, nothing else of the branch may read the stream
+        if unclear or self.block.differs(outlet, self.block.run({source: self.delta}, {*held, *readers})):
             return ()
         return tuple(call[0] for call in readers)
-
-    def _reads_elsewhere(self, outlet: CallKey, held: set[CallKey]) -> bool:
-        """Whether the branch still depends on the stream when these outputs are held."""
-        source = next((call for call, moves in self.moves.items() if moves is self.stream), INPUT)
-        return self.block.differs(outlet, self.block.run({source: self.delta}, held))
 
     def _mixes(self, writer: CallKey, held: set[CallKey]) -> bool:
         """Whether a change of the stream at the first position changes the branch at other positions."""

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..measure.float64 import host_errors
 from ..measure.hooks import Call, hooked
 from ..runtime.edits import pattern_of
-from ..runtime.errors import PatchError, UnsupportedError
 from .norms import describe
 
+T = TypeVar("T")
 CallKey = tuple[str, int]  # (a module's name in its block, index among its calls in one forward of the block)
 INPUT: CallKey = ("", -1)  # stands for the stream that the block is called with
 OUTPUT: CallKey = ("", 0)  # stands for what the block returns
 
 
-class Run(NamedTuple):
+class Run(NamedTuple, Generic[T]):
     """Tensors recorded in one run of a block, by call, in the order in which the calls end.
 
     Attributes:
@@ -35,9 +37,9 @@ class Run(NamedTuple):
         inputs: the first tensor among each module's arguments.
     """
 
-    outputs: dict[CallKey, Tensor]
-    points: dict[CallKey, Tensor]
-    inputs: dict[CallKey, Tensor]
+    outputs: dict[CallKey, T]
+    points: dict[CallKey, T]
+    inputs: dict[CallKey, T]
 
 
 class Block:
@@ -46,20 +48,22 @@ class Block:
     Args:
         name, module: the block.
         args, kwargs: arguments of its first call in the model's forward.
-        calls: how often one forward of the model runs it.
-        foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
 
     Attributes:
+        calls: how often one forward of the model runs it.
+        foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
         stream, x, width: name of the argument that is the residual stream ("" for none), its value, its channels.
         inside: the modules in the block, by name.
         norms, matrices: names of those that are norms, and of those that hold a matrix.
         passed_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
     """
 
-    def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict, calls: int, foreign: tuple[str, ...]):
-        self.name, self.module, self.calls, self.foreign = name, module, calls, foreign
+    def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict):
+        self.name, self.module, self.calls = name, module, 0
+        self.foreign: tuple[str, ...] = ()
         self.parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.arguments: dict[str, Any] = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        self.arguments: dict[str, Any] = {key: _copied_cache(value) for key, value in given.items()}
         self.rest = args[len(self.parameters) :]
         streams = (key for key in ("hidden_states", *self.arguments) if is_stream(self.arguments.get(key)))
         self.stream: str = next(streams, "")
@@ -80,7 +84,7 @@ class Block:
         return self.x.shape[-1]
 
     @cached_property
-    def base(self) -> Run:
+    def base(self) -> Run[Tensor]:
         """The undisturbed run."""
         return self.run()
 
@@ -94,7 +98,7 @@ class Block:
         moved: Mapping[CallKey, Tensor] | None = None,
         held: Collection[CallKey] = (),
         arguments: Mapping[str, Any] | None = None,
-    ) -> Run:
+    ) -> Run[Tensor]:
         """Run the block once, with changes.
 
         Args:
@@ -103,57 +107,48 @@ class Block:
             arguments: other values for the block's arguments.
         """
         undisturbed = self.base.outputs if moved or held else {}
-        moved, seen = dict(moved or {}), Run({}, {}, {})
+        seen: Run[Tensor] = Run({}, {}, {})
+        moved = dict(moved or {})
         values = {key: v.clone() if isinstance(v, Tensor) else _copied_cache(v) for key, v in self.arguments.items()}
         values.update(arguments or {})
         if INPUT in moved:
             values[self.stream] = values[self.stream] + moved.pop(INPUT)
         if self.stream:
             values.update(dict.fromkeys(self.aliases, values[self.stream]))
-        count: dict[str, int] = {}
+        count: Counter[str] = Counter()
+        given: dict[str, list[Tensor]] = {}
 
-        def hook(child: str) -> Callable[..., Any]:
-            def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-                several = isinstance(output, tuple | list) and bool(output)
-                first = output[0] if several else output
-                if not isinstance(first, Tensor):
-                    return None
-                call = child, count.get(child, 0)
-                count[child] = call[1] + 1
-                self._record_inputs(call, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], seen)
-                known, new = undisturbed.get(call), None
-                if known is not None and call in moved:
-                    new = known + moved[call]
-                elif known is not None and call in held and known.shape == first.shape:
-                    new = known.clone()
-                seen.outputs[call] = (first if new is None else new).clone()  # a host may add to it in place
-                if new is None:
-                    return None
-                return type(output)((new, *output[1:])) if several else new
+        def before(child: str, call: Call) -> None:
+            given[child] = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
 
-            return after
+        def after(child: str, output: Any) -> Any:
+            several = isinstance(output, tuple | list) and bool(output)
+            first = output[0] if several else output
+            if not isinstance(first, Tensor):
+                return None
+            call = child, count[child]
+            count[child] += 1
+            if given[child]:
+                x, *others = given[child]
+                if x.is_floating_point() and any(value is x for value in others):
+                    self.passed_twice.add(child)
+                seen.inputs[call] = x.clone()
+                if child in self.norms:
+                    seen.points[call] = seen.inputs[call]
+            known, new = undisturbed.get(call), None
+            if known is not None and call in moved:
+                new = known + moved[call]
+            elif known is not None and call in held and known.shape == first.shape:
+                new = known.clone()
+            seen.outputs[call] = (first if new is None else new).clone()  # a host may add to it in place
+            if new is None:
+                return None
+            return type(output)((new, *output[1:])) if several else new
 
-        handles = [
-            sub.register_forward_hook(hook(child), with_kwargs=True, prepend=True) for child, sub in self.inside.items()
-        ]
-        try:
-            with torch.no_grad():
-                result = self.module(*self._positional(values), *self.rest, **values)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(self.inside, before, after), torch.no_grad():
+            result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
-
-    def _record_inputs(self, call: CallKey, tensors: list[Tensor], seen: Run) -> None:
-        """Record the tensor arguments of a call."""
-        if tensors:
-            x = tensors[0]
-            if x.is_floating_point() and any(v is x for v in tensors[1:]):
-                self.passed_twice.add(call[0])
-            seen.inputs[call] = x.clone()
-            if call[0] in self.norms:
-                seen.points[call] = seen.inputs[call]
 
     def _positional(self, values: dict[str, Any]) -> list[Any]:
         """Pop from `values` what is passed by position: the stream, as gradient checkpointing requires."""
@@ -169,7 +164,7 @@ class Block:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
-    def differs(self, call: CallKey, run: Run) -> bool:
+    def differs(self, call: CallKey, run: Run[Tensor]) -> bool:
         """Whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 
@@ -182,26 +177,10 @@ class Block:
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
 
 
-@contextmanager
-def measuring(model: nn.Module, consequence: str) -> Iterator[None]:
-    """Turns errors of measurements on single blocks into an UnsupportedError about the model.
-
-    Args:
-        model: the model that the error names.
-        consequence: what can't be done for it therefore, for the error's text.
-
-    Raises:
-        UnsupportedError: anything but a PatchError was raised inside, as when a block doesn't run by itself.
-    """
-    try:
-        yield
-    except PatchError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(model).__name__}: its blocks can't be measured one by one ({type(error).__name__}: {error}), so "
-            f"{consequence}."
-        ) from error
+def measuring(model: nn.Module, consequence: str) -> AbstractContextManager[None]:
+    """Turns errors of measurements on single blocks into an UnsupportedError about the model, with the consequence."""
+    name = type(model).__name__
+    return host_errors(f"{name}: its blocks can't be measured one by one ({{error}}), so {consequence}.")
 
 
 def is_stream(value: Any) -> bool:
@@ -224,24 +203,19 @@ def observe_blocks(
         names: names of the blocks; the result lacks those that the forward doesn't reach.
         foreign: also find arguments that come from another stack; all activations stay in memory meanwhile.
     """
-    seen: dict[str, tuple[tuple, dict, tuple[str, ...]]] = {}
-    calls: dict[str, int] = {}
+    seen: dict[str, Block] = {}
     # (output, number of blocks that had run); the tensors are kept alive, so that no other one gets their ids
     outputs: list[tuple[Tensor, int]] = []
     modules = dict(model.named_modules())
 
     def before(name: str, call: Call) -> None:
-        calls[name] = calls.get(name, 0) + 1
         if name not in seen:
             others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
             of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
-            parameters = list(inspect.signature(type(modules[name]).forward).parameters)[1:]
-            named = {**dict(zip(parameters, call.args, strict=False)), **call.kwargs}
-            copies = (
-                tuple(map(_copied_cache, call.args)),
-                {key: _copied_cache(value) for key, value in call.kwargs.items()},
-            )
-            seen[name] = *copies, tuple(key for key, value in named.items() if id(value) in of_other_stacks)
+            block = Block(name, modules[name], call.args, call.kwargs)
+            block.foreign = tuple(key for key, value in block.arguments.items() if id(value) in of_other_stacks)
+            seen[name] = block
+        seen[name].calls += 1
 
     def after(name: str, output: Any) -> None:
         values = output.values() if isinstance(output, dict) else output
@@ -256,10 +230,7 @@ def observe_blocks(
         torch.no_grad(),
     ):
         model(**{**inputs, **without_cache})
-    return [
-        Block(name, modules[name], args, kwargs, calls[name], of_others)
-        for name, (args, kwargs, of_others) in seen.items()
-    ]
+    return list(seen.values())
 
 
 def _copied_cache(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
+from ..measure.float64 import host_errors
 from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import quiet
 from ..measure.twin import twin
@@ -148,22 +149,18 @@ def _require_everywhere(small: nn.Module, branches: list[Branch], layers: list[B
 def _depths(model: nn.Module, branches: list[Branch], layers: list[Branch]) -> dict[str, Depth]:
     sites = list(sites_of(model, branches))
     counts = Counter(site.branch.stack for site in sites)
+    number = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     for stack in {branch.stack for branch in layers if branch.shared} & set(counts):
+        if not isinstance(number, int):
+            raise UnsupportedError(
+                f"{stack} runs several times in one forward, and the config doesn't say how often (num_hidden_layers), "
+                "so the depth of its stack isn't known."
+            )
         blocks = len({site.block_name for site in sites if site.branch.stack == stack})
-        counts[stack] = counts[stack] * _layers(model, stack) // blocks
+        counts[stack] = counts[stack] * number // blocks
     crossing = {branch.stack for branch in layers if branch.cross}
     read = sum(counts[stack] for stack in crossing)
     return {stack: Depth(count, 0 if stack in crossing else read) for stack, count in counts.items()}
-
-
-def _layers(model: nn.Module, stack: str) -> int:
-    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    if not isinstance(layers, int):
-        raise UnsupportedError(
-            f"{stack} runs several times in one forward, and the config doesn't say how often (num_hidden_layers), so "
-            "the depth of its stack isn't known."
-        )
-    return layers
 
 
 def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
@@ -171,14 +168,9 @@ def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}
-        inside = (
-            dict(block.named_modules(remove_duplicate=False))
-            if any(branch.stack in patterns for branch in branches)
-            else {}
-        )
-        for branch in branches:
-            if branch.stack in patterns and {branch.norm, branch.outlet} <= inside.keys() - {""}:
-                yield Site(branch, name, block)
+        here = [branch for branch in branches if branch.stack in patterns]
+        inside = {path for path, _ in block.named_modules(remove_duplicate=False) if path} if here else set()
+        yield from (Site(branch, name, block) for branch in here if {branch.norm, branch.outlet} <= inside)
 
 
 def require_joinable(site: Site) -> None:
@@ -232,15 +224,12 @@ def require_transparent(found: StackBranches, request: str) -> None:
         require_joinable(site)
     with quiet(found.small):
         before = outputs_of(found.small, found.inputs)
-        try:
+        with host_errors(
+            f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
+            f"the module ({{error}}), so {request} can't change its branches."
+        ):
             apply(condensed([site.join(site.branch.placement) for site in sites], found.small), found.small)
-            after = outputs_of(found.small, found.inputs)
-            same = max_error(before, after) <= _TOLERANCE
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a "
-                f"stand-in for the module ({type(error).__name__}: {error}), so {request} can't change its branches."
-            ) from error
+            same = max_error(before, outputs_of(found.small, found.inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(
             f"{type(found.small).__name__}: its blocks give other outputs when run with the branches that were found "

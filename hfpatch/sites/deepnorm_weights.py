@@ -27,9 +27,6 @@ def with_weights(model: nn.Module, inputs: dict[str, Any], branches: list[Branch
     The module's name is relative to the block, with `*` for every number; part is "all", or where values lie in a fused
     projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
 
-    Args:
-        model, inputs, branches: as `find_branches` took and returned them.
-
     Raises:
         UnsupportedError: values lie in a fused projection in an order that isn't known; experts stand under names of
             their own.
@@ -113,13 +110,9 @@ class _ScaledWeights:
         output = self.block.base.outputs[call]
         noise = torch.zeros_like(output)
         noise[..., channels] = self.block.noise(output, 3)[..., channels]
-        once, twice = self._moved_by(call, noise), self._moved_by(call, 2 * noise)
+        moved = (self.block.run({call: times * noise}, self.held).outputs[self.outlet] for times in (1, 2))
+        once, twice = (branch - self.block.base.outputs[self.outlet] for branch in moved)
         return bool((twice - 2 * once).abs().max() <= _TOLERANCE * twice.abs().max())
-
-    def _moved_by(self, call: CallKey, change: Tensor) -> Tensor:
-        """Change of the branch's output when a module's output is changed."""
-        seen = self.block.run({call: change}, self.held)
-        return seen.outputs[self.outlet] - self.block.base.outputs[self.outlet]
 
 
 def _outputs_of(module: nn.Module) -> int | None:
@@ -135,13 +128,7 @@ def heads_of(block: nn.Module, projection: nn.Module) -> int | None:
 
 
 def values_of(width: int, part: str, heads: int) -> Tensor:
-    """Which of a projection's outputs are values, as a mask.
-
-    Args:
-        width: the number of outputs.
-        part: "all", "blocks" for `[q | k | v]`, or "heads" for each head's `[q | k | v]` in turn.
-        heads: the number of heads.
-    """
+    """Which of a projection's outputs are values, as a mask; `part` as in `with_weights`."""
     if part == "all":
         return torch.ones(width, dtype=torch.bool)
     repeats = heads if part == "heads" else 1

@@ -2,26 +2,35 @@
 
 An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
 d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two
-(BERT). A twin of the module on the meta device, without memory or values, is run to see which tensor goes where.
+(BERT). A twin of the module on the meta device, without memory or values, is run to see which tensor goes where: a
+projection and an activation belong together if the activation takes what the projection returned, itself and not
+something computed from it.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
-from ..schemes.mlps import Activation
-from .mlp_flow import MLPParts, is_activation, is_projection, on_meta_in_float32, runs
+from ..runtime.gated import GatedActivation, GatedLinear, bare_copy, projection_sizes
+from ..schemes.mlps import Activation, apply_activation
 
 _MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
 _FUNCTIONS = ("torch", "transformers.activations")
+_GRID = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64, device="cpu").reshape(2, 3, 4)
 
 
 @dataclass
@@ -152,3 +161,199 @@ def _mlp_site(
     last = None if reading.last is None else names[id(reading.last)]
     sizes = projection_sizes(reading.first)
     return MLPSite(names[id(reading.first)], name, sizes, act, attribute, last, reason=reading.reason)
+
+
+# --- a run of a twin --------------------------------------------------------------------------------------------------
+
+
+def is_projection(module: object) -> bool:
+    """Whether a module is a Linear or a transposed Conv1D."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def is_activation(function: Activation) -> bool:
+    """Whether each output depends on its own input alone, and isn't equal to it."""
+    if isinstance(function, nn.Identity | nn.modules.dropout._DropoutNd):
+        return False
+    try:
+        y, flat = apply_activation(function, _GRID), apply_activation(function, _GRID.flatten().flip(0))
+    except Exception:  # wants other arguments: no activation
+        return False
+    same_form = isinstance(y, Tensor) and isinstance(flat, Tensor) and y.shape == _GRID.shape
+    return same_form and torch.allclose(y.flatten(), flat.flip(0), rtol=1e-9) and not torch.equal(y, _GRID)
+
+
+@contextmanager
+def on_meta_in_float32() -> Iterator[None]:
+    """Context with default device meta and dtype float32, whatever is set while a model loads; random state is kept."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass
+class MLPParts:
+    """Result of a run: the projections before and after an activation, and why the MLP can't be changed, if so."""
+
+    first: nn.Module
+    last: nn.Module | None = None
+    reason: str | None = None
+
+
+@dataclass
+class Flow:
+    """Record of one run: inputs and outputs of the projections and of one activation."""
+
+    projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
+    activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    whole: bool = False  # the run came to its end
+    paired: bool = False  # the activation took a pair
+
+    def read(self) -> MLPParts | None:
+        """None if the activation isn't an MLP's."""
+        if len(self.activations) != 1:
+            return None
+        act_input, act_output = self.activations[0]
+        sources = [call for call in self.projections if call[2] is act_input]
+        if len(sources) != 1:
+            return self._read_fused(act_input)
+        first, x, _ = sources[0]
+        d, d_ff = projection_sizes(first)
+        if [module for module, _, _ in self.projections].count(first) != 1:
+            return None
+        for module, entering, _ in self.projections:
+            if _same_memory(entering, act_output) and projection_sizes(module) == (d_ff, d):
+                return MLPParts(first, module)
+        siblings = [m for m, entering, _ in self.projections if entering is x and m is not first]
+        if any(projection_sizes(m) == (d, d_ff) for m in siblings):
+            return MLPParts(first, reason="is gated already") if self._returns(d_ff, d) else None
+        return MLPParts(first)
+
+    def _read_fused(self, act_input: Tensor) -> MLPParts | None:
+        for module, _, output in self.projections:
+            d, width = projection_sizes(module)
+            half = width // 2
+            if _same_memory(output, act_input) and act_input.shape[-1] == half and self._returns(half, d):
+                return MLPParts(module, reason="is gated already")
+        return None
+
+    def _returns(self, d_ff: int, d: int) -> bool:
+        return any(projection_sizes(module) == (d_ff, d) for module, _, _ in self.projections)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one is the other or a view of it."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def runs(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[Callable[[nn.Module | None], Flow]]:
+    """Runs of a twin of `root`, with other inputs and with less and less of what surrounds the MLP.
+
+    Each takes the projection that is to give a pair, as it will once it is gated, or None.
+    """
+    required = _required_arguments(root)
+    widths = dict.fromkeys(projection_sizes(module)[0] for module in owner.modules() if is_projection(module))
+    for width, stubs in itertools.product(widths, range(3)):
+        for shape in ((1, 3, width), (1, width, 4, 4), (1, 4, 4, width), (3, width)):
+            x = torch.empty(shape, device="meta")
+            for filler in (None, x) if required else (None,):
+                yield partial(_run, root, owner, attribute, x, dict.fromkeys(required, filler), stubs)
+
+
+def _required_arguments(module: nn.Module) -> list[str]:
+    """Arguments beyond the first that a forward can't do without."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [p.name for p in named if p.default is p.empty]
+
+
+def _run(
+    root: nn.Module,
+    owner: nn.Module,
+    attribute: str,
+    x: Tensor,
+    arguments: dict[str, Any],
+    stubs: int,
+    pair: nn.Module | None,
+) -> Flow:
+    originals: dict[int, nn.Module] = {}
+    twin = _meta_copy(root, originals)
+    flow = Flow()
+
+    def see(module: nn.Module, args: tuple, output: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            flow.projections.append((originals[id(module)], args[0], output))
+        return (output, output) if originals[id(module)] is pair else None
+
+    def see_activation(function: Any) -> Callable[[Any], Tensor]:
+        def called(x: Any) -> Tensor:
+            flow.paired = isinstance(x, tuple)
+            x = x[0] if flow.paired else x
+            y = function(x)
+            flow.activations.append((x, y))
+            return y
+
+        return called
+
+    for module in list(twin.modules()):
+        if is_projection(module):
+            module.register_forward_hook(see)
+        if originals[id(module)] is owner:
+            function = module._modules.pop(attribute, None)
+            module.__dict__[attribute] = see_activation(module.__dict__[attribute] if function is None else function)
+            if stubs:
+                _stub(twin, module, stubs, flow)
+    try:
+        with torch.no_grad():
+            type(twin).forward(twin, x, **arguments)
+        flow.whole = True
+    except Exception:  # it wants other arguments; what was seen until then counts
+        pass
+    return flow
+
+
+class _Stub(nn.Module):
+    """Stand-in for a module: returns its input, followed by as many Nones as the caller unpacks."""
+
+    def __init__(self, returns: int, flow: Flow):
+        super().__init__()
+        self.returns, self.flow = returns, flow
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if any(_same_memory(output, x) for _, _, output in self.flow.projections):
+            raise RuntimeError("this module reads a projection's output, so it can't be stubbed")
+        return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
+
+
+def _stub(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> None:
+    """Put stubs where attentions and the like stand before the MLP."""
+    for name, child in list(root._modules.items()):
+        if child is not None and any(module is owner for module in child.modules()):
+            return
+        if child is not None and child._modules:
+            root._modules[name] = _Stub(returns, flow)
+
+
+def _meta_copy(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
+    """A copy on the meta device in float32 and eval mode, without hooks."""
+    twin = bare_copy(module)
+    originals[id(twin)] = module
+    state = twin.__dict__
+    state["_modules"] = {k: None if m is None else _meta_copy(m, originals) for k, m in module._modules.items()}
+    state["_parameters"] = {
+        k: None if p is None else nn.Parameter(_meta(p), False) for k, p in module._parameters.items()
+    }
+    state["_buffers"] = {k: None if b is None else _meta(b) for k, b in module._buffers.items()}
+    state["training"] = False
+    state.pop("forward", None)  # a library's own, bound to the original
+    return twin
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

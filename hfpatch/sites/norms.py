@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import math
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from ..runtime.norms import NormFacts
 
 _TOLERANCE = 1e-5  # relative; some families compute in float32 whatever the input
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+_LAYOUTS = ("channels last", "images", "sequences")  # the latter two with channels first
 _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
@@ -66,17 +68,31 @@ def _takes_two_arguments(module: type[nn.Module]) -> bool:
 
 
 def _probe(module: nn.Module) -> NormFacts | None:
+    """The norm whose formula gives the module's answers, of all that its Parameters could be gain and shift of."""
     clone, values = _testable_copy(module)
     if clone is None:
         return None
     shape = next(iter(values.values())).shape if values else _declared_shape(module)
-    for layout in _Runner.LAYOUTS:
-        run = _Runner(clone, shape, layout)
-        for kind in ("layer", "rms"):
-            facts = _fit(run, kind, values)
-            if facts is not None:
-                known = bool(values) or hasattr(module, "normalized_shape")
-                return replace(facts, eps=_stated_eps(module, facts.eps), shape=facts.shape if known else ())
+    names = (*values, *[None] * (2 - len(values)))
+    roles = [
+        (offset, gain, shift)
+        for gain, shift in dict.fromkeys(itertools.permutations(names, 2))
+        for offset in ((0.0, 1.0) if gain else (0.0,))
+    ]
+    for layout in _LAYOUTS if len(shape) == 1 else _LAYOUTS[:1]:
+        large = _answer(clone, shape, layout, 1e3)  # eps is negligible here
+        if large is None:
+            continue
+        for kind, role in itertools.product(("layer", "rms"), roles):
+            facts = NormFacts(kind, tuple(shape[-1:]), 0.0, layout != _LAYOUTS[0], *role)
+            if _error(large, facts, values) <= _TOLERANCE:
+                eps = _read_eps(_answer(clone, shape, layout, 1e-7), facts, values)
+                facts = replace(facts, eps=eps)
+                # where eps matters most, and where it doesn't
+                answers = [_answer(clone, shape, layout, scale) for scale in (math.sqrt(max(eps, 1e-12)), 1.0)]
+                if all(_error(answer, facts, values) <= 1e-3 for answer in answers):
+                    known = bool(values) or hasattr(module, "normalized_shape")
+                    return replace(facts, eps=_stated_eps(module, eps), shape=facts.shape if known else ())
     return None
 
 
@@ -103,110 +119,53 @@ def _declared_shape(module: nn.Module) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
-class _Runner:
-    """Feeds a module inputs of one layout and returns outputs with the channels last: `(2, 3, 5, ..., d)`."""
-
-    LAYOUTS = ("channels last", "images", "sequences")  # the latter two with channels first
-
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], layout: str):
-        self.module, self.shape, self.layout = module, tuple(shape), layout
-        self.channels_first = layout != self.LAYOUTS[0]
-        generator = torch.Generator().manual_seed(1)
-        self.input = torch.randn((2, 3, 5, *shape), generator=generator, dtype=torch.float64) + 0.7
-
-    def __call__(self, scale: float) -> tuple[Tensor, Tensor] | None:
-        x = self.input * scale
-        shaped = x if self.layout == "images" else x.flatten(1, 2)
-        if self.channels_first:
-            shaped = shaped.movedim(-1, 1)
-        try:
-            with torch.no_grad():
-                y = type(self.module).forward(self.module, shaped)  # without the user's hooks
-        except Exception:  # wants other inputs: not a plain norm in this layout
-            return None
-        if not isinstance(y, Tensor) or y.shape != shaped.shape:
-            return None
-        y = y.double().movedim(1, -1) if self.channels_first else y.double()
-        return x, y if self.layout == "images" else y.unflatten(1, (3, 5))
-
-
-def _normalise(x: Tensor, kind: str, eps: float) -> Tensor:
-    if kind == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def _fit(run: _Runner, kind: str, values: dict[str, Tensor]) -> NormFacts | None:
-    if run.channels_first and len(run.shape) != 1:
+def _answer(module: nn.Module, shape: tuple[int, ...], layout: str, scale: float) -> tuple[Tensor, Tensor] | None:
+    """An input of this layout and a module's answer, both with the channels last; None where it gives none."""
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.randn((2, 3, 5, *shape), generator=generator, dtype=torch.float64) + 0.7) * scale
+    shaped = x if layout == "images" else x.flatten(1, 2)
+    if layout != _LAYOUTS[0]:
+        shaped = shaped.movedim(-1, 1)
+    try:
+        with torch.no_grad():
+            y = type(module).forward(module, shaped)  # without the user's hooks
+    except Exception:  # wants other inputs: not a plain norm in this layout
         return None
-    large = run(1e3)  # eps is negligible here, so gain and shift can be read off
-    if large is None:
+    if not isinstance(y, Tensor) or y.shape != shaped.shape:
         return None
-    gain, shift, error = _regress(_normalise(large[0], kind, 0.0), large[1])
-    if error > _TOLERANCE:
-        return None
-    names = _match_parameters(gain, shift, values)
-    small = run(1e-7)
-    if names is None or small is None:
-        return None
-    offset, gain_name, shift_name = names  # exact values from here on: the regression's are too rough for eps
-    gain = values[gain_name] + offset if gain_name else torch.ones_like(gain)
-    shift = values[shift_name] if shift_name else torch.zeros_like(shift)
-    eps = _read_eps(small, kind, gain, shift)
-    for scale in (math.sqrt(max(eps, 1e-12)), 1.0):  # where eps matters most, and where it doesn't
-        measured = run(scale)
-        if measured is None:
-            return None
-        expected = _normalise(measured[0], kind, eps) * gain + shift
-        if (expected - measured[1]).abs().max() > 1e-3 * expected.abs().max():
-            return None
-    return NormFacts(kind, run.shape[-1:], eps, run.channels_first, *names)
+    y = y.double().movedim(1, -1) if layout != _LAYOUTS[0] else y.double()
+    return x, y if layout == "images" else y.unflatten(1, (3, 5))
 
 
-def _regress(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Least squares of y = gain * h + shift for each element of the trailing shape; relative error of the fit."""
-    rows = (0, 1, 2)
-    h_mean, y_mean = h.mean(rows), y.mean(rows)
-    gain = ((h - h_mean) * (y - y_mean)).mean(rows) / (h - h_mean).square().mean(rows).clamp_min(1e-30)
-    shift = y_mean - gain * h_mean
-    error = (gain * h + shift - y).abs().max() / y.abs().max().clamp_min(1e-30)
-    return gain, shift, float(error)
+def _error(answer: tuple[Tensor, Tensor] | None, facts: NormFacts, values: dict[str, Tensor]) -> float:
+    """How far an answer is from what the facts say, relative to the largest number."""
+    if answer is None:
+        return math.inf
+    x, y = answer
+    x = x - x.mean(-1, keepdim=True) if facts.kind == "layer" else x
+    gain, shift = _affine(facts, values)
+    expected = x / (x.square().mean(-1, keepdim=True) + (facts.eps or 0.0)).sqrt() * gain + shift
+    return float((expected - y).abs().max() / expected.abs().max())
 
 
-def _match_parameters(
-    gain: Tensor, shift: Tensor, values: dict[str, Tensor]
-) -> tuple[float, str | None, str | None] | None:
-    """Which parameter is the gain (or its offset from one) and which the shift; None if that doesn't add up."""
-
-    def same(a: Tensor, b: Tensor | float) -> bool:
-        return bool((a - b).abs().max() <= _TOLERANCE * 10)
-
-    shift_name = next((name for name, value in values.items() if same(shift, value)), None)
-    rest = [name for name in values if name != shift_name]
-    if len(rest) > 1 or (shift_name is None and not same(shift, 0.0)):
-        return None
-    if not rest:
-        return (0.0, None, shift_name) if same(gain, 1.0) else None
-    value = values[rest[0]]
-    for offset in (0.0, 1.0):
-        if same(gain, value + offset):
-            return offset, rest[0], shift_name
-    return None
+def _affine(facts: NormFacts, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    gain = values[facts.gain] + facts.offset if facts.gain else torch.ones((), dtype=torch.float64)
+    return gain, values[facts.shift] if facts.shift else torch.zeros((), dtype=torch.float64)
 
 
-def _read_eps(small: tuple[Tensor, Tensor], kind: str, gain: Tensor, shift: Tensor) -> float:
+def _read_eps(small: tuple[Tensor, Tensor] | None, facts: NormFacts, values: dict[str, Tensor]) -> float:
     """eps from the slope at inputs far below sqrt(eps): y = gain * x / sqrt(v + eps) + shift."""
+    if small is None:
+        return 0.0
     x, y = small
-    x = x - x.mean(-1, keepdim=True) if kind == "layer" else x
-    projected = (y - shift) * gain
-    slope = float((projected * x).sum() / (gain.square() * x.square()).sum())
+    gain, shift = _affine(facts, values)
+    x = x - x.mean(-1, keepdim=True) if facts.kind == "layer" else x
+    slope = float(((y - shift) * gain * x).sum() / (gain.square() * x.square()).sum())
     return max(0.0, 1.0 / slope**2 - float(x.square().mean())) if slope > 0 else 0.0
 
 
-def _stated_eps(module: nn.Module, measured: float | None) -> float | None:
+def _stated_eps(module: nn.Module, measured: float) -> float:
     """The module's eps attribute if it agrees with the measured value, else the measured value."""
-    if measured is None:
-        return None
     for name in _EPS_NAMES:
         stated = getattr(module, name, None)
         if isinstance(stated, float) and abs(stated - measured) <= 0.02 * stated + 1e-15:

@@ -11,7 +11,7 @@ from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from hfpatch.exact.check import Reference, Verdict, mean_ratios
+from hfpatch.exact.check import Reference, Verdict, run
 from hfpatch.measure.quiet_forward import fitting, quiet
 
 LM = "AutoModelForCausalLM"
@@ -100,12 +100,12 @@ def test_torchs_own_hooks_go_on_running() -> None:
     assert torch.equal(y, model(x))
 
 
-def test_mean_ratios() -> None:
+def test_means_are_relative_to_the_standard_deviation() -> None:
     model = nn.Sequential(nn.LayerNorm(4, eps=0.0)).double()
     model.config = None
     x = torch.tensor([[1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]]).double()
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
-    ratios = mean_ratios(model, {"x": x}, ["0"])["0"]
+    ratios = run(model, {"x": x}, ["0"]).means["0"]
     torch.testing.assert_close(ratios, torch.tensor([2.0, 0.0], dtype=torch.float64))
 
 

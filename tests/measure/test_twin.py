@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,6 @@ import zoo
 from tiny_models import changes, fingerprint, inputs, patch, tiny, tiny_config
 from torch import nn
 
-from hfpatch.measure.shrink import shallow
 from hfpatch.measure.twin import twin
 from hfpatch.runtime.errors import UnsupportedError
 
@@ -71,12 +72,13 @@ class TestChain:
     """The cheapest candidate that is built like the model wins."""
 
     def test_inputs_of_the_users_keep_the_widths(self) -> None:
-        model = tiny("gpt2", n_embd=96, n_layer=4)
-        given = inputs(model)
+        model = tiny("whisper", encoder_layers=4, decoder_layers=5)
+        given, config = inputs(model), copy.deepcopy(model.config)
         small, used = twin(model, given)
-        assert small.config.n_embd == 96
-        assert small.config.n_layer == 2
-        assert torch.equal(used["input_ids"], given["input_ids"])
+        assert (small.config.encoder_layers, small.config.decoder_layers) == (2, 2)
+        assert small.config.d_model == config.d_model
+        assert torch.equal(used["decoder_input_ids"], given["decoder_input_ids"])
+        assert model.config.to_dict() == config.to_dict()
         model = tiny("vit")
         assert twin(model, inputs(model))[1]["pixel_values"].dtype == torch.float64
 
@@ -117,10 +119,3 @@ class TestChain:
         small, _ = twin(model)
         assert len(small.h) == 4
         assert [type(block.ln_1).__name__ for block in small.h] == ["DynamicTanh"] * 2 + ["LayerNorm"] * 2
-
-
-def test_shallow_keeps_widths_and_the_config_itself() -> None:
-    config = transformers.WhisperConfig(encoder_layers=6, decoder_layers=5)
-    small = shallow(config)
-    assert (small.encoder_layers, small.decoder_layers, small.d_model) == (2, 2, config.d_model)
-    assert config.encoder_layers == 6

@@ -20,7 +20,7 @@ from hfpatch.runtime.attention import POSITION_IDS
 from hfpatch.runtime.errors import PositionError
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
-from hfpatch.sites.records import decoders, encoders, text_towers
+from hfpatch.sites.records import decoders, encoders
 from hfpatch.sites.records.biases import BIASES
 from hfpatch.sites.stacks import FoundStack, find_stacks
 
@@ -111,7 +111,7 @@ def test_they_are_the_positions_of_every_attention(model_type: str) -> None:
     _check(model_type)
 
 
-TEXT = sorted(record.model_type for file in (decoders, encoders, text_towers) for record in file.FAMILIES)
+TEXT = sorted(record.model_type for file in (decoders, encoders) for record in file.FAMILIES)
 OTHERS = [name for name in TEXT if name in zoo.model_types() and name not in {*OF_EACH_WAY, *LENGTHS_DIFFER, *REFUSED}]
 
 

@@ -19,8 +19,7 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
 from hfpatch.schemes.mlps import GeGLU
-from hfpatch.sites.mlp_flow import is_activation
-from hfpatch.sites.mlps import MLPSite, find_mlps
+from hfpatch.sites.mlps import MLPSite, find_mlps, is_activation
 
 
 class Host(nn.Module):

@@ -19,7 +19,7 @@ import site
 import time
 from collections import Counter
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import zoo
 from tiny_models import tensors
 from torch import Tensor, nn
 
-from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import Axis, Centring
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64
 from hfpatch.runtime.errors import PatchError
@@ -81,25 +81,24 @@ def examine(model_type: str) -> Result:
     result = Result(model_type, "", type(model).__name__, len(norms))
     start = time.perf_counter()
     try:
-        centring = find_centring(model, inputs, "parametrize")
+        centring, parametrized = (find_centring(model, inputs, mode) for mode in ("fold", "parametrize"))
     except PatchError as error:
         result.status = f"not searched: {error}"
         return result
     result.seconds = round(time.perf_counter() - start, 1)
     fill_in(result, centring, norms)
+    result.parametrized = bool(parametrized.exact)
     if not centring.exact:
         return result
     other, fresh = in_eager_double(other), doubled(fresh)
-    forms = [centring]
-    if centring.parametrized:
-        forms.append(Centring(outputs=centring.parametrized, exact=centring.exact))
+    forms = [form for form in (centring, parametrized) if form.exact]
     converted = [carried_out(copy.deepcopy(other), form) for form in forms]
     try:
         before = run(other, fresh, throughout=True)
         result.error = max(relative(before, run(one, fresh, throughout=True)) for one in converted)
         untouched = carried_out(copy.deepcopy(other), Centring(exact=centring.exact))
         result.control = relative(before, run(untouched, fresh, throughout=True))
-        result.embedded = embedded_error(model, inputs, other, fresh, centring)
+        result.embedded = embedded_error(other, fresh, forms)
         if runs(other, fresh):
             before = run(other, fresh)
             result.as_written = max(relative(before, run(one, fresh)) for one in converted)
@@ -111,22 +110,11 @@ def examine(model_type: str) -> Result:
     return result
 
 
-def embedded_error(
-    model: nn.Module, inputs: dict[str, Any], other: nn.Module, fresh: dict[str, Any], parametrized: Centring
-) -> float | None:
-    """Error with random embeddings in place of tokens, both forms; None where a type takes none.
-
-    Args:
-        model, inputs: what is searched once more, since what is to be centred then depends on the form.
-        other, fresh: what is converted.
-        parametrized: what the search found for that form.
-    """
+def embedded_error(other: nn.Module, fresh: dict[str, Any], forms: list[Centring]) -> float | None:
+    """Error with random embeddings in place of tokens, of all forms; None where a type takes none."""
     if (embeddings := with_embeddings(other, fresh)) is None:
         return None
     before = run(other, embeddings, throughout=True)
-    forms = [find_centring(model, inputs)]
-    if parametrized.parametrized:
-        forms.append(replace(parametrized, folds=(), outputs=parametrized.parametrized))
     converted = [carried_out(copy.deepcopy(other), form) for form in forms]
     return max(relative(before, run(one, embeddings, throughout=True)) for one in converted)
 
@@ -166,7 +154,7 @@ def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
     result.reasons = dict(reasons.most_common())
     result.unreached = sum(count for reason, count in reasons.items() if "don't reach it" in reason)
     result.post_norm = sum(starred(name) in centring.compensated for name in norms)
-    result.runtime, result.parametrized = len(centring.outputs), bool(centring.parametrized)
+    result.runtime = len(centring.outputs)
     if centring.refused:
         result.status = "refused"
     else:

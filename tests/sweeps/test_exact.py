@@ -13,7 +13,7 @@ import transformers
 import zoo
 from sampled import sampled, slow_but
 
-from hfpatch.exact.centring import Axis, Centring
+from hfpatch.exact.fold import Axis, Centring
 from hfpatch.patch import patch_model
 from hfpatch.runtime.norms import RMSNorm
 
@@ -64,10 +64,12 @@ def test_no_type_is_wrong() -> None:
 
 FAULTS: dict[str, Callable[[Centring], Centring]] = {
     "a wrong writer": lambda found: replace(found, folds=(*found.folds, Axis("h.*.mlp.c_fc.weight", 0))),
-    "a writer left out": lambda found: replace(found, folds=found.folds[:-1], parametrized=()),
+    "a writer left out": lambda found: replace(found, folds=found.folds[:-1]),
     "embeddings left out": lambda found: replace(found, embeddings=()),
     "a wrong axis": lambda found: replace(found, folds=tuple(replace(one, axis=0) for one in found.folds)),
-    "a module left out of the parametrized form": lambda found: replace(found, parametrized=found.parametrized[1:]),
+    "a module left out of the parametrized form": lambda found: (
+        found if found.folds else replace(found, outputs=found.outputs[1:])
+    ),
 }
 
 

@@ -4,11 +4,11 @@ record.py says what a row is made of, and how to add one.
 """
 
 from ...core.registry import ARCHITECTURES
-from . import audio, decoders, encoder_decoders, encoders, text_towers, vision
+from . import audio, decoders, encoder_decoders, encoders, vision
 from .record import Architecture, Stack, family
 from .refused import REFUSED, WITHOUT_GRID
 
-for _kind in (decoders, encoders, encoder_decoders, text_towers, vision, audio):
+for _kind in (decoders, encoders, encoder_decoders, vision, audio):
     for _family in _kind.FAMILIES:
         ARCHITECTURES.register(_family.model_type)(_family)
 

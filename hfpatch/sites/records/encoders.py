@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from ...runtime.constants import ZeroBiases
-from ...runtime.length_lenses import ExpandedRows, FilledArguments, RefusedArguments
+from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
-from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, Stack, family
+from .record import MEAN_BY_TOKEN, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
 
 # what reads buffers of the old maximum length: position_ids, and token_type_ids in the same module or outside of it
 IDS = (("embeddings.@lens", FilledArguments("position_ids")),)
@@ -99,6 +99,32 @@ ALBERT = replace(BERT, attention="encoder.albert_layer_groups.*.albert_layers.*.
 BROS = replace(KEEPING, projections=Projections("query", "key", beside_keys="bbox_pos_emb"), cache=None)
 LILT = replace(COUNTING, removal=(("layout_embeddings.box_position_embeddings", MEAN_ROW), *IDS))
 
+# the text halves of two-tower models
+TOWER = replace(KEEPING, cache=None)
+COUNTING_TOWER = replace(TOWER, reserved_rows=2)  # RoBERTa's kind counts positions from the padding index on
+CLIP_TEXT = Stack(
+    "",
+    "embeddings.position_embedding",
+    "encoder.layers.*.self_attn",
+    Q_K_PROJ,
+    cache=None,
+    removal=(  # it compares its input's length with the table's, or with its buffer's
+        ("embeddings.@lens", ExpandedRows((("position_embedding.weight", None), ("position_ids", None)))),
+        ("embeddings.@lens", FilledArguments("position_ids")),
+    ),
+    causal=True,
+)
+SIGLIP_TEXT = replace(CLIP_TEXT, causal=False)
+AIMV2_TEXT = replace(SIGLIP_TEXT, attention="encoder.layers.*.attention")
+ALTCLIP_TEXT = replace(COUNTING_TOWER, attention="encoder.layers.*.attention.self")
+FLAVA_TEXT = replace(TOWER, attention="encoder.layer.*.attention.attention")
+VIDEOPRISM_TEXT = replace(
+    SIGLIP_TEXT,
+    attention="layers.*.attention",
+    removal=(("embeddings.@lens", MeanOfBuffer("position_embedding")),),
+    other_tokens="after",  # its class token
+)
+
 FAMILIES = (
     family("albert", {"AlbertModel": ALBERT}, "albert/albert-base-v2"),
     family("bert", {"BertModel": BERT}, "google-bert/bert-base-uncased"),
@@ -149,4 +175,28 @@ FAMILIES = (
     family("xlm-roberta-xl", {"XLMRobertaXLModel": ROBERTA}, "facebook/xlm-roberta-xl"),
     family("xmod", {"XmodModel": ROBERTA}, "facebook/xmod-base"),
     family("yoso", {"YosoModel": NYSTROMFORMER}, "uw-madison/yoso-4096"),
+    # the text halves of two-tower models
+    family("aimv2_text_model", {"Aimv2TextModel": AIMV2_TEXT}, "apple/aimv2-large-patch14-224-lit"),
+    family("align_text_model", {"AlignTextModel": TOWER}, "kakaobrain/align-base"),
+    family("altclip_text_model", {"AltRobertaModel": ALTCLIP_TEXT}, "BAAI/AltCLIP"),
+    family("blip_text_model", {"BlipTextModel": replace(KEEPING, removal=IDS)}, "Salesforce/blip-vqa-base"),
+    family(
+        "bridgetower_text_model",
+        {"BridgeTowerTextModel": replace(COUNTING_TOWER, hands_on=True)},
+        "BridgeTower/bridgetower-base",
+    ),
+    family("chinese_clip_text_model", {"ChineseCLIPTextModel": TOWER}, "OFA-Sys/chinese-clip-vit-base-patch16"),
+    family("clap_text_model", {"ClapTextModel": COUNTING_TOWER}, "laion/clap-htsat-fused"),
+    family("clip_text_model", {"CLIPTextModel": CLIP_TEXT}, "openai/clip-vit-base-patch32"),
+    family("clipseg_text_model", {"CLIPSegTextModel": CLIP_TEXT}, "CIDAS/clipseg-rd64-refined"),
+    family("flava_text_model", {"FlavaTextModel": FLAVA_TEXT}, "facebook/flava-full"),
+    family("groupvit_text_model", {"GroupViTTextTransformer": CLIP_TEXT}, "nvidia/groupvit-gcc-yfcc"),
+    family("metaclip_2_text_model", {"MetaClip2TextModel": CLIP_TEXT}, "facebook/metaclip-2-worldwide-huge-quickgelu"),
+    family("owlv2_text_model", {"Owlv2TextTransformer": CLIP_TEXT}, "google/owlv2-base-patch16"),
+    family("owlvit_text_model", {"OwlViTTextTransformer": CLIP_TEXT}, "google/owlvit-base-patch32"),
+    family("siglip2_text_model", {"Siglip2TextModel": SIGLIP_TEXT}, "google/siglip2-base-patch16-224"),
+    family("siglip_text_model", {"SiglipTextModel": SIGLIP_TEXT}, "google/siglip-base-patch16-224"),
+    family("tipsv2_text_model", {"Tipsv2TextModel": SIGLIP_TEXT}, "google/tipsv2-b14"),
+    family("videoprism_text_model", {"VideoPrismTextModel": VIDEOPRISM_TEXT}, "google/videoprism-lvt-base-f16r288"),
+    family("xclip_text_model", {"XCLIPTextModel": CLIP_TEXT}, "microsoft/xclip-base-patch32"),
 )
