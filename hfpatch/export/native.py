@@ -97,29 +97,6 @@ class Exported:
         return "\n".join(lines)
 
 
-def write_native(
-    model: Any, folder: Path, *, architecture: str | None = None, serve: str | None = None, **save_options: Any
-) -> Exported:
-    """Write a patched model to a folder as an architecture of transformers that computes the same.
-
-    Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
-    within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
-    are converted in float32 and rounded once, at the end.
-
-    Raises:
-        UnknownNameError: hfpatch knows no equality with that architecture.
-        OptionError: hfpatch has no facts about that runtime.
-        UnsupportedError: no architecture has what the model has; says for each what is missing.
-        VerificationError: there are candidates, and none is equal.
-    """
-    found = find_native(model, architecture, serve)
-    stock = found.model
-    if stock.can_generate() and getattr(model, "generation_config", None) is not None:
-        stock.generation_config = copy.deepcopy(model.generation_config)
-    write_stock(stock, folder, **save_options)
-    return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
-
-
 def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
     """Save a stock model, with the settings in its config under older names too where converters go by these."""
     known = {**vars(stock.config), **(getattr(stock.config, "rope_parameters", None) or {})}
@@ -131,17 +108,25 @@ def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
 def native_model(model: Any, architecture: str | None = None, serve: str | None = None) -> Any:
     """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
 
-    Arguments and errors as in `write_native`, which writes it to a folder.
+    Arguments and errors as in `export_model`, which writes it to a folder.
     """
     return find_native(model, architecture, serve).model
 
 
 def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
-    """The first architecture that a model equals; errors as in `write_native`."""
+    """The first architecture that a model equals.
+
+    Raises:
+        UnsupportedError: no architecture has what the model has; says for each what is missing.
+        VerificationError: there are candidates, and none is equal.
+        UnknownNameError, OptionError: as in `candidates`.
+    """
     tried = []
     for candidate in candidates(model, architecture, serve):
         if candidate.equal:
-            candidate.model = candidate.model.to(model.dtype)
+            stock = candidate.model = candidate.model.to(model.dtype)
+            if stock.can_generate() and getattr(model, "generation_config", None) is not None:
+                stock.generation_config = copy.deepcopy(model.generation_config)
             return candidate
         candidate.model = None
         tried.append(candidate)

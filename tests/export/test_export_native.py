@@ -12,7 +12,7 @@ import torch
 from native_cases import CASES, LM, MASKED, SEQUENCE, Case
 from tiny_models import changes, fingerprint, inputs, load, patch, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
@@ -231,6 +231,20 @@ def test_the_tokenizer_opens_beside_it(tmp_path: Path) -> None:
     text = "The quick brown fox jumps"
     assert theirs(text)["input_ids"] == ours(text)["input_ids"] == [4, 5, 3, 6, 7]
     assert theirs.eos_token_id == 2
+
+
+def test_a_tokenizer_that_splits_texts_in_another_way_is_refused(tmp_path: Path) -> None:
+    """A class of its own has settings that its files don't show: those are written down, and what remains is seen."""
+    model = patch(tiny("llama", LM), norm="layer")
+    pieces = ["<unk>", "<s>", "</s>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    ours = LlamaTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    export_model(model, tmp_path / "out", "native", architecture="stablelm", tokenizer=ours)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.padding_side, theirs("a cat")) == ("left", ours("a cat"))
+    ours.save_pretrained = lambda folder: tokenizer().save_pretrained(folder)
+    with pytest.raises(PatchError, match="LlamaTokenizer would open as another class"):
+        export_model(model, tmp_path / "no", "native", architecture="stablelm", tokenizer=ours)
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("form", ["plugin", "native"])
