@@ -125,8 +125,8 @@ class Comparison:
         unused = batch.get(side_of(name, self.encoder_decoder))
         if mask is not None or truth.dim() < 3 or not isinstance(unused, Tensor) or bool(unused.all()):
             return
-        note = f"no attention mask fits {name} {tuple(truth.shape[1:])}, so its padding counts too."
-        if not any(f"fits {name} " in one for one in self.notes):
+        note = f"no attention mask fits {name}, so its padding counts too."
+        if note not in self.notes:
             self.notes.append(note)
 
     def _targets(self, exact: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
