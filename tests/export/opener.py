@@ -18,8 +18,9 @@ import torch
 import transformers
 from torch import Tensor
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hfpatch"
-sys.path += [str(PACKAGE), str(PACKAGE / "export")]  # as export/fresh.py does: what measures needs nothing else of it
+# as export/fresh.py does: what measures needs nothing else of the package
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch/export"))
 from fresh import Blocker
 from measure.outputs import Outputs, max_error
 

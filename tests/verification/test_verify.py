@@ -429,10 +429,8 @@ def test_a_folder_without_the_head(tmp_path: Path) -> None:
     ("make", "error", "message"),
     [
         (lambda m, r: verify(m, m, inputs(m)), OptionError, "works in place"),
-        (lambda m, r: verify(m, r, []), OptionError, "batches is empty"),
         (lambda m, r: verify(m, r, [{}]), OptionError, "batch 0 holds no tensor"),
         (lambda m, r: verify(m, r, inputs(m) | {"attention_mask": torch.zeros(B, T)}), OptionError, "zero everywhere"),
-        (lambda m, r: verify(m, r, [{"pixels": torch.ones(2, 3)}]), (OptionError, UnsupportedError), "pixels"),
         (lambda m, r: verify(m, r, inputs(m), dtypes=["int8"]), OptionError, "dtypes must be among"),
         (lambda m, r: verify(nn.Linear(2, 2), r, inputs(m)), WrappedModelError, "the model is Linear"),
         (lambda m, r: verify(m, nn.DataParallel(r), inputs(m)), WrappedModelError, "the reference is DataParallel"),
