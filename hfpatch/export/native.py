@@ -19,22 +19,19 @@ import transformers
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
-from ..errors import UnknownNameError, VerificationError
+from ..errors import OptionError, UnknownNameError, VerificationError
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
-from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
+from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
-from .runtimes import require_runtime, unserved
+from .runtimes import RUNTIMES, unserved
 from .same_host import as_stock_host, host_obstacle
-from .targets import TARGETS, Target
 from .weights import gains_of
 from .write import write
-
-_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Candidate:
 
     @property
     def equal(self) -> bool:
-        return self.model is not None and self.measured is not None and self.measured.holds
+        return self.reason is None
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,8 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
         UnsupportedError: the model has no plain weights.
     """
     require_bare(model)
-    if serve is not None:
-        require_runtime(serve)
+    if serve is not None and serve not in RUNTIMES:
+        raise OptionError(f"serve must be one of {', '.join(RUNTIMES)}, not {serve!r:.40}.")
     source, host = _in_full_precision(model), model.config.model_type
     layout, reason = _layout_of(source.config)
     kind = None if layout is None else (layout.causal, layout.post_norm)
@@ -233,7 +230,7 @@ def _in_full_precision(model: Any) -> Any:
             raise UnsupportedError(f"{name} has no values (meta device). Load the model's weights first.")
         if not value.is_floating_point() or type(value.data) is not torch.Tensor:
             raise UnsupportedError(f"{name} is quantized or sharded. Export the model that it was made from.")
-    if all(value.dtype in _FULL_PRECISION for value in model.parameters()):
+    if all(value.dtype in (torch.float32, torch.float64) for value in model.parameters()):
         return model
     return copy.deepcopy(model).float()
 
