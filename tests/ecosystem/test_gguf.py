@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from native_cases import LLAMA3, LM, MASKED, NO_SHIFT, NOPE, PLAIN_OPT, RMS_, ROPE, YARN, case
-from record import installed_in, record
 from scheme_forms import patched, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -109,10 +108,6 @@ REFUSED = [
 ]
 
 
-def record_(what: str, result: str, figure: str = "", control: str = "") -> None:
-    record(installed_in(str(PYTHON), "xllamacpp"), f"GGUF; {what}", result, figure, control)
-
-
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with a few merges, fewer than the models' 97 tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:88]
@@ -193,23 +188,27 @@ def test_refused_for_a_reason(one: Row, measured: dict[str, tuple[float | str, s
     assert isinstance(outcome, str) or outcome > WRONG
 
 
-def test_the_figures(measured: dict[str, tuple[float | str, str | None]]) -> None:
+def test_the_figures(measured: dict[str, tuple[float | str, str | None]], record: Any) -> None:
     """What patched exports differ by is what unpatched models do, and far from what a refused one would."""
     controls = {one.target or one.family: float(measured[one.name][0]) for one in CONTROLS}
     found = {one.name: float(measured[one.name][0]) for one in TAKEN}
     outcomes = [measured[one.name][0] for one in REFUSED]
     wrong = [outcome for outcome in outcomes if isinstance(outcome, float) and outcome < float("inf")]
     assert max(found.values()) < 4 * max(controls.values())
-    record_(
-        f"native, chosen by serve=: {len(TAKEN)} exports of {len({one.target for one in TAKEN})} architectures",
+    record(
+        "xllamacpp",
+        f"GGUF; native, chosen by serve=: {len(TAKEN)} exports of {len({one.target for one in TAKEN})} architectures",
         "equal",
         f"at most {max(found.values()):.0e} of the log-probabilities' spread",
         ", ".join(f"unpatched {name} {error:.0e}" for name, error in controls.items()),
+        PYTHON,
     )
-    record_(
-        f"native, refused by serve=: {len(REFUSED)} exports",
+    record(
+        "xllamacpp",
+        f"GGUF; native, refused by serve=: {len(REFUSED)} exports",
         f"{len(REFUSED) - len(wrong)} fail to convert or to load, {len(wrong)} would be wrong",
         f"at least {min(wrong):.0e}",
+        python=PYTHON,
     )
 
 
@@ -218,7 +217,7 @@ def test_every_class_that_is_marked_as_measured_is() -> None:
     assert measured == {type(one.model()).__name__ for one in (*CONTROLS, *TAKEN)}
 
 
-def test_a_patched_class_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_patched_class_is_refused_by_its_name(tmp_path: Path, record: Any) -> None:
     """Whatever the patch is. By the host's name the remote form would be taken, and what is made of it is wrong."""
     model, folders = patched(("llama", "nope")), {name: tmp_path / name for name in ("plugin", "remote", "host")}
     for name, folder in folders.items():
@@ -232,4 +231,4 @@ def test_a_patched_class_is_refused_by_its_name(tmp_path: Path) -> None:
     control = max(difference(model, folders["host"], prompt) for prompt in PROMPTS)
     assert WRONG < control < float("inf")
     figure = f"Llama without positions under its host's name {control:.0e}"
-    record_("plugin and remote form", "refused by the class's name", control=figure)
+    record("xllamacpp", "GGUF; plugin and remote form", "refused by the class's name", "", figure, PYTHON)
