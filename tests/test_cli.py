@@ -201,26 +201,33 @@ def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monke
     assert "Warning" not in result.stdout
 
 
-@pytest.mark.parametrize("out", ["tiny", ".", "tiny/../tiny/", "link"])
-@pytest.mark.parametrize("words", ["patch {} {} --norm rms --overwrite", "export {} {} --to plugin --overwrite"])
-def test_the_model_is_not_overwritten_by_its_patch(words: str, out: str, checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(checkpoint)
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    error = refused(*words.format(checkpoint, tmp_path / out).split())
-    assert f"{tmp_path / out} would replace {checkpoint}, or a part of it" in error
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-
-
-@pytest.mark.parametrize(("place", "read"), [("tiny/config.json", "tiny"), ("text.json", "text.json"), ("", "tiny")])
-@pytest.mark.parametrize(
-    "words", ["patch {tiny} {out} --norm dyt --calibration {text} --report", "verify {tiny} x --text {text} --plot"]
+_PATCH, _REPORT = (
+    "patch {tiny} {place} --norm rms --overwrite",
+    "patch {tiny} out --norm dyt --calibration {text} --report",
 )
-def test_no_report_overwrites_what_is_read(words: str, place: str, read: str, checkpoint: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.json"
-    text.write_text("the cat sat")
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "read"),
+    [
+        (_PATCH, "tiny", "tiny"),
+        (_PATCH, "tiny/../tiny/", "tiny"),
+        (_PATCH, "link", "tiny"),
+        ("export {tiny} {place} --to plugin --overwrite", ".", "tiny"),
+        (_REPORT + " {place}", "tiny/config.json", "tiny"),
+        (_REPORT + " {place}", "text.json", "text.json"),
+        ("verify {tiny} x --text {text} --plot {place}", "text.json", "text.json"),
+    ],
+)
+def test_nothing_that_is_read_is_overwritten(
+    words: str, place: str, read: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.json").write_text("the cat sat")
+    (tmp_path / "link").symlink_to(checkpoint)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    error = refused(*words.format(tiny=checkpoint, out=tmp_path / "out", text=text).split(), str(tmp_path / place))
-    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in error
+    given = words.format(tiny=checkpoint, text=tmp_path / "text.json", place=tmp_path / place)
+    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in refused(*given.split())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -61,7 +61,7 @@ class Comparison:
     def layer_rows(self) -> list[LayerRow]:
         """Every layer of every run but the truth's."""
         return [
-            layer.layer_row(stream, index, *run)
+            LayerRow(stream, index, *run, layer.deviation.rms_error, layer.centred.rms_error)
             for run, sums in self.runs.items()
             for (stream, index), layer in sums.items()
             if run != TRUTH and index is not None

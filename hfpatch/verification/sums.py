@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..measure.outputs import Deviation, aligned, pieces
-from .report import LayerRow, OutputRow
+from .report import OutputRow
 
 NO_TARGET = -100
 Columns = Iterator[tuple[str, Tensor]]
@@ -67,10 +67,6 @@ class Sums:
             pooled_mean=mean.get("pooled"),
             pooled_min=least.get("pooled"),
         )
-
-    def layer_row(self, stream: str, layer: int, role: str, dtype: str) -> LayerRow:
-        """A layer's sums as a row of the report."""
-        return LayerRow(stream, layer, role, dtype, self.deviation.rms_error, self.centred.rms_error)
 
 
 def logit_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> Columns:
