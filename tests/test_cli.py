@@ -93,9 +93,10 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
     assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
 
 
-def test_no_tokenizer_is_invented(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
     """Some tokenizers' classes make an empty one where a folder has none."""
-    tiny("llama").save_pretrained(tmp_path / "in")
+    tiny(family).save_pretrained(tmp_path / "in")
     request = ("--norm", "dyt", "--calibration", "none", "--head", "AutoModel")
     out = called("patch", str(tmp_path / "in"), str(tmp_path / "out"), *request)
     assert "(no tokenizer or processor to carry along)" in out
