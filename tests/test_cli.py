@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from hfpatch import __version__
 from hfpatch.checkpoint import file_digests
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.export import export_model
 from hfpatch.verification.report import Report
 
 run = CliRunner()
@@ -96,7 +94,7 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
     assert torch.equal(model.transformer.wte.weight, original.transformer.wte.weight)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
     """Some tokenizers' classes make an empty one where a folder has none."""
     tiny(family).save_pretrained(tmp_path / "in")
@@ -122,30 +120,17 @@ def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(chec
     assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]
     assert report["after"] < report["before"]
-    called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "dyt", "--calibration", "none")
-    gains = [AutoModelForCausalLM.from_pretrained(tmp_path / name).transformer.h[0].ln_1.gain for name in ("a", "b")]
-    assert not torch.equal(*gains)
 
 
 def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("the cat sat\n\non the mat\n" + "the mat " * 4)
-    (tmp_path / "short.txt").write_text("the cat sat\non the mat\nthe mat\n")
-
-    def repaired_on(name: str, out: str, status: int = 0) -> str:
-        request = ("--norm", "dyt", "--calibration", str(tmp_path / name))
-        return called("patch", str(with_tokenizer), str(tmp_path / out), *request, status=status)
-
-    assert "Repair on 3 sequences" in repaired_on("lines.txt", "out")
-    too_short = repaired_on("short.txt", "no", status=1)
-    assert "of 3 sequences 1 are held out, with 2 tokens (or outputs) in all, and 8 are needed" in too_short
+    request = ("--pos", "rope", "--fit", "bias", "--calibration")
+    out = called("patch", str(with_tokenizer), str(tmp_path / "out"), *request, str(tmp_path / "lines.txt"))
+    assert "Repair on 3 sequences" in out
+    assert "KL divergence; bias" in out
+    missing = called("patch", str(with_tokenizer), str(tmp_path / "no"), *request, str(tmp_path / "missing"), status=1)
+    assert f"there is no text file {tmp_path / 'missing'}" in missing
     assert not (tmp_path / "no").exists()
-    assert f"there is no text file {tmp_path / 'missing.txt'}" in repaired_on("missing.txt", "no", status=1)
-
-
-def test_what_a_repair_of_positions_fits(checkpoint: Path, tmp_path: Path) -> None:
-    request = ("patch", str(checkpoint), str(tmp_path / "out"), "--pos", "rope", "--sequences", "8", "--tokens", "8")
-    assert "'keys' is not one of 'qk', 'bias'" in called(*request, "--fit", "keys", status=2)
-    assert "KL divergence; bias" in called(*request, "--fit", "bias")
 
 
 def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -218,37 +203,43 @@ def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monke
     assert "Warning" not in result.stdout
 
 
-@pytest.mark.parametrize("out", ["tiny", ".", "tiny/../tiny/", "link"])
-@pytest.mark.parametrize("words", ["patch {} {} --norm rms --overwrite", "export {} {} --to plugin --overwrite"])
-def test_the_model_is_not_overwritten_by_its_patch(words: str, out: str, checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(checkpoint)
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    error = refused(*words.format(checkpoint, tmp_path / out).split())
-    assert f"{tmp_path / out} would replace {checkpoint}, or a part of it" in error
-    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
-
-
-@pytest.mark.parametrize(("place", "read"), [("tiny/config.json", "tiny"), ("text.json", "text.json"), ("", "tiny")])
-@pytest.mark.parametrize(
-    "words", ["patch {tiny} {out} --norm dyt --calibration {text} --report", "verify {tiny} x --text {text} --plot"]
+_PATCH, _REPORT = (
+    "patch {tiny} {place} --norm rms --overwrite",
+    "patch {tiny} out --norm dyt --calibration {text} --report",
 )
-def test_no_report_overwrites_what_is_read(words: str, place: str, read: str, checkpoint: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.json"
-    text.write_text("the cat sat")
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "read"),
+    [
+        (_PATCH, "tiny", "tiny"),
+        (_PATCH, "tiny/../tiny/", "tiny"),
+        (_PATCH, "link", "tiny"),
+        ("export {tiny} {place} --to plugin --overwrite", ".", "tiny"),
+        (_REPORT + " {place}", "tiny/config.json", "tiny"),
+        (_REPORT + " {place}", "text.json", "text.json"),
+        ("verify {tiny} x --text {text} --plot {place}", "text.json", "text.json"),
+    ],
+)
+def test_nothing_that_is_read_is_overwritten(
+    words: str, place: str, read: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.json").write_text("the cat sat")
+    (tmp_path / "link").symlink_to(checkpoint)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    error = refused(*words.format(tiny=checkpoint, out=tmp_path / "out", text=text).split(), str(tmp_path / place))
-    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in error
+    given = words.format(tiny=checkpoint, text=tmp_path / "text.json", place=tmp_path / place)
+    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in refused(*given.split())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:
     called("patch", str(checkpoint), str(tmp_path / "a"), "--norm", "rms", "--max-shard-size", "40KB")
     called("export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "plugin", "--max-shard-size", "40KB")
-    assert len([*(tmp_path / "a").glob("*.safetensors")]) > 1
-    assert len([*(tmp_path / "b").glob("*.safetensors")]) > 1
+    assert all(len([*(tmp_path / name).glob("*.safetensors")]) > 1 for name in "ab")
 
 
-@pytest.mark.parametrize("size", ["abc", "", "5", "infGB"])
+@pytest.mark.parametrize("size", ["5", "infGB"])
 @pytest.mark.parametrize("words", ["patch tiny out --norm rms", "export tiny out --to plugin"])
 def test_a_size_that_is_none_is_refused_first(words: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfpatch.cli.opened", None)
@@ -256,20 +247,15 @@ def test_a_size_that_is_none_is_refused_first(words: str, size: str, monkeypatch
     assert error == f"Error: --max-shard-size takes a size such as 2GB or 500MB, not {size!r}.\n"
 
 
-@pytest.mark.parametrize("place", ["notes.txt/report.json", "folder", "locked/report.json"])
+@pytest.mark.parametrize("place", ["notes.txt/report.json", "folder"])
 def test_a_report_that_cant_be_written_is_refused_first(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for name in ("folder", "locked"):
-        (tmp_path / name).mkdir()
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
+    (tmp_path / "folder").mkdir()
     monkeypatch.setattr("hfpatch.cli.opened", None)
-    before = sorted(tmp_path.rglob("*"))
     request = ("patch", "tiny", str(tmp_path / "out"), "--norm", "dyt", "--report", str(tmp_path / place))
     assert refused(*request).startswith(f"Error: {tmp_path / place} ")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_code_of_a_repository_runs_only_where_it_is_trusted(checkpoint: Path) -> None:
@@ -313,51 +299,30 @@ def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_verify_without_text_says_that_its_inputs_are_random(checkpoint: Path, tmp_path: Path) -> None:
-    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "layer")
-    out = called("verify", str(tmp_path / "out"), str(checkpoint))
-    assert "Inputs: random, from the config" in out
-    assert "say nothing of real data" in out
-
-
-def test_verify_of_one_folder_checks_every_byte(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once. So do exports; without digests they go on with a warning. Remote code has them, too."""
+def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once. So do exports; without digests they go on with a warning. tests/checkpoint has all that is found."""
     hashed: list[str] = []
     digest = file_digests._digest
     monkeypatch.setattr(file_digests, "_digest", lambda path, name: hashed.append(name) or digest(path, name))
-    out, folder = tmp_path / "out", str(tmp_path / "out")
-    again = ("export", folder, str(tmp_path / "again"), "--to", "plugin")
-    called("patch", str(checkpoint), folder, "--norm", "rms", "--pos", "rope", "--calibration", "none")
-    export_model(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "remote", "remote", verify=False)
-    for name in (folder, str(tmp_path / "remote")):
-        hashed.clear()
-        said = called("verify", name)
-        stored = load_file(Path(name) / "model.safetensors")
-        assert sorted(hashed) == sorted(stored)
-        size = sum(one.nbytes for one in stored.values())
-        assert f"{len(stored)} tensors ({size:,} bytes) are those that were saved, byte by byte." in said
-        assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in said
-    config, weights = out / "config.json", out / "model.safetensors"
-    text, content = config.read_text(), weights.read_bytes()
-    config.write_text(text.replace("gelu_new", "relu"))
-    assert "its outputs are off by" in called("verify", folder, status=1)
-    config.write_text(text)
-    edited(out, lambda stored: stored["hfpatch"].pop("fingerprint"))
-    unchecked = run.invoke(app, ["verify", folder])
-    assert "opens, but was saved without a fingerprint." in unchecked.stdout
-    assert f"Warning: {folder} was saved without a fingerprint" in unchecked.stderr
-    config.write_text(text)
+    again = ("export", str(patched), str(patched.parent / "again"), "--to", "plugin")
+    weights = patched / "model.safetensors"
+    size = sum(one.nbytes for one in load_file(weights).values())
+    said = called("verify", str(patched))
+    assert sorted(hashed) == sorted(load_file(weights))
+    assert f"tensors ({size:,} bytes) are those that were saved, byte by byte." in said
+    assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in said
+    content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for words in (("verify", folder), again):
+    for words in (("verify", str(patched)), again):
         assert "1 of its tensors aren't those that were saved" in refused(*words)
-    assert not (tmp_path / "again").exists()
     weights.write_bytes(content)
-    (out / "hfpatch_weights.json").unlink()
-    assert "has no hfpatch_weights.json" in called("verify", folder, status=1)
-    assert f"Warning: {folder} has no hfpatch_weights.json" in called(*again)
-    called("verify", str(tmp_path / "again"))
+    edited(patched, lambda stored: stored["hfpatch"].pop("fingerprint"))
+    unchecked = run.invoke(app, ["verify", str(patched)])
+    assert "opens, but was saved without a fingerprint." in unchecked.stdout
+    assert f"Warning: {patched} was saved without a fingerprint" in unchecked.stderr
+    (patched / "hfpatch_weights.json").unlink()
+    assert "has no hfpatch_weights.json" in called("verify", str(patched), status=1)
+    assert f"Warning: {patched} has no hfpatch_weights.json" in called(*again)
 
 
 @pytest.fixture
@@ -372,29 +337,12 @@ def edited(folder: Path, edit: Callable[[Any], Any]) -> None:
     (folder / "config.json").write_text(json.dumps(stored))
 
 
-EDITS: dict[str, Callable[[Any], Any]] = {
-    "a setting that the forward doesn't show": lambda stored: stored.update(attn_pdrop=0.9),
-    "any length": lambda stored: stored["hfpatch"].update(any_length=True),
-    "another request": lambda stored: stored["hfpatch"].update(request=[{"norm": "rms", "keep": ["*.ln_f"]}]),
-    "a better outcome": lambda stored: stored["hfpatch"]["request"][0].update(outcome="exact: the same"),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_config_is_refused(patched: Path, edit: str) -> None:
+def test_an_edited_config_is_refused(patched: Path) -> None:
     """By verify in the same words as by an export, and without a warning besides."""
-    edited(patched, EDITS[edit])
+    edited(patched, lambda stored: stored.update(attn_pdrop=0.9))  # which the forward doesn't show
     by_verify = called("verify", str(patched), status=1).splitlines()[-1] + "\n"
     assert by_verify.startswith(f"Error: {patched}: its config.json, or the patch record in it, was edited")
     assert refused("export", str(patched), str(patched.parent / "e"), "--to", "plugin") == by_verify
-
-
-def test_what_changes_no_output_may_be_edited(patched: Path) -> None:
-    edited(patched, lambda stored: stored.update(use_cache=False, id2label={"0": "no", "1": "yes"}))
-    (patched / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    result = run.invoke(app, ["verify", str(patched)])
-    assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in result.stdout
-    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def patch(
     require_size(max_shard_size)
     torch.manual_seed(seed)
     built = opened(model, head, trust_remote_code, stored=True)
-    request: dict[str, Any] = {"norm": norm, "pos": pos, "mlp": mlp, "only": only, "keep": keep, "init": init}
-    request["placement"] = placement
+    kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
+    request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
     planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
@@ -180,14 +180,11 @@ def patch(
         most = f"up to {sequences} sequences of {length} tokens"
         load_stored(built)
         typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-        request["fit"], request["calibration"] = (
-            fit,
-            (
-                sample_batches(built, sequences, length, seed)
-                if calibration == "self"
-                else texts_of(Path(calibration), built, processor, sequences, length)
-            ),
-        )
+        request["fit"] = fit
+        if calibration == "self":
+            request["calibration"] = sample_batches(built, sequences, length, seed)
+        else:
+            request["calibration"] = texts_of(Path(calibration), built, processor, sequences, length)
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)

@@ -48,7 +48,7 @@ class Measured:
         return f"{self.worst} differs by {self.error:.1e} of its spread, where {self.tolerance:.0e} is allowed"
 
 
-def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0, seed: int = 0) -> Measured:
+def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> Measured:
     """Every output of `model` against that of the same name of `other`, on inputs that both take.
 
     Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
@@ -62,9 +62,8 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0,
         model, other: in one dtype, float32 or float64, on one device.
         longest: of a text, where one of the two takes no longer ones.
         beyond: a length that one text must have, where functions part only there.
-        seed: of the inputs.
     """
-    inputs = list(batches(model, other, longest, beyond, seed))
+    inputs = list(batches(model, other, longest, beyond))
     found, worst = _compared(model, other, inputs)
     if found.holds or not found.error < _BEYOND_ROUNDING:
         return found
@@ -111,12 +110,12 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
     return float("inf") if nothing else deviation.spread_error
 
 
-def batches(model: Any, other: Any, longest: int | None, beyond: int, seed: int) -> Iterator[Batch]:
+def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Batch]:
     """What two models are compared on."""
     takes, also = (inspect.signature(one.forward).parameters for one in (model, other))
     if model.main_input_name != "input_ids" or "decoder_input_ids" in takes:
         for draw in range(2):
-            found = example_inputs(model, seed + draw)
+            found = example_inputs(model, draw)
             yield f"inputs {draw}", {name: value for name, value in found.items() if name in also}, None
         return
     config = model.config.get_text_config()
@@ -124,7 +123,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int, seed: int)
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
         rows, extra = 1 if alone else 3, {}
-        with own_randomness(seed + length), torch.device("cpu"):
+        with own_randomness(length), torch.device("cpu"):
             ids = Inputs(model.config).ids(rows, length, below=2**31)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:
                 extra["token_type_ids"] = torch.randint(types, (rows, length))

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.holders import reader_inside
-from ..errors import VerificationError
 from ..measure.inputs import example_inputs
-from ..measure.outputs import FACTOR, max_error, noise_floor, outputs_of_texts
+from ..measure.outputs import FACTOR, noise_floor, outputs_of_texts
 from ..measure.quiet_forward import fitting, quiet
 from ..measure.text_batches import tokenizer_of
 from ..runtime.errors import UnsupportedError, described
 from .equality import TOLERANCE, Measured
-from .files import save_tokenizer
-from .remote import worst_elsewhere
+from .remote import compare_elsewhere
+from .tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from .native import Exported
@@ -98,13 +96,6 @@ def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Meas
         "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
         "texts": TEXTS,
     }
-    worst = worst_elsewhere(model, kind, folder, job, partial(max_error, outputs))
     allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, fitting(model, example_inputs(model)))
-    measured = Measured(worst, allowed, len(TEXTS), "what it makes of texts")
-    if not measured.holds:
-        raise VerificationError(
-            f"what this {kind} makes of texts differs by {worst:.1e} of its size once it is exported and opened in "
-            f"another process, where {allowed:.0e} is allowed. The export was deleted.",
-            f"{worst:.3g}",
-        )
-    return measured
+    worst = compare_elsewhere(model, kind, folder, job, outputs, allowed)
+    return Measured(worst, allowed, len(TEXTS), "what it makes of texts")

@@ -81,9 +81,8 @@ def opened_by(model: PreTrainedModel) -> dict[str, type]:
     return found
 
 
-def modeling_text(model: PreTrainedModel, components: dict[str, list[str]]) -> str:
+def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: dict[str, list[str]]) -> str:
     """Source of the modeling file; `components` are those from outside the runtime, by the file that they are in."""
-    autos = opened_by(model)
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
     classes = [
@@ -116,7 +115,7 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     Raises:
         UnsupportedError: as in `opened_by`; or a component's file needs more than torch, transformers and the runtime.
     """
-    autos = {"AutoConfig": host_class(type(model.config)), **opened_by(model)}
+    autos = opened_by(model)
     runtime_files = {path.stem: path for path in RUNTIME.glob("*.py") if path.stem != "__init__"}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}
@@ -125,12 +124,14 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
         if file in (*runtime_files, *sources, CODE):
             raise UnsupportedError(f"{module}: another file beside it is called {file}.py already. Rename it.")
         sources[file], components[file] = _portable(sys.modules[module]), names
-    sources[CODE] = modeling_text(model, components)
+    sources[CODE] = _modeling_text(model, autos, components)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in runtime_files.values():
         shutil.copyfile(path, folder / path.name)
     for file, source in sources.items():
         (folder / f"{file}.py").write_text(source, encoding="utf-8")
-    return {auto: f"{CODE}.{cls.__name__}" for auto, cls in autos.items()}
+    config = {"AutoConfig": host_class(type(model.config))}
+    return {auto: f"{CODE}.{cls.__name__}" for auto, cls in (config | autos).items()}
 
 
 def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:

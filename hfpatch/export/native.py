@@ -19,22 +19,19 @@ import transformers
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
-from ..errors import UnknownNameError, VerificationError
+from ..errors import OptionError, UnknownNameError, VerificationError
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import Measured, compare
-from .layouts import LAYOUTS, OLDER_NAMES, FamilyLayout
+from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
-from .runtimes import require_runtime, unserved
+from .runtimes import RUNTIMES, unserved
 from .same_host import as_stock_host, host_obstacle
-from .targets import TARGETS, Target
 from .weights import gains_of
 from .write import write
-
-_FULL_PRECISION = (torch.float32, torch.float64)
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Candidate:
 
     @property
     def equal(self) -> bool:
-        return self.model is not None and self.measured is not None and self.measured.holds
+        return self.reason is None
 
 
 @dataclass(frozen=True)
@@ -97,29 +94,6 @@ class Exported:
         return "\n".join(lines)
 
 
-def write_native(
-    model: Any, folder: Path, *, architecture: str | None = None, serve: str | None = None, **save_options: Any
-) -> Exported:
-    """Write a patched model to a folder as an architecture of transformers that computes the same.
-
-    Equality is measured on the model itself: random texts of several lengths, with and without padding, every output
-    within 1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models
-    are converted in float32 and rounded once, at the end.
-
-    Raises:
-        UnknownNameError: hfpatch knows no equality with that architecture.
-        OptionError: hfpatch has no facts about that runtime.
-        UnsupportedError: no architecture has what the model has; says for each what is missing.
-        VerificationError: there are candidates, and none is equal.
-    """
-    found = find_native(model, architecture, serve)
-    stock = found.model
-    if stock.can_generate() and getattr(model, "generation_config", None) is not None:
-        stock.generation_config = copy.deepcopy(model.generation_config)
-    write_stock(stock, folder, **save_options)
-    return Exported(folder, "native", type(stock).__name__, found.measured, found.longest)
-
-
 def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
     """Save a stock model, with the settings in its config under older names too where converters go by these."""
     known = {**vars(stock.config), **(getattr(stock.config, "rope_parameters", None) or {})}
@@ -131,17 +105,25 @@ def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
 def native_model(model: Any, architecture: str | None = None, serve: str | None = None) -> Any:
     """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
 
-    Arguments and errors as in `write_native`, which writes it to a folder.
+    Arguments and errors as in `export_model`, which writes it to a folder.
     """
     return find_native(model, architecture, serve).model
 
 
 def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
-    """The first architecture that a model equals; errors as in `write_native`."""
+    """The first architecture that a model equals.
+
+    Raises:
+        UnsupportedError: no architecture has what the model has; says for each what is missing.
+        VerificationError: there are candidates, and none is equal.
+        UnknownNameError, OptionError: as in `candidates`.
+    """
     tried = []
     for candidate in candidates(model, architecture, serve):
         if candidate.equal:
-            candidate.model = candidate.model.to(model.dtype)
+            stock = candidate.model = candidate.model.to(model.dtype)
+            if stock.can_generate() and getattr(model, "generation_config", None) is not None:
+                stock.generation_config = copy.deepcopy(model.generation_config)
             return candidate
         candidate.model = None
         tried.append(candidate)
@@ -162,8 +144,8 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
         UnsupportedError: the model has no plain weights.
     """
     require_bare(model)
-    if serve is not None:
-        require_runtime(serve)
+    if serve is not None and serve not in RUNTIMES:
+        raise OptionError(f"serve must be one of {', '.join(RUNTIMES)}, not {serve!r:.40}.")
     source, host = _in_full_precision(model), model.config.model_type
     layout, reason = _layout_of(source.config)
     kind = None if layout is None else (layout.causal, layout.post_norm)
@@ -248,7 +230,7 @@ def _in_full_precision(model: Any) -> Any:
             raise UnsupportedError(f"{name} has no values (meta device). Load the model's weights first.")
         if not value.is_floating_point() or type(value.data) is not torch.Tensor:
             raise UnsupportedError(f"{name} is quantized or sharded. Export the model that it was made from.")
-    if all(value.dtype in _FULL_PRECISION for value in model.parameters()):
+    if all(value.dtype in (torch.float32, torch.float64) for value in model.parameters()):
         return model
     return copy.deepcopy(model).float()
 

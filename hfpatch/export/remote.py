@@ -11,8 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from ..core.bare import require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
-from ..measure.outputs import deviations, outputs_of
+from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
 from ..runtime.record import KEY
 from . import fresh
-from .modeling import opened_by, write_code
+from .modeling import write_code
 
 _TIMEOUT = 1800  # seconds for the other process
 
@@ -62,17 +61,13 @@ def write_remote(
     require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    auto = next(iter(opened_by(model)))
+    auto_map = write_code(model, folder)
     model.save_pretrained(folder, mark_weights=False, **save_options)  # servers refuse tensors they don't know
-    _set_auto_map(folder / "config.json", write_code(model, folder))
+    config = folder / "config.json"
+    stored = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": auto_map, "model_type": KEY}
+    config.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if verify:
-        verify_remote(model, folder, auto, example_inputs)
-
-
-def _set_auto_map(path: Path, auto_map: Mapping[str, str]) -> None:
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    stored |= {"auto_map": dict(auto_map), "model_type": KEY}
-    path.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        verify_remote(model, folder, next(name for name in auto_map if name != "AutoConfig"), example_inputs)
 
 
 def verify_remote(
@@ -83,34 +78,21 @@ def verify_remote(
     Raises:
         VerificationError: one doesn't open, or gives other outputs.
     """
-    inputs = fitting(model, random_inputs(model) if example_inputs is None else example_inputs)
+    inputs, kind = fitting(model, random_inputs(model) if example_inputs is None else example_inputs), type(model)
     with quiet(model):
         torch.manual_seed(0)
         outputs = outputs_of(_aligned(model), inputs)
     job = {
         "auto": auto,
-        "class": type(model).__name__,
+        "class": kind.__name__,
         "home": "transformers_modules.",
         "inputs": send_to_device(inputs, "cpu"),
     }
-    largest = worst_elsewhere(model, type(model).__name__, folder, job, partial(_difference, outputs))
-    if largest:
-        raise VerificationError(
-            f"{type(model).__name__}: opened without hfpatch, or saved and opened once more, its outputs differ by "
-            f"{largest:.3g}. The export was deleted.",
-            f"{largest:.3g}",
-        )
+    compare_elsewhere(model, kind.__name__, folder, job, outputs)
 
 
-def _difference(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
-    """The largest one of two models' outputs; infinite where they aren't of the same names, shapes and dtypes."""
-    if any(name in found and found[name].dtype != value.dtype for name, value in truth.items()):
-        return float("inf")
-    return max(float("inf") if one.incomparable else one.largest for one in deviations(truth, found))
-
-
-def worst_elsewhere(
-    model: Any, what: str, folder: Path, job: Mapping[str, Any], difference: Callable[[dict[str, Tensor]], float]
+def compare_elsewhere(
+    model: Any, what: str, folder: Path, job: Mapping[str, Any], outputs: Mapping[str, Tensor], allowed: float = 0.0
 ) -> float:
     """The larger difference to the outputs of what a folder opens as in another process, and of what that one saves.
 
@@ -118,15 +100,24 @@ def worst_elsewhere(
         model: the model inside what is opened.
         what: is opened, for the error.
         job: what to open the folder as, and what to run.
+        outputs: what it has to compute.
+        allowed: the largest difference, relative to an output's size.
 
     Raises:
-        VerificationError: one doesn't open.
+        VerificationError: one doesn't open, or differs more.
     """
     answer = answer_of(model, folder, job)
     if "error" in answer:
         why = answer["error"].strip().rstrip(".")
         raise VerificationError(f"{what}: the export doesn't open in another process: {why}. It was deleted.", why)
-    return max(map(difference, answer["outputs"]))
+    worst = max(max_error(outputs, found) for found in answer["outputs"])
+    if not worst <= allowed:
+        raise VerificationError(
+            f"{what}: opened in another process, or saved there and opened again, the export's outputs differ by "
+            f"{worst:.3g} of their size, where {allowed:.1g} is allowed. It was deleted.",
+            f"{worst:.3g}",
+        )
+    return worst
 
 
 def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:

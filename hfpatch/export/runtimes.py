@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import OptionError
 from ..sites.rotations import find_rotations
 
 _GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")  # ggml's is the approximation by tanh
 _SILU, _RELU2 = ("silu", "swish"), ("relu2",)
 _ACTIVATIONS = ("hidden_act", "activation", "activation_function", "hidden_activation")
+_WIDTHS = ("ffn_hidden_size", "intermediate_size", "n_inner")
 _SCALED = ("default", "linear", "yarn")
 
 
@@ -115,16 +115,6 @@ RUNTIMES: Mapping[str, Mapping[str, Served]] = {
 }
 
 
-def require_runtime(name: str) -> None:
-    """Refuse a name that isn't in the table.
-
-    Raises:
-        OptionError: it isn't.
-    """
-    if name not in RUNTIMES:
-        raise OptionError(f"serve must be one of {', '.join(RUNTIMES)}, not {name!r:.40}.")
-
-
 def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
     """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
 
@@ -144,23 +134,11 @@ def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
             return f"{runtime} doesn't follow RoPE of type {kind!r} in it"
         if served.theta not in (None, theta):
             return f"{runtime} rotates it with theta {served.theta:g}, and here it is {theta:g}"
-    present = {module.bias is not None for module in _linear_layers(model)}
-    if served.biases is not None and present != {served.biases}:
+    inside = model.base_model.modules()  # without heads
+    linear = [one for one in inside if isinstance(one, nn.Linear) or "Conv1D" in type(one).__name__]
+    if served.biases is not None and {one.bias is not None for one in linear} != {served.biases}:
         return f"{runtime} expects {'every' if served.biases else 'no'} layer of it to have a bias"
-    if served.wide and _mlp_width(config) != 4 * config.hidden_size:
-        return f"{runtime} takes its MLPs for four times as wide as its stream, {4 * config.hidden_size}"
+    wide = 4 * config.hidden_size if served.wide else None
+    if wide is not None and next((w for name in _WIDTHS if (w := getattr(config, name, None))), wide) != wide:
+        return f"{runtime} takes its MLPs for four times as wide as its stream, {wide}"
     return None
-
-
-def _linear_layers(model: Any) -> list[Any]:
-    """The linear layers of the stack, without heads."""
-    return [
-        module
-        for module in model.base_model.modules()
-        if isinstance(module, nn.Linear) or "Conv1D" in type(module).__name__
-    ]
-
-
-def _mlp_width(config: Any) -> int:
-    names = ("ffn_hidden_size", "intermediate_size", "n_inner")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * config.hidden_size)

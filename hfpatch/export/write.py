@@ -17,8 +17,7 @@ from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
 from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
 from .anatomy import Affine, Anatomy, Parts, fold_norms, fuse_qkv, with_pairing, with_zero_mean_stream
-from .layouts import NO_ROTATION, QKV, SETTINGS, FamilyLayout
-from .targets import Target
+from .layouts import NO_ROTATION, QKV, SETTINGS, FamilyLayout, Target
 from .weights import MAX_EPS_DIFFERENCE, Weights, sections
 
 _PARTS = {

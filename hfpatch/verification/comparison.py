@@ -61,7 +61,7 @@ class Comparison:
     def layer_rows(self) -> list[LayerRow]:
         """Every layer of every run but the truth's."""
         return [
-            layer.layer_row(stream, index, *run)
+            LayerRow(stream, index, *run, layer.deviation.rms_error, layer.centred.rms_error)
             for run, sums in self.runs.items()
             for (stream, index), layer in sums.items()
             if run != TRUTH and index is not None
@@ -125,23 +125,24 @@ class Comparison:
         unused = batch.get(side_of(name, self.encoder_decoder))
         if mask is not None or truth.dim() < 3 or not isinstance(unused, Tensor) or bool(unused.all()):
             return
-        note = f"no attention mask fits {name} {tuple(truth.shape[1:])}, so its padding counts too."
-        if not any(f"fits {name} " in one for one in self.notes):
-            self.notes.append(note)
+        self._note(f"no attention mask fits {name}, so its padding counts too.")
 
     def _targets(self, exact: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
         """Classes that a language model's logits should have predicted, (B, T) with -100 for none."""
-        tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
-        logits, labels = truth.tensors.get("logits"), batch.get("labels")
-        if self.encoder_decoder:
-            tokens, mask = batch.get("decoder_input_ids"), batch.get("decoder_attention_mask")
+        side, logits = "decoder_" if self.encoder_decoder else "", truth.tensors.get("logits")
         if logits is None or logits.dim() != 3 or not _is_language_model(self.reference.model, logits):
             return None
         if self._causal is None:
             self._causal = self.encoder_decoder or self._is_causal(exact, batch, logits)
-            self._note_targets(labels is not None)
-        shifts = self._causal and not (self.encoder_decoder and labels is not None)
-        source = labels if labels is not None else tokens if self._causal else None
+        name = "labels" if batch.get("labels") is not None else f"{side}input_ids"
+        shifts = self._causal and not (self.encoder_decoder and name == "labels")
+        if self._causal or name == "labels":
+            place = "t + 1" if shifts else "t"
+            self._note(f"perplexity: logits at position t against {name} at {place}, padding aside.")
+        else:
+            self._note("no perplexity: the model isn't causal and the batches have no labels.")
+            return None
+        source, mask = batch.get(name), batch.get(f"{side}attention_mask")
         if not isinstance(source, Tensor) or source.shape != logits.shape[:2] or source.is_floating_point():
             return None
         targets = source.to(logits.device).clone()
@@ -165,15 +166,9 @@ class Comparison:
         change = (again - logits).abs().amax(-1).amax(0)
         return float(change[:-1].max()) < 1e-5 * float(change[-1])
 
-    def _note_targets(self, labeled: bool) -> None:
-        source = "the batch's labels" if labeled else "decoder_input_ids" if self.encoder_decoder else "input_ids"
-        if self._causal:
-            shifted = "t" if labeled and self.encoder_decoder else "t + 1"
-            self.notes.append(f"perplexity: logits at position t against {source} at {shifted}, padding aside.")
-        elif labeled:
-            self.notes.append("perplexity: logits at position t against the batch's labels at t, -100 aside.")
-        else:
-            self.notes.append("no perplexity: the model isn't causal and the batches have no labels.")
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -> Tensor | None:

@@ -11,31 +11,10 @@ import torch
 from torch import Tensor
 
 from ..measure.outputs import Deviation, aligned, pieces
-from .report import LayerRow, OutputRow
+from .report import OutputRow
 
 NO_TARGET = -100
 Columns = Iterator[tuple[str, Tensor]]
-
-
-@dataclass
-class Mean:
-    """Mean and minimum of numbers that come piece by piece; NaN stays NaN."""
-
-    count: int = 0
-    total: float = 0.0
-    least: float = math.inf
-
-    def add(self, values: Tensor) -> None:
-        """Count all of them."""
-        if values.numel():
-            self.count += values.numel()
-            self.total += float(values.double().sum())
-            least = float(values.min())  # NaN wins in a tensor's min, but not in Python's
-            self.least = least if math.isnan(least) else min(self.least, least)
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.count, 1)
 
 
 @dataclass
@@ -45,12 +24,12 @@ class Sums:
     Attributes:
         deviation: of the values.
         centred: of a stream's values without their mean over the channels.
-        means: of the numbers per position in `logit_columns` or `vector_columns`, by column.
+        columns: the numbers per position in `logit_columns` or `vector_columns`, by column, piece by piece.
     """
 
     deviation: Deviation = field(default_factory=Deviation)
     centred: Deviation = field(default_factory=Deviation)
-    means: dict[str, Mean] = field(default_factory=lambda: defaultdict(Mean))
+    columns: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def add_output(self, name: str, truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> None:
         """Count one batch of an output.
@@ -64,7 +43,7 @@ class Sums:
         self.deviation.add(truth, output, mask)
         reduce = logit_columns if "logits" in name.rpartition(".")[2] else vector_columns
         for column, values in reduce(truth, output, mask, targets):
-            self.means[column].add(values)
+            self.columns[column].append(values.double().cpu())
 
     def add_layer(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Count one batch of a stream."""
@@ -74,9 +53,9 @@ class Sums:
 
     def output_row(self, name: str, role: str, dtype: str) -> OutputRow:
         """An output's sums as a row of the report."""
-        means = {column: sums for column, sums in self.means.items() if sums.count}
-        mean = {column: sums.mean for column, sums in means.items()}
-        least = {column: sums.least for column, sums in means.items()}
+        found = {column: torch.cat(values) for column, values in self.columns.items()}
+        mean = {column: float(values.mean()) for column, values in found.items() if len(values)}
+        least = {column: float(values.min()) for column, values in found.items() if len(values)}
         surprise = mean.get("surprise")
         return OutputRow(
             *(name, role, dtype, self.deviation.max_error, self.deviation.rms_error, self.deviation.incomparable),
@@ -88,10 +67,6 @@ class Sums:
             pooled_mean=mean.get("pooled"),
             pooled_min=least.get("pooled"),
         )
-
-    def layer_row(self, stream: str, layer: int, role: str, dtype: str) -> LayerRow:
-        """A layer's sums as a row of the report."""
-        return LayerRow(stream, layer, role, dtype, self.deviation.rms_error, self.centred.rms_error)
 
 
 def logit_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> Columns:

@@ -147,9 +147,7 @@ def _require_runnable(role: str, model: Any) -> None:
         require_bare(model)
     except WrappedModelError as error:
         raise WrappedModelError(
-            f"the {role} is {kind}, which isn't (only) a bare transformers model. verify takes the one inside: "
-            "model._orig_mod of torch.compile, model.module of DDP, model.merge_and_unload() of PEFT; "
-            "accelerate.hooks.remove_hook_from_module takes off hooks."
+            f"the {role} is {kind}, which isn't (only) a bare transformers model. Pass the one inside: {error}"
         ) from error
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UnsupportedError(f"the {role} ({kind}) has no weights: it is on the meta device. Load it first.")

@@ -46,7 +46,7 @@ def stock(model: Any) -> Any:
 @pytest.fixture
 def place(model: Any, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write to, where everything but the writing has been done before."""
-    monkeypatch.setattr(native, "find_native", lambda *_: stock)
+    monkeypatch.setattr("hfpatch.export.find_native", lambda *_: stock)
     monkeypatch.setattr(remote, "verify_remote", lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name, value in {"opened": model, "processor_of": None, "patch_model": model}.items():

@@ -48,10 +48,10 @@ def test_the_table_of_other_packages_says_what_was_skipped_or_failed(tmp_path: P
     report = tmp_path / "report.xml"
     pytest.main(["-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(tmp_path / "test_one.py")])
     script = runpy.run_path(str(ECOSYSTEM / "run.py"))
-    counted = script["_counted"](report)
+    counted = script["_read"](report)
     assert (counted["passed"], counted["failed"]) == (1, ["test_failed"])
     assert list(counted["skipped"]) == ["could not import 'no_such_package': No module named 'no_such_package'"]
-    shown = script["to_markdown"]({"one": {"environment": "here", "recorded": [], **counted}})
+    shown = script["to_markdown"]({"one": {"environment": "here", **counted}})
     assert "| `test_one.py` | FAILED: test_failed |" in shown
     assert "| `test_one.py` | 1 skipped: could not import" in shown
-    assert script["_counted"](tmp_path / "none.xml")["failed"]
+    assert script["_read"](tmp_path / "none.xml")["failed"]

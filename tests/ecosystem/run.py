@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
 import subprocess
@@ -30,25 +29,21 @@ RESULTS = HERE / "results.md"
 def run(suite: str) -> dict[str, Any]:
     """What a suite recorded, how many of its tests passed, which failed, and why others were skipped."""
     with tempfile.TemporaryDirectory() as folder:
-        lines, report = Path(folder, "results.jsonl"), Path(folder, "report.xml")
-        env = {**os.environ, "HFPATCH_ECOSYSTEM_RESULTS": str(lines)}
+        report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", f"--junitxml={report}"]
-        subprocess.run([*command, str(SUITES[suite])], cwd=HERE.parents[1], env=env, check=False)
-        recorded = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-        return {"environment": _environment(), "recorded": recorded, **_counted(report)}
+        command += ["-o", "junit_family=xunit1"]  # which has a test's properties
+        subprocess.run([*command, str(SUITES[suite])], cwd=HERE.parents[1], check=False)
+        packages = (f"{name} {version(name)}" for name in ("torch", "transformers"))
+        return {"environment": ", ".join((f"Python {platform.python_version()}", *packages)), **_read(report)}
 
 
-def _environment() -> str:
-    packages = (f"{name} {version(name)}" for name in ("torch", "transformers"))
-    return ", ".join((f"Python {platform.python_version()}", *packages))
-
-
-def _counted(report: Path) -> dict[str, Any]:
-    """The tests of a JUnit report; a report that wasn't written is a failure of the suite."""
+def _read(report: Path) -> dict[str, Any]:
+    """What a JUnit report says of the tests; a report that wasn't written is a failure of the suite."""
     if not report.exists():
-        return {"passed": 0, "failed": ["pytest wrote no report"], "skipped": {}}
-    passed, failed, skipped = 0, [], dict[str, int]()
+        return {"recorded": [], "passed": 0, "failed": ["pytest wrote no report"], "skipped": {}}
+    recorded, passed, failed, skipped = [], 0, [], dict[str, int]()
     for case in ElementTree.parse(report).iter("testcase"):
+        recorded += [json.loads(row.get("value", "")) for row in case.iter("property")]
         reason = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(case.get("name", ""))
@@ -58,7 +53,7 @@ def _counted(report: Path) -> dict[str, Any]:
             skipped[why] = skipped.get(why, 0) + 1
         else:
             passed += 1
-    return {"passed": passed, "failed": failed, "skipped": skipped}
+    return {"recorded": recorded, "passed": passed, "failed": failed, "skipped": skipped}
 
 
 def to_markdown(suites: dict[str, Any]) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import LM, MASKED, NO_SHIFT, NOPE, PLAIN_OPT, RMS_, ROPE, YARN, case
-from record import installed_in, record
-from scheme_forms import CASES, FORMS, named, patched, written
+from native_cases import LLAMA3, LM, MASKED, NO_SHIFT, NOPE, PLAIN_OPT, RMS_, ROPE, YARN, case
+from scheme_forms import patched, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +56,6 @@ def row(family: str, target: str | None, *patches: dict[str, Any], **options: An
 
 THETA = {"pos": "rope:theta=500"}
 RMS_ROPE, SWIGLU = RMS_ | ROPE, {"norm": "layer:bias=false", "pos": "rope", "mlp": "swiglu", "init": "reset"}
-LLAMA3 = {"pos": 'rope:scaling={"rope_type":"llama3","factor":4.0,"low_freq_factor":1.0,"high_freq_factor":4.0}'}
 SPIECE = {"vocab_size": 128}  # the converter names tokens up to 107
 LINEAR = {"pos": 'rope:scaling={"rope_type":"linear","factor":4.0}'}
 CONTROLS = [row(family, None) for family in ("gpt2", "llama", "qwen2", "mistral")]
@@ -89,11 +87,6 @@ TAKEN = [
     row("nemotron", "nemotron", LINEAR, **SPIECE),
     row("gpt2", "nemotron", RMS_ROPE, activation_function="relu2", **SPIECE),
 ]
-SERVED = {  # of scheme_forms, exported with serve="llama.cpp"
-    *(("gpt2", s) for s in ("layer", "rms", "rms, no shift", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
-    *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),
-    *(("llama", scheme) for scheme in ("layer", "rope, theta", "nope")),
-}
 REFUSED = [
     row("gpt2", "gpt_neox", THETA),  # converts, and rotates by another base
     row("gpt2", "gpt_neox", NOPE),
@@ -113,10 +106,6 @@ REFUSED = [
     row("nemotron", "nemotron", YARN, **SPIECE),
     row("gpt2", "nemotron", ROPE, **SPIECE),
 ]
-
-
-def record_(what: str, result: str, figure: str = "", control: str = "") -> None:
-    record(installed_in(str(PYTHON), "xllamacpp"), f"GGUF; {what}", result, figure, control)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -199,23 +188,27 @@ def test_refused_for_a_reason(one: Row, measured: dict[str, tuple[float | str, s
     assert isinstance(outcome, str) or outcome > WRONG
 
 
-def test_the_figures(measured: dict[str, tuple[float | str, str | None]]) -> None:
+def test_the_figures(measured: dict[str, tuple[float | str, str | None]], record: Any) -> None:
     """What patched exports differ by is what unpatched models do, and far from what a refused one would."""
     controls = {one.target or one.family: float(measured[one.name][0]) for one in CONTROLS}
     found = {one.name: float(measured[one.name][0]) for one in TAKEN}
     outcomes = [measured[one.name][0] for one in REFUSED]
     wrong = [outcome for outcome in outcomes if isinstance(outcome, float) and outcome < float("inf")]
     assert max(found.values()) < 4 * max(controls.values())
-    record_(
-        f"native, chosen by serve=: {len(TAKEN)} exports of {len({one.target for one in TAKEN})} architectures",
+    record(
+        "xllamacpp",
+        f"GGUF; native, chosen by serve=: {len(TAKEN)} exports of {len({one.target for one in TAKEN})} architectures",
         "equal",
         f"at most {max(found.values()):.0e} of the log-probabilities' spread",
         ", ".join(f"unpatched {name} {error:.0e}" for name, error in controls.items()),
+        PYTHON,
     )
-    record_(
-        f"native, refused by serve=: {len(REFUSED)} exports",
+    record(
+        "xllamacpp",
+        f"GGUF; native, refused by serve=: {len(REFUSED)} exports",
         f"{len(REFUSED) - len(wrong)} fail to convert or to load, {len(wrong)} would be wrong",
         f"at least {min(wrong):.0e}",
+        python=PYTHON,
     )
 
 
@@ -224,60 +217,18 @@ def test_every_class_that_is_marked_as_measured_is() -> None:
     assert measured == {type(one.model()).__name__ for one in (*CONTROLS, *TAKEN)}
 
 
-# Every scheme in every form
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, str], float | str]:
-    """By case and form: the largest difference, or what refuses it."""
-    place, folders, found = tmp_path_factory.mktemp("forms"), {}, {}
-    for index, one in enumerate(CASES):
-        model = patched(one)
-        for form in FORMS:
-            folder = place / f"{index}-{form}"
-            if written(model, form, folder, serve="llama.cpp"):
-                with_tokenizer(folder)
-                folders[folder] = (one, form, model)
-            else:
-                found[one, form] = "hfpatch: no such native form"
-    failed = run("convert", SOURCE, *folders)
-    assert isinstance(failed, dict), failed
-    for folder, (one, form, model) in folders.items():
-        reason = failed[str(folder)]
-        found[one, form] = reason or max(difference(model, folder, prompt) for prompt in PROMPTS)
-        print(f"{one} {form}: {found[one, form]}")
-    return found
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("one", CASES, ids=named)
-def test_refused_or_equal(one: tuple[str, str], form: str, outcomes: dict[tuple[Any, str], float | str]) -> None:
-    found = outcomes[one, form]
-    if form != "native":
-        assert "Hfpatch" in str(found)
-    elif one in SERVED:
-        assert isinstance(found, float), found
-        assert found <= MOST
-    else:
-        assert str(found).startswith("hfpatch: ")
-
-
-def test_a_host_unpatched_would_be_seen(outcomes: dict[tuple[Any, str], float | str], tmp_path: Path) -> None:
-    """Control: by the host's name the converter takes a patched checkpoint, and what it makes of it is wrong."""
-    model, folder = patched(("llama", "nope")), tmp_path / "named"
-    written(model, "remote", folder)
-    with_tokenizer(folder)
-    file = folder / "config.json"
+def test_a_patched_class_is_refused_by_its_name(tmp_path: Path, record: Any) -> None:
+    """Whatever the patch is. By the host's name the remote form would be taken, and what is made of it is wrong."""
+    model, folders = patched(("llama", "nope")), {name: tmp_path / name for name in ("plugin", "remote", "host")}
+    for name, folder in folders.items():
+        written(model, "remote" if name == "host" else name, folder)
+        with_tokenizer(folder)
+    file = folders["host"] / "config.json"
     file.write_text(file.read_text().replace('"HfpatchLlamaForCausalLM"', '"LlamaForCausalLM"'))
-    assert run("convert", SOURCE, folder) == {str(folder): None}
-    control = max(difference(model, folder, prompt) for prompt in PROMPTS)
+    failed = run("convert", SOURCE, *folders.values())
+    assert all("HfpatchLlamaForCausalLM" in failed[str(folders[name])] for name in ("plugin", "remote"))
+    assert failed[str(folders["host"])] is None
+    control = max(difference(model, folders["host"], prompt) for prompt in PROMPTS)
     assert WRONG < control < float("inf")
-    for form in FORMS:
-        found = [outcome for (_, its), outcome in outcomes.items() if its == form]
-        errors = [outcome for outcome in found if isinstance(outcome, float)]
-        record_(
-            f"{form}: {len(found)} pairs of a family and a scheme",
-            f"{len(errors)} equal, {len(found) - len(errors)} refused, 0 wrong",
-            f"at most {max(errors):.0e} of the log-probabilities' spread" if errors else "",
-            f"Llama without positions under its host's name {control:.0e}",
-        )
+    figure = f"Llama without positions under its host's name {control:.0e}"
+    record("xllamacpp", "GGUF; plugin and remote form", "refused by the class's name", "", figure, PYTHON)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from native_cases import case
-from record import installed_in, record
 from scheme_forms import CASES, FORMS, HEADS, NATIVE, named, patched, plain, written
 from tiny_models import load
 
@@ -96,16 +95,17 @@ def test_refused_or_equal(one: tuple[str, str], form: str, merged: dict[tuple[An
         assert found < EQUAL
 
 
-def test_an_unpatched_result_would_be_seen(merged: dict[tuple[Any, str], float | str]) -> None:
+def test_an_unpatched_result_would_be_seen(merged: dict[tuple[Any, str], float | str], record: Any) -> None:
     unpatched = {one: largest(output(plain(one[0])), output(patched(one))) for one in CASES if one not in EXACT}
     assert min(unpatched.values()) > WRONG
     for form in FORMS:
         outcomes = [found for (one, its), found in merged.items() if its == form and one != PLAIN]
         errors = [found for found in outcomes if not isinstance(found, str)]
         record(
-            installed_in(str(PYTHON), "mergekit"),
+            "mergekit",
             f"{form}: a linear merge with itself, {len(outcomes)} pairs of a family and a scheme",
             f"{len(errors)} equal, {len(outcomes) - len(errors)} refused, 0 wrong",
             f"at most {max(errors):.0e} of the outputs' spread" if errors else "",
             f"the unpatched model: at least {min(unpatched.values()):.0e}",
+            PYTHON,
         )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from native_cases import CASES, Case
-from record import record
 from scheme_forms import plain
 from tiny_models import VOCABULARY
 
@@ -57,7 +56,7 @@ def error_in_onnx_runtime(model: Any, file: Path) -> float:
     return float((torch.from_numpy(logits) - expected).abs().max() / expected.std())
 
 
-def test_onnx_runtime_computes_the_same(tmp_path: Path) -> None:
+def test_onnx_runtime_computes_the_same(tmp_path: Path, record: Any) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     cases, errors = exported(), {}

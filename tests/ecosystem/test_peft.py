@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from record import record
 from scheme_forms import plain, written
 from tiny_models import load, patch
 
@@ -93,7 +92,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("case", PATCHED)
-def test_an_adapter_comes_back_and_is_merged(case: str, opened: tuple[str, dict[str, Any]]) -> None:
+def test_an_adapter_comes_back_and_is_merged(case: str, opened: tuple[str, dict[str, Any]], record: Any) -> None:
     form, found = opened
     one, control = found[case], found[f"{case.partition(',')[0]}, unpatched"]
     assert one["changed"] > 1e-2  # else nothing of an adapter would be seen

@@ -1,7 +1,7 @@
 """Patched models quantised by real packages, saved and reopened in each form, beside unpatched ones.
 
 The package of a row that isn't installed is skipped. Every row is measured where hfpatch is imported only for the
-plugin form, and reopened in a fresh process. HFPATCH_ECOSYSTEM_RESULTS names a file that gets the figures.
+plugin form, and reopened in a fresh process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import transformers
 from native_cases import CONFIGS, LM, MASKED, NOPE, RMS_, ROPE
-from record import record
 from safetensors.torch import load_file
 from tiny_models import patch, randomise
 
@@ -109,7 +108,7 @@ def rows_of_checkpoints(folder: Path, quantisers: list[tuple[str, str, str]]) ->
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """All rows, measured, and recorded where a file for that is named."""
+    """All rows, measured."""
     folder = tmp_path_factory.mktemp("quantised")
     installed = [one for one in QUANTISERS if is_installed(one[0])]
     rows = list(rows_of_checkpoints(folder, installed))
@@ -120,8 +119,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
             answers = run(step, plugin, chosen, folder) if chosen else {}
             for job in jobs:
                 job.update(answers.get(job["saved"], {}))
-    for quantiser in installed:
-        record_rows(quantiser, [row for row in rows if row.quantiser == quantiser])
     return rows
 
 
@@ -134,14 +131,6 @@ def run(step: str, plugin: bool, jobs: dict[str, Any], folder: Path) -> dict[str
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert answer.exists(), done.stderr[-2000:]
     return json.loads(answer.read_text())
-
-
-def record_rows(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
-    package, scheme, way = quantiser
-    refused = sum(isinstance(row.control["quantise"], float) and isinstance(row.job["quantise"], str) for row in rows)
-    what = f"{scheme} by {WAYS[way]}: {len(rows)} checkpoints of {len(HOSTS)} patched hosts in their forms"
-    result = f"{len(rows) - refused} as the control, {refused} refused"
-    record(package, what, result, summary([row.job for row in rows]), summary([row.control for row in rows]))
 
 
 def summary(jobs: list[dict[str, Any]]) -> str:
@@ -169,9 +158,13 @@ def rows_of(rows: list[Row], quantiser: tuple[str, str, str], refused: bool = Fa
 
 
 @each_quantiser
-def test_as_near_as_the_unpatched_model(quantiser: tuple[str, str, str], rows: list[Row]) -> None:
+def test_as_near_as_the_unpatched_model(quantiser: tuple[str, str, str], rows: list[Row], record: Any) -> None:
     """And reopened, a fresh process computes what the saving one did, or the unpatched model isn't reopened either."""
-    chosen = rows_of(rows, quantiser)
+    chosen, refused = rows_of(rows, quantiser), rows_of(rows, quantiser, refused=True)
+    package, scheme, way = quantiser
+    jobs = [[row.job for row in (*chosen, *refused)], [row.control for row in (*chosen, *refused)]]
+    what = f"{scheme} by {WAYS[way]}: {len(jobs[0])} checkpoints of {len(HOSTS)} patched hosts in their forms"
+    record(package, what, f"{len(chosen)} as the control, {len(refused)} refused", *map(summary, jobs))
     for row in chosen:
         patched, control = row.job["quantise"], row.control["quantise"]
         assert isinstance(patched, float) == isinstance(control, float), row

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from record import record
 from tiny_models import patch
 
 from hfpatch import export_model, outcomes
@@ -70,7 +69,7 @@ def opened(form: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("to", ["plugin", "remote", "native"])
-def test_embeddings_are_the_same_in_another_process(to: str, encoder: Any, tmp_path: Path) -> None:
+def test_embeddings_are_the_same_in_another_process(to: str, encoder: Any, tmp_path: Path, record: Any) -> None:
     before = computed(encoder)
     patch(encoder, pos="rope:max_positions=1024")
     expected = computed(encoder)
@@ -100,7 +99,7 @@ def test_another_dtype_and_norms(dtype: str, encoder: Any, tmp_path: Path) -> No
         assert export_model(encoder, tmp_path / to, to).embeddings is not None
 
 
-def test_a_step_of_its_trainer(encoder: Any, tmp_path: Path) -> None:
+def test_a_step_of_its_trainer(encoder: Any, tmp_path: Path, record: Any) -> None:
     datasets = pytest.importorskip("datasets")
     library = importlib.import_module("sentence_transformers")
     losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")

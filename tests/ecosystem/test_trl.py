@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from forms import RUN, called, forms_tokenizer, require_refused, save_forms, sentences, unpatched
-from record import record
 from tiny_models import difference
 from transformers import AutoModelForCausalLM
 
@@ -56,7 +55,7 @@ def trained(way: str, saved: Path, out: Path) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sft_and_dpo_by_name_train_the_patched_model(
-    way: str, saved: Path, expected: dict[str, list[float]], tmp_path: Path
+    way: str, saved: Path, expected: dict[str, list[float]], tmp_path: Path, record: Any
 ) -> None:
     done = trained(way, saved, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -88,7 +87,7 @@ def test_a_process_that_nobody_told_refuses(saved: Path, tmp_path: Path) -> None
     require_refused(trained("nothing", saved, tmp_path))
 
 
-def test_the_command_line(saved: Path, tmp_path: Path) -> None:
+def test_the_command_line(saved: Path, tmp_path: Path, record: Any) -> None:
     """`trl sft` starts its script through accelerate, in a process of its own."""
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"text": text}) for text in sentences(8)]

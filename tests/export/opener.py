@@ -10,8 +10,7 @@ import json
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,75 +18,58 @@ import torch
 import transformers
 from torch import Tensor
 
+# as export/fresh.py does: what measures needs nothing else of the package
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch/export"))
+from fresh import Blocker
+from measure.outputs import Outputs, max_error
 
-class Blocker(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.partition(".")[0] == "hfpatch":
-            raise ModuleNotFoundError(f"{fullname} must not be needed here.")
+del sys.path[-2:]
 
 
-def load(folder: Path | str, auto: str, **options: Any) -> Any:
-    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **options)
+def load(case: dict[str, Any], folder: Path | str | None = None, auto: str | None = None) -> Any:
+    cls = getattr(transformers, auto or case["auto"])
+    model = cls.from_pretrained(folder or case["folder"], trust_remote_code=True)
     for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
         parameter.data = parameter.data.clone()
     return model
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if "past_key" not in key:
-                yield from tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors(item)
-
-
-def outputs(model: Any, given: dict[str, Any]) -> list[Tensor]:
+def outputs(model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The outputs of one forward and, where it is asked for them, the stream after each layer."""
     with torch.no_grad():
-        return [value.float() for value in tensors(model(**given))]
+        found = Outputs.of(model(**given))
+    layers = {f"{name} {i}": layer for name, stream in found.streams.items() for i, layer in enumerate(stream)}
+    return {name: value.float() for name, value in (found.floats | layers).items()}
 
 
-def difference(a: list[Tensor], b: list[Tensor]) -> float:
-    if len(a) != len(b) or not a:
-        return float("inf")
-    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+def difference(model: Any, case: dict[str, Any]) -> float:
+    return max_error(case["outputs"], outputs(model, case["inputs"]))
 
 
 def opened(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One checkpoint: as the class that it was saved from, saved again from there, and as every other head."""
-    model = load(case["folder"], case["auto"])
-    again = folder / "again" / case["name"]
+    model, again, code = load(case), folder / "again" / case["name"], "modeling_hfpatch.py"
     model.save_pretrained(again)
     found = {
         "module": type(model).__module__,
-        "difference": difference(outputs(model, case["inputs"]), case["outputs"]),
-        "again": difference(outputs(load(again, case["auto"]), case["inputs"]), case["outputs"]),
+        "difference": difference(model, case),
+        "again": difference(load(case, again), case),
         "keys": list(model.state_dict()) == case["keys"],
         "model_type": model.config.to_dict()["model_type"],
         "stored": json.loads((again / "config.json").read_text())["model_type"],
-        "code": (again / "modeling_hfpatch.py").read_text()
-        == (Path(case["folder"]) / "modeling_hfpatch.py").read_text(),
-        "heads": {},
+        "code": (again / code).read_text() == Path(case["folder"], code).read_text(),
     }
-    if not case["heads"]:
-        return found
-    found["hidden"] = difference(outputs(model, {**case["inputs"], "output_hidden_states": True}), case["hidden"])
-    for auto in json.loads((Path(case["folder"]) / "config.json").read_text())["auto_map"]:
-        if auto not in ("AutoConfig", case["auto"]):
-            found["heads"][auto] = type(load(case["folder"], auto)).__name__
-    return found
+    others = json.loads(Path(case["folder"], "config.json").read_text())["auto_map"] if case["heads"] else {}
+    others = [auto for auto in others if auto not in ("AutoConfig", case["auto"])]
+    return found | {"heads": {auto: type(load(case, auto=auto)).__name__ for auto in others}}
 
 
 # One model in many ways
 
 
 def probe_copies(model: Any, case: dict[str, Any]) -> Any:
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    return [difference(outputs(one, case["inputs"]), case["outputs"]) for one in copies]
+    return [difference(one, case) for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))]
 
 
 def probe_from_config(model: Any, case: dict[str, Any]) -> Any:
@@ -99,7 +81,7 @@ def probe_from_config(model: Any, case: dict[str, Any]) -> Any:
     config.n_layer = 4
     deep = auto.from_config(config, trust_remote_code=True)
     norms = [type(module).__name__ for module in deep.modules()].count("DynamicTanh")
-    return values, difference(outputs(fresh, case["inputs"]), case["outputs"]), norms
+    return values, difference(fresh, case), norms
 
 
 def probe_opened_config(model: Any, case: dict[str, Any]) -> Any:
@@ -111,19 +93,8 @@ def probe_opened_config(model: Any, case: dict[str, Any]) -> Any:
         fresh = auto.from_config(config, **trust)
         fresh.load_state_dict(model.state_dict())
         for one in (fresh, auto.from_pretrained(case["folder"], config=config, **trust)):
-            found.append(difference(outputs(one.eval(), case["inputs"]), case["outputs"]))
+            found.append(difference(one.eval(), case))
     return found
-
-
-def probe_pipeline(model: Any, case: dict[str, Any]) -> Any:
-    generate = transformers.pipeline("text-generation", model=case["folder"], trust_remote_code=True)
-    return generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-
-
-def probe_loading_info(model: Any, case: dict[str, Any]) -> Any:
-    auto = getattr(transformers, case["auto"])
-    _, info = auto.from_pretrained(case["folder"], trust_remote_code=True, output_loading_info=True)
-    return not any(info.values())
 
 
 def probe_without_trust(model: Any, case: dict[str, Any]) -> Any:
@@ -164,7 +135,7 @@ def probe_another_version(model: Any, case: dict[str, Any]) -> Any:
 
     host.__init__ = renamed
     try:
-        load(case["folder"], case["auto"])
+        load(case)
         return "opened"
     except ValueError as error:
         return str(error)
@@ -172,33 +143,25 @@ def probe_another_version(model: Any, case: dict[str, Any]) -> Any:
         host.__init__ = made
 
 
-PROBES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    name.removeprefix("probe_"): value for name, value in globals().items() if name.startswith("probe_")
-}
-
-
 def main(folder: Path) -> None:
     sys.meta_path.insert(0, Blocker())
     torch.set_num_threads(1)
     stored = torch.load(folder / "cases.pt", weights_only=True)
-    answers: dict[str, Any] = {"cases": {}, "probes": {}, "controls": {}}
 
-    def tried(do: Callable[[], Any]) -> Any:
+    def tried(do: Callable[..., Any], *given: Any) -> Any:
         try:
-            return do()
+            return do(*given)
         except Exception:
             return traceback.format_exc(limit=-4)
 
-    for case in stored["cases"]:
-        answers["cases"][case["name"]] = tried(lambda case=case: opened(case, folder))
-    for case in stored["controls"]:
-        answers["controls"][case["name"]] = tried(
-            lambda case=case: difference(outputs(load(case["folder"], case["auto"]), case["inputs"]), case["outputs"])
-        )
+    probes = {name.removeprefix("probe_"): do for name, do in globals().items() if name.startswith("probe_")}
     case = stored["probed"]
-    for name, probe in PROBES.items() if case is not None else ():
-        answers["probes"][name] = tried(lambda probe=probe: probe(load(case["folder"], case["auto"]), case))
-    answers["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "hfpatch")
+    answers = {
+        "cases": {case["name"]: tried(opened, case, folder) for case in stored["cases"]},
+        "controls": {case["name"]: tried(lambda one: difference(load(one), one), case) for case in stored["controls"]},
+        "probes": {name: tried(lambda do: do(load(case), case), do) for name, do in probes.items() if case},
+        "imported": sorted(name for name in sys.modules if name.partition(".")[0] == "hfpatch"),
+    }
     (folder / "answers.json").write_text(json.dumps(answers))
 
 

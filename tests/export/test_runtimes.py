@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from native_cases import LM, MASKED, NO_SHIFT, NOPE, ROPE, case
 from tiny_models import patch, tiny
-from typer.testing import CliRunner
 
-from hfpatch.cli import app
 from hfpatch.export import export_model, native_model
 from hfpatch.runtime.errors import UnsupportedError
 
@@ -70,12 +68,3 @@ def test_encoders_arent_served_by_llama_cpp(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"llama\.cpp isn't known to take a JinaEmbeddingsV3ForMaskedLM"):
         export_model(patch(tiny("bert", MASKED), pos="rope"), tmp_path / "out", "native", serve="llama.cpp")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_line(tmp_path: Path) -> None:
-    made("gpt2", {"pos": "rope:theta=500"}).save_pretrained(tmp_path / "patched")
-    asked = ["export", str(tmp_path / "patched"), str(tmp_path / "out"), "--serve"]
-    assert "Starcoder2ForCausalLM (native)" in CliRunner().invoke(app, [*asked, "llama.cpp"]).output
-    refused = CliRunner().invoke(app, [*asked, "tei", "--overwrite"])
-    assert refused.exit_code == 1
-    assert "tei isn't known to take a GPTNeoXForCausalLM" in refused.stderr
