@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import site
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
+import norm_swap
 import torch
 import transformers
 import workers
@@ -42,7 +42,6 @@ from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.norms import RMSNorm
 from hfpatch.sites.norms import describe
 
-HERE = Path(__file__).resolve().parent
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 
 
@@ -143,7 +142,8 @@ def layer_norms(model: nn.Module) -> list[str]:
 def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
     """Counts and reasons, norm by norm."""
     result.exact = sum(pattern_of(name) in centring.exact for name in norms)
-    reasons = Counter(centring.approximate[pattern_of(name)] for name in norms if pattern_of(name) in centring.approximate)
+    approximate = (centring.approximate.get(pattern_of(name)) for name in norms)
+    reasons = Counter(reason for reason in approximate if reason is not None)
     result.reasons = dict(reasons.most_common())
     result.unreached = sum(count for reason, count in reasons.items() if "don't reach it" in reason)
     result.post_norm = sum(pattern_of(name) in centring.compensated for name in norms)
@@ -186,36 +186,16 @@ def largest_error(original: nn.Module, models: list[nn.Module], inputs: Any, run
 
 def with_layer_norms() -> list[str]:
     """Types that the sweep of norm swaps found a LayerNorm in."""
-    types = json.loads((HERE / "norm_swap.json").read_text())["types"]
-    return [one["model_type"] for one in types if one["layer_norms"] and one["model_type"] in zoo.model_types()]
+    types = norm_swap.SWEEP.results()
+    return [one.model_type for one in types if one.counted and one.model_type in zoo.model_types()]
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=50, seconds=600)
-
-
-def sweep(model_types: list[str]) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for _, found in SWEEP.examined(model_types):
-        results.append(result := Result(**found))
-        print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
-    return results
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
-def to_json(results: list[Result]) -> str:
-    head = {"transformers": transformers.__version__, **Counter(kind(result) for result in results)}
-    return json.dumps({**head, "types": [asdict(result) for result in results]}, indent=1) + "\n"
-
-
-def kind(result: Result) -> str:
-    return result.status.partition(":")[0]
+def kinds(results: list[Result]) -> Counter[str]:
+    return Counter(result.status.partition(":")[0] for result in results)
 
 
 def to_markdown(results: list[Result]) -> str:
-    count = Counter(kind(result) for result in results)
+    count = kinds(results)
     errors = [result.error for result in results if result.error is not None]
     as_written = [result.as_written for result in results if result.as_written is not None]
     embedded = [result.embedded for result in results if result.embedded is not None]
@@ -251,5 +231,14 @@ def _cells(result: Result) -> tuple[object, ...]:
     return result.model_type, result.class_name, result.layer_norms, result.exact, *errors, result.status, reasons
 
 
+SWEEP = workers.Sweep(
+    every=with_layer_norms,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=kinds,
+    seconds=600,
+)
 if __name__ == "__main__":
-    SWEEP.run(with_layer_norms, sweep, to_json, to_markdown)
+    SWEEP.main()

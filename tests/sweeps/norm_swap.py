@@ -12,13 +12,12 @@ gain * (x - mean) / sqrt(var + eps) + shift per channel. hfpatch then has to con
 from __future__ import annotations
 
 import copy
-import json
 import math
 import site
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError
 
-HERE = Path(__file__).resolve().parent
 LENGTH_IS_PREDICTED = {"vits"}  # the model decides how long its waveform is
 UNREACHED = "the forward reaches none of them"
 FIT, FORMULA = 1e-4, 1e-5  # relative errors: of a LayerNorm's fit, and of a new module against the formula
@@ -373,36 +371,15 @@ def _zero_mean(fit: LayerNormFit, seen: Seen) -> bool:
 # --- all model types --------------------------------------------------------------------------------------------------
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=100, seconds=120)
-
-
-def sweep(model_types: list[str]) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for _, found in SWEEP.examined(model_types):
-        results.append(result := Result(**found))
-        if result.status not in ("ok", "no LayerNorm"):
-            print(f"{result.model_type}: {result.status}", flush=True)
-    return results
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
-def totals(results: list[Result]) -> tuple[int, int, int]:
-    """N types converted without fault, M types with a LayerNorm, and the number of missed modules."""
+def totals(results: list[Result]) -> dict[str, int]:
+    """Types converted without fault, types with a LayerNorm, and the number of missed modules."""
     counted = [result for result in results if result.counted]
-    return sum(r.status == "ok" for r in counted), len(counted), sum(len(r.missed) for r in counted)
-
-
-def to_json(results: list[Result]) -> str:
-    good, counted, missed = totals(results)
-    head = {"transformers": transformers.__version__, "converted": good, "of": counted, "missed": missed}
-    return json.dumps({**head, "types": [asdict(result) for result in results]}, indent=1) + "\n"
+    converted, missed = sum(one.status == "ok" for one in counted), sum(len(one.missed) for one in counted)
+    return {"converted": converted, "of": len(counted), "missed": missed}
 
 
 def to_markdown(results: list[Result]) -> str:
-    good, counted, missed = totals(results)
+    good, counted, missed = totals(results).values()
     not_run = [result for result in results if result.status.startswith("not ")]
     without = [result.model_type for result in results if result.status == "no LayerNorm"]
     unreached = [result for result in results if UNREACHED in result.note]
@@ -438,5 +415,15 @@ def _cells(result: Result) -> tuple[object, ...]:
     return result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
 
 
+SWEEP = workers.Sweep(
+    every=zoo.model_types,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=totals,
+    batch=100,
+    seconds=120,
+)
 if __name__ == "__main__":
-    SWEEP.run(zoo.model_types, sweep, to_json, to_markdown)
+    SWEEP.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,25 +16,25 @@ from hfpatch.exact.check import Verdict
 from hfpatch.exact.search import find_centring
 
 FIXED = ["gpt2", "olmo", "cohere", "nemotron", "bloom", "dinov2", "opt", "gpt_neox"]  # all of their norms are exact
-REPORT = json.loads((exact.HERE / "exact.json").read_text())
-ROWS = {row["model_type"]: row for row in REPORT["types"]}
-QUICK = [name for name, row in ROWS.items() if row["status"] in ("exact", "in part") and row["seconds"] < 3]
+VERSION = exact.SWEEP.report()["transformers"]
+ROWS = {row.model_type: row for row in exact.SWEEP.results()}
+QUICK = [name for name, row in ROWS.items() if row.status in ("exact", "in part") and row.seconds < 3]
 SAMPLE = sampled([name for name in QUICK if name in zoo.model_types() and name not in FIXED], 3)
 
 
 @pytest.mark.parametrize("model_type", slow_but([*FIXED, *SAMPLE], SAMPLE))
 def test_type_is_as_reported(model_type: str) -> None:
     result = exact.examine(model_type)
-    if transformers.__version__ != REPORT["transformers"] and result.status != "wrong":
+    if transformers.__version__ != VERSION and result.status != "wrong":
         pytest.skip(f"the report is of another transformers; here {model_type} is {result.status}")
-    assert (result.status, result.exact) == (ROWS[model_type]["status"], ROWS[model_type]["exact"])
+    assert (result.status, result.exact) == (ROWS[model_type].status, ROWS[model_type].exact)
     assert result.status == "exact" or model_type not in FIXED
     assert result.control > 1e-3  # without the centring the swap isn't the same function
 
 
 @pytest.mark.sweep
 def test_no_type_is_wrong() -> None:
-    results = exact.sweep(exact.with_layer_norms())
+    results = exact.SWEEP.sweep(exact.with_layer_norms())
     wrong = [(result.model_type, result.error) for result in results if result.status == "wrong"]
     assert wrong == []
     assert sum(result.status == "exact" for result in results) >= 60
