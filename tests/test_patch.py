@@ -122,14 +122,17 @@ def test_a_model_on_the_meta_device() -> None:
         assert difference(empty.eval(), filled) == 0, way
 
 
-@pytest.mark.parametrize("family", ["gpt2", "cohere", "vit", "bert"])
-def test_patching_while_the_default_device_is_meta(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "request_"),
+    [("gpt2", BOTH), ("cohere", {"norm": "dyt"}), ("vit", BOTH), ("gpt2", {"mlp": "swiglu", "init": "reset"})],
+)
+def test_patching_while_the_default_device_is_meta(family: str, request_: dict[str, str]) -> None:
     """Libraries load models in such a context; a model on the CPU stays on the CPU."""
-    request = BOTH if family in RECORDED else {"norm": "dyt"}
-    model, other = tiny(family), patch(tiny(family), **request)
+    model, other = tiny(family), patch(tiny(family), **request_)
     with torch.device("meta"):
-        patch(model, **request)
-    assert difference(model, other) == 0
+        patch(model, **request_)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert request_.get("init") == "reset" or difference(model, other) == 0
 
 
 def test_tied_and_frozen_weights_stay_so() -> None:
@@ -773,9 +776,12 @@ def test_a_table_of_positions_isnt_resized() -> None:
     assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "nemotron"])
-def test_init_weights_doesnt_start_kept_parameters_afresh(family: str) -> None:
-    model = patch(tiny(family), norm="dyt")
+@pytest.mark.parametrize(
+    ("family", "request_"),
+    [("gpt2", {"norm": "dyt"}), ("nemotron", {"norm": "dyt"}), ("gpt2", {"mlp": "geglu", "init": "reset"})],
+)
+def test_init_weights_doesnt_start_kept_parameters_afresh(family: str, request_: dict[str, str]) -> None:
+    model = patch(tiny(family), **request_)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.init_weights()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
