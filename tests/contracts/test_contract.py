@@ -21,6 +21,7 @@ from sampled import SEED, slow_but
 from tiny_models import COPIES, patch, require_a_model_of_its_own
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.qk_layouts import Fused, with_turned_output
@@ -154,7 +155,7 @@ def test_control_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None
 def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     cache = {"use_cache": False} if FAMILIES[name].decodes else {}
-    given = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in inputs(name).items()}
+    given = cast(inputs(name), torch.device("cpu"), model.dtype)
     out = run(**given, **cache).logits
     out.square().mean().backward()
     return out.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
@@ -264,8 +265,7 @@ def test_whisper_labels_beyond_the_old_length() -> None:
 def test_bfloat16_runs(name: str, request_: dict) -> None:
     model, given = patched(name, **request_), inputs(name)
     expected = logits(model, given)
-    half = {key: value.bfloat16() if value.is_floating_point() else value for key, value in given.items()}
-    out = logits(model.bfloat16(), half)
+    out = logits(model.bfloat16(), cast(given, torch.device("cpu"), torch.bfloat16))
     assert out.dtype == torch.bfloat16
     assert torch.nn.functional.cosine_similarity(out.float().flatten(), expected.flatten(), dim=0) > 0.98
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import MLPS
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
@@ -59,8 +60,7 @@ def _made(family: str) -> tuple[Any, dict[str, Any]]:
 def make(family: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
     """A tiny model of wide spread, and inputs of its dtype."""
     model, given = _made(family)
-    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
-    return copy.deepcopy(model).to(dtype), cast
+    return copy.deepcopy(model).to(dtype), cast(given, torch.device("cpu"), dtype)
 
 
 def answer(model: nn.Module, given: dict[str, Any]) -> Tensor:

@@ -31,6 +31,8 @@ from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
+from hfpatch.measure.hooks import Call, hooked
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError
@@ -258,28 +260,17 @@ def examine(model_type: str) -> Result:
 def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Seen]]:
     """The output of one forward, and what each leaf module was given and returned on its first call."""
     seen: dict[str, Seen] = {}
+    given: dict[str, tuple[Any, ...]] = {}
 
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if name not in seen:
-                given = (*args, *kwargs.values())
-                seen[name] = Seen(tuple(x.clone() if isinstance(x, Tensor) else x for x in given), _cloned(output))
+    def before(name: str, call: Call) -> None:
+        given[name] = tuple(map(_cloned, (*call.args, *call.kwargs.values())))
 
-        return hook
+    def after(name: str, output: Any) -> None:
+        seen.setdefault(name, Seen(given[name], _cloned(output)))
 
-    hooks = [
-        module.register_forward_hook(watch(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name and not module._modules
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            output = model(**copy.deepcopy(inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return output, seen
+    leaves = {name: module for name, module in model.named_modules() if name and not module._modules}
+    with hooked(leaves, before, after), torch.no_grad(), own_randomness(0):
+        return model(**copy.deepcopy(inputs)), seen
 
 
 def _cloned(output: Any) -> Any:
