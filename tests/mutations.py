@@ -30,14 +30,12 @@ class Fault:
     """A deliberate fault.
 
     Attributes:
-        area: what it is in.
         broken: what goes wrong, in words.
         file: in hfpatch/.
         old, new: the text that is replaced, which occurs once, and the replacement.
         tests: arguments of pytest: files or single tests in tests/.
     """
 
-    area: str
     broken: str
     file: str
     old: str
@@ -47,7 +45,6 @@ class Fault:
 
 FAULTS = [
     Fault(
-        "lens",
         "a second lens on a module throws the first one away",
         "runtime/lens.py",
         "return Lenses((*others, lens)) if others else lens",
@@ -55,7 +52,6 @@ FAULTS = [
         ("runtime/test_position_ids.py::test_beside_norms_that_stand_elsewhere",),
     ),
     Fault(
-        "lens",
         "forward hooks on a module inside a view don't run",
         "runtime/lens.py",
         "if self._forward_hooks or self._forward_pre_hooks:",
@@ -63,7 +59,6 @@ FAULTS = [
         ("runtime/test_view.py",),
     ),
     Fault(
-        "lens",
         "the output of a module that returns a tuple isn't centred",
         "runtime/lens.py",
         "return (centred(output[0], axis), *output[1:])",
@@ -71,7 +66,6 @@ FAULTS = [
         ("runtime/test_view.py",),
     ),
     Fault(
-        "norms",
         "a gain that is stored as an offset from one is taken as the gain",
         "runtime/norms.py",
         "gain = gain.to(x.dtype) + facts.offset",
@@ -79,7 +73,6 @@ FAULTS = [
         ("schemes/test_norms.py",),
     ),
     Fault(
-        "norms",
         "half precision isn't widened inside a norm",
         "runtime/norms.py",
         "        if x.dtype in HALF:\n            x = x.float()\n",
@@ -87,7 +80,6 @@ FAULTS = [
         ("schemes/test_norms.py",),
     ),
     Fault(
-        "norms",
         "pRMS takes a channel too few",
         "runtime/partial_rms.py",
         "math.ceil(self.fraction * x.shape[-1])",
@@ -95,7 +87,6 @@ FAULTS = [
         ("schemes/test_norms.py",),
     ),
     Fault(
-        "rotation",
         "interleaved pairs are mirrored instead of turned",
         "runtime/rotary.py",
         "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)",
@@ -103,7 +94,6 @@ FAULTS = [
         ("contracts/test_contract.py::test_shift_leaves_logits_alone",),
     ),
     Fault(
-        "rotation",
         "model.half() rounds the frequencies",
         "runtime/rotary.py",
         "        self.reset()\n        return self\n",
@@ -111,7 +101,6 @@ FAULTS = [
         ("test_patch.py::test_the_dtype_is_kept",),
     ),
     Fault(
-        "rotation",
         "longrope changes its frequencies one token late",
         "runtime/rotary.py",
         "length > self.original",
@@ -119,7 +108,6 @@ FAULTS = [
         ("swap/test_lengths.py",),
     ),
     Fault(
-        "fold",
         "a layer-scale goes into the writers of all layers",
         "exact/fold.py",
         "return others[: len(own)] == own",
@@ -127,7 +115,6 @@ FAULTS = [
         ("exact/test_find.py::TestOthers",),
     ),
     Fault(
-        "fold",
         "a weight's mean is taken over the wrong axis in pieces",
         "core/transaction.py",
         "other_axes = [i for i in range(values.dim()) if i != axis]",
@@ -135,7 +122,6 @@ FAULTS = [
         ("core/test_edits_values.py",),
     ),
     Fault(
-        "fold",
         "what compensates a post-norm model's shift has the wrong sign",
         "exact/compensate.py",
         "-sum(means) / len(means), transaction)",
@@ -143,7 +129,6 @@ FAULTS = [
         ("exact/test_compensate.py",),
     ),
     Fault(
-        "repair",
         "the rows that judge a fit are fitted as well",
         "repairs/least_squares.py",
         "            x, r = x[~held_out], r[~held_out]\n",
@@ -151,7 +136,6 @@ FAULTS = [
         ("repairs/test_least_squares.py",),
     ),
     Fault(
-        "repair",
         "a repair that makes the outputs worse is kept",
         "repairs/repair.py",
         "        if not self.report.kept:\n            self.edits.undo(mark)\n",
@@ -159,7 +143,6 @@ FAULTS = [
         ("repairs/test_repair.py::test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit",),
     ),
     Fault(
-        "repair",
         "a fit that doesn't help on held-out rows is written",
         "repairs/repair.py",
         "kept = fit.after < fit.before\n        self.report.steps.append(Step(name, kind, fit.before, fit.after",
@@ -167,7 +150,6 @@ FAULTS = [
         ("repairs/test_repair.py::test_a_fit_that_doesnt_help_isnt_written",),
     ),
     Fault(
-        "record",
         "an edit may assign a module's forward",
         "runtime/edits.py",
         "if leaves & _RESERVED or (",
@@ -175,7 +157,6 @@ FAULTS = [
         ("checkpoint/test_security.py",),
     ),
     Fault(
-        "record",
         "a record of a newer version is read",
         "runtime/record.py",
         "if version > VERSION:",
@@ -183,7 +164,6 @@ FAULTS = [
         ("checkpoint/test_security.py",),
     ),
     Fault(
-        "record",
         "a list comes back as a tuple",
         "runtime/edits.py",
         "return list(map(_parsed, items))",
@@ -191,7 +171,6 @@ FAULTS = [
         ("runtime/test_edit_text.py",),
     ),
     Fault(
-        "fingerprint",
         "an eps that was changed in config.json counts as harmless",
         "checkpoint/stored_config.py",
         '_HARMLESS |= {"transformers_weights"}',
@@ -199,7 +178,6 @@ FAULTS = [
         ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
-        "fingerprint",
         "outputs may be off a thousand times as far",
         "checkpoint/fingerprint.py",
         "FACTOR = 5.0",
@@ -207,7 +185,6 @@ FAULTS = [
         ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
-        "fingerprint",
         "a large weight is sampled at its beginning alone",
         "checkpoint/weight_digest.py",
         "((n - _RUN) // (places - 1), 1)",
@@ -215,7 +192,6 @@ FAULTS = [
         ("checkpoint/test_weight_digest.py",),
     ),
     Fault(
-        "export",
         "a gain that is an offset from one is exported as it is stored",
         "export/weights.py",
         'gain = values["gain"] + facts.offset if',
@@ -223,7 +199,6 @@ FAULTS = [
         ("export/test_export_native.py",),
     ),
     Fault(
-        "export",
         "a native export that computes another function passes its check",
         "export/equality.py",
         "return self.error <= self.tolerance",
@@ -231,7 +206,6 @@ FAULTS = [
         ("export/test_export_native.py",),
     ),
     Fault(
-        "export",
         "a factor on a branch is lost",
         "export/weights.py",
         "return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer",
@@ -239,7 +213,6 @@ FAULTS = [
         ("export/test_export_native.py",),
     ),
     Fault(
-        "push",
         "a commit overwrites what somebody else committed meanwhile",
         "hub/push.py",
         "parent_commit=self.head.commit, ",
@@ -247,7 +220,6 @@ FAULTS = [
         ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
     ),
     Fault(
-        "push",
         "weights of an earlier push stay beside the new ones",
         "hub/push.py",
         "if path not in files and parent == folder and any(",
@@ -255,7 +227,6 @@ FAULTS = [
         ("hub/test_push.py",),
     ),
     Fault(
-        "optimizer",
         "new Parameters all join the first group, with its weight decay",
         "core/optimizer.py",
         "group = next((groups[id(p)] for p in neighbours[id(parameter)] if id(p) in groups), default)",
@@ -263,7 +234,6 @@ FAULTS = [
         ("test_patch.py::test_an_optimizer_follows_the_parameters",),
     ),
     Fault(
-        "optimizer",
         "the state of Parameters that left stays",
         "core/optimizer.py",
         "edits.drop_key(optimizer.state, parameter)",
@@ -271,7 +241,6 @@ FAULTS = [
         ("test_patch.py::test_an_optimizer_follows_the_parameters",),
     ),
     Fault(
-        "generation",
         "with a cache each token is at position 0",
         "runtime/attention.py",
         "return slots + cache.get_seq_length(layer)",
@@ -279,7 +248,6 @@ FAULTS = [
         ("runtime/test_generation.py::test_with_a_cache_as_without",),
     ),
     Fault(
-        "generation",
         "generate() stops at the removed table's length",
         "runtime/classes.py",
         "generation_config.max_length = total",
@@ -340,12 +308,12 @@ def to_markdown(results: list[tuple[int, Fault, str, float]]) -> str:
         "",
         f"{caught} of {len(results)} were caught by a default test (`python tests/mutations.py`).",
         "",
-        "| | in | what is broken | file | caught by |",
-        "|---:|---|---|---|---|",
+        "| | what is broken | file | caught by |",
+        "|---:|---|---|---|",
     ]
     for number, fault, test, _ in results:
         by = f"`{test.removeprefix('tests/')}`" if test else "**survived**"
-        lines.append(f"| {number} | {fault.area} | {fault.broken} | {fault.file} | {by} |")
+        lines.append(f"| {number} | {fault.broken} | {fault.file} | {by} |")
     return "\n".join(lines) + "\n"
 
 
@@ -366,7 +334,7 @@ def main() -> int:
         fault = FAULTS[number - 1]
         test, seconds = run(fault, fault.tests)
         results.append((number, fault, test, seconds))
-        print(f"{number:2d} {seconds:5.1f} s  {fault.area}: {fault.broken}: {test or 'SURVIVED'}", flush=True)
+        print(f"{number:2d} {seconds:5.1f} s  {fault.broken}: {test or 'SURVIVED'}", flush=True)
     if not options.only:
         TABLE.write_text(to_markdown(results))
     return int(not all(test for _, _, test, _ in results))

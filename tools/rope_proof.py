@@ -134,19 +134,23 @@ def outputs(
     inputs: Mapping[str, Any],
     found: FoundStack,
     change: Change | None = None,
+    part: str = ROTARY,
 ) -> Outputs:
-    """All floating outputs of the model and of the stack's owner, with positions changed in the stack."""
+    """All floating outputs of the model and of the stack's owner, with positions changed in the stack.
+
+    `part` is the module of each attention that reads positions.
+    """
     collected: Outputs = {}
 
     def keep(_: nn.Module, args: Any, output: Any) -> None:
         collected.update((f"{found.name}: {name}", value.clone()) for name, value in floating_tensors(output))
 
-    rotations = [module._modules.get(ROTARY) for module in found.attentions.values()]
+    readers = [module._modules.get(part) for module in found.attentions.values()]
     hooks = [found.owner.register_forward_hook(keep)]
     hooks += [
-        rotation.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
-        for rotation in rotations
-        if rotation is not None and change is not None
+        reader.register_forward_pre_hook(lambda _, args: tuple(map(change, args)))
+        for reader in readers
+        if reader is not None and change is not None
     ]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

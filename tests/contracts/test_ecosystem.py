@@ -1,4 +1,4 @@
-"""Patched models in the hands of other libraries: adapters, trainers, harnesses, exporters; see tests/ecosystem too."""
+"""Patched models in the hands of other libraries: adapters, trainers, exporters; tests/ecosystem has other packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_models import difference, inputs, load, logged, outputs, patch, tiny, word_tokenizer
+from tiny_models import difference, inputs, load, logged, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -176,43 +176,6 @@ def test_torch_export(family: str, request_: dict[str, Any], tmp_path: Path) -> 
         for given in (ids, ids[:, :5], torch.cat([ids, ids], dim=1)):
             torch.testing.assert_close(again(given), whole(given), rtol=0, atol=1e-5)
     assert difference(whole.model, tiny(family, "AutoModelForCausalLM")) > 1e-3
-
-
-def test_onnx(tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    whole = Logits(causal("gpt2", attn_implementation="eager")).eval()
-    ids = inputs(whole.model)["input_ids"]
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(whole, (ids,), str(tmp_path / "model.onnx"), dynamo=True, input_names=["input_ids"])
-        expected = whole(ids)
-    session = runtime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"input_ids": ids.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-4)
-
-
-# Harnesses
-
-
-@pytest.mark.parametrize("by", ["object", "path"])
-def test_lm_eval(by: str, tmp_path: Path) -> None:
-    """Log-likelihoods are the model's own, whether it is handed over or named."""
-    harness = pytest.importorskip("lm_eval.models.huggingface")
-    from lm_eval.api.instance import Instance
-
-    model, tokenizer = causal("gpt2"), word_tokenizer(pad_token="w0")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    options = {"device": "cpu", "batch_size": 1, "dtype": "float32"}
-    given = {"pretrained": model, "tokenizer": tokenizer} if by == "object" else {"pretrained": str(tmp_path)}
-    evaluated = harness.HFLM(**given, **options)
-    request = Instance("loglikelihood", {}, ("w5 w6 w7", " w8 w9"), 0)
-    ((found, _),) = evaluated.loglikelihood([request], disable_tqdm=True)
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    with torch.no_grad():
-        scores = model(input_ids=ids).logits.log_softmax(-1)
-    assert found == pytest.approx(float(scores[0, 2, 8] + scores[0, 3, 9]), abs=1e-3)
 
 
 def test_adapters_inside_a_model_arent_exported(tmp_path: Path) -> None:

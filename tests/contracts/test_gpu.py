@@ -15,6 +15,7 @@ from tiny_models import difference, inputs, outputs, patch, tiny
 
 from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.runtime.errors import PatchError
 
 DEVICE = os.environ.get("HFPATCH_GPU_TESTS_ON", "cuda")  # "cpu" tries the tests themselves out
@@ -54,8 +55,7 @@ def made(family: str, request: dict[str, str], **options: Any) -> tuple[Any, dic
 
 def truth(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
     """What it computes in float64 on the CPU, as float32 on the GPU."""
-    wide = {k: (x.cpu().double() if x.is_floating_point() else x.cpu()) if torch.is_tensor(x) else x
-            for k, x in given.items()}  # fmt: skip
+    wide = cast(given, torch.device("cpu"), torch.float64)
     return [x.to(DEVICE) for x in outputs(copy.deepcopy(model).cpu().double(), **wide)]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from proof import opened
 from sampled import slow_but
 from tiny_models import (
     CONFIGS,
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import MLPS
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
@@ -60,8 +60,7 @@ def _made(family: str) -> tuple[Any, dict[str, Any]]:
 def make(family: str, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
     """A tiny model of wide spread, and inputs of its dtype."""
     model, given = _made(family)
-    cast = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
-    return copy.deepcopy(model).to(dtype), cast
+    return copy.deepcopy(model).to(dtype), cast(given, torch.device("cpu"), dtype)
 
 
 def answer(model: nn.Module, given: dict[str, Any]) -> Tensor:
@@ -118,20 +117,18 @@ def activation_error(family: str, scheme: str) -> float:
     return float((first[1] - first[0]).abs().max())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "clip"])
-def test_control_the_scale(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """silu(x) for gelu(x), as a gate of W1 and an up bias of 1 would have it."""
     monkeypatch.setattr("hfpatch.schemes.mlps.SCALES", SCALES[:1])
-    assert activation_error(family, "swiglu") > 0.1
+    assert activation_error("gpt2", "swiglu") > 0.1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_control_the_up_bias(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_the_up_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = torch.ones
     monkeypatch.setattr("hfpatch.runtime.gated.torch.ones", lambda *size, **options: ones(*size, **options) * 0.9)
-    model, given = make(family)
+    model, given = make("gpt2")
     before = answer(model, given)
-    assert relative(answer(patch(model, mlp="geglu" if family == "gpt2" else "reglu"), given), before) > 1e-3
+    assert relative(answer(patch(model, mlp="geglu"), given), before) > 1e-3
 
 
 # --- active and trainable ---------------------------------------------------------------------------------------
@@ -187,15 +184,6 @@ def test_fresh_weights_start_as_the_host_starts_its_own(family: str, options: An
     assert all(torch.equal(p, norms[name]) for name, p in model.named_parameters() if name in norms)
 
 
-@pytest.mark.parametrize("init", ["auto", "reset"])
-def test_init_weights_leaves_patched_mlps_alone(init: str) -> None:
-    model = patch(tiny("gpt2"), mlp="geglu", init=init)
-    before = {name: p.clone() for name, p in model.named_parameters() if ".mlp.c_fc" in name}
-    assert len(before) == 8
-    model.init_weights()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
-
-
 @pytest.mark.parametrize(
     ("scheme", "width"),
     [("swiglu:d_ff=40", 40), ("swiglu:ratio=0.5", 64), ("swiglu:bias=false", 88), ("geglu:d_ff=3", 3)],
@@ -209,28 +197,6 @@ def test_options_of_fresh_weights(scheme: str, width: int) -> None:
 
 
 # --- checkpoints and copies -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # test_contract.py has the others
-@pytest.mark.parametrize(
-    ("family", "init"), [("t5", "auto"), ("clip", "reset"), ("falcon", "auto"), ("wav2vec2", "reset")]
-)
-def test_save_and_load(family: str, init: str, tmp_path: Path) -> None:
-    model, given = patched(family, torch.float32, mlp="swiglu", init=init)
-    loaded = opened(model, tmp_path)
-    assert torch.equal(answer(loaded, given), answer(model, given))
-    if family != "t5":  # whose halves hold copies of the config, the record included
-        assert plan_patch(loaded, mlp="swiglu", init=init).empty
-
-
-def test_keys_are_not_the_hosts() -> None:
-    """A load that knew nothing of the patch would find nothing to fill the first projections with."""
-    old, new = (set(model.state_dict()) for model in (tiny("gpt2"), patch(tiny("gpt2"), mlp="geglu")))
-    first = {f"h.{i}.mlp.c_fc" for i in (0, 1)}
-    assert {name.rpartition(".")[0] for name in old - new} == first
-    assert {name.rpartition(".")[0] for name in new - old} == {
-        f"{one}.{part}" for one in first for part in ("gate", "up")
-    }
 
 
 @pytest.mark.parametrize("init", ["auto", "reset"])
@@ -271,7 +237,7 @@ def test_a_half_precision_model_keeps_its_dtype_and_its_function(family: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_lora_on_gate_and_up_merges_exactly(family: str) -> None:
     peft = pytest.importorskip("peft")
     model, given = patched(family, mlp="swiglu")
@@ -289,8 +255,9 @@ def test_lora_on_gate_and_up_merges_exactly(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bart"])
-def test_the_order_of_patches_is_irrelevant(family: str) -> None:
-    request = {"norm": "rms", "pos": "rope", "mlp": "swiglu"}
+@pytest.mark.parametrize(("norm", "pos"), [("rms", "rope"), ("derf", "alibi"), ("deepnorm", "nope"), ("prms", "rope")])
+def test_the_order_of_patches_is_irrelevant(norm: str, pos: str, family: str) -> None:
+    request = {"norm": "rms:fraction=0.25" if norm == "prms" else norm, "pos": pos, "mlp": "swiglu"}
     at_once, given = patched(family, **request)
     for order in (("mlp", "norm", "pos"), ("norm", "mlp", "pos"), ("pos", "norm", "mlp")):
         model, _ = make(family)
@@ -328,7 +295,7 @@ def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str
     groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
     assert groups == [{id(p) for p in model.parameters() if (p.dim() > 1) is wide} for wide in (True, False)]
     assert {id(p) for p in optimizer.state} <= groups[0] | groups[1]
-    if scheme == "geglu":
+    if init == "auto":
         assert optimizer.state[gated(model)[0].gate.weight], "the gate is the old projection, with its state"
 
 
@@ -341,17 +308,6 @@ def test_hooks_move_and_run_once() -> None:
     assert [kind.__name__ for kind in calls] == ["GatedLinear", "GatedActivation", "Conv1D"]
 
 
-def test_the_gate_is_the_old_projection() -> None:
-    """Which takes no second copy of it."""
-    model = tiny("gpt2")
-    first = model.h[0].mlp.c_fc
-    weight, bias, values = first.weight, first.bias, first.weight.detach().clone()
-    gate = patch(model, mlp="swiglu").h[0].mlp.c_fc.gate
-    assert gate.weight is weight
-    assert gate.bias is bias
-    assert torch.allclose(weight, 1.712 * values)
-
-
 def test_frozen_projections_stay_frozen() -> None:
     for init in ("auto", "reset"):
         model = tiny("bert")
@@ -359,18 +315,3 @@ def test_frozen_projections_stay_frozen() -> None:
         patch(model, mlp="swiglu", init=init)
         assert not any(parameter.requires_grad for parameter in model.encoder.layer[0].parameters())
         assert all(parameter.requires_grad for parameter in model.encoder.layer[1].parameters())
-
-
-@pytest.mark.parametrize("init", ["auto", "reset"])
-def test_meta_models_and_meta_defaults(init: str) -> None:
-    model = tiny("gpt2")
-    with torch.device("meta"):
-        bare = type(model)(model.config)
-        patch(model, mlp="swiglu", init=init)
-    patch(bare, mlp="swiglu", init=init)
-    assert all(parameter.is_meta for parameter in bare.parameters())
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    assert {name: p.shape for name, p in model.named_parameters()} == {
-        name: p.shape for name, p in bare.named_parameters()
-    }
-    assert all(value.isfinite().all() for value in outputs(model))

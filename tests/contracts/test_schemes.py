@@ -5,12 +5,12 @@ All classes take about a minute a scheme (pytest -m sweep); by default a fixed s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import proof
 import pytest
+import rope_proof
 import torch
 from rope_proof import difference, floating_tensors
 from sampled import sampled
@@ -45,30 +45,8 @@ REASONS = (
 )
 
 
-def outputs(model: nn.Module, inputs: dict[str, Any], found: Any = None, change: Any = None) -> dict[str, Tensor]:
-    """All floating outputs of the model (and of a stack's owner), with positions changed where its biases read them."""
-    collected: dict[str, Tensor] = {}
-    hooks = []
-    if found is not None:
-        hooks.append(found.owner.register_forward_hook(lambda _, args, out: collected.update(_named(out))))
-        biases = [attention._modules.get(BIAS) for attention in found.attentions.values()]
-        hooks += [
-            bias.register_forward_pre_hook(lambda _, args: tuple(map(change, args)) if change else None)
-            for bias in biases
-            if bias is not None
-        ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            result = model(**copy.deepcopy(inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return collected | dict(floating_tensors(result))
-
-
-def _named(output: Any) -> dict[str, Tensor]:
-    return {f"owner: {name}": value.clone() for name, value in floating_tensors(output)}
+def outputs(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return dict(floating_tensors(proof.run(model, inputs)))
 
 
 def patched(model_type: str, pos: str) -> tuple[Any, dict[str, Any], Any] | None:
@@ -89,10 +67,12 @@ def alibi(model_type: str) -> bool:
         return False
     model, inputs, _ = served
     for found in find_stacks(model):
-        plain = outputs(model, inputs, found)
-        assert difference(outputs(model, inputs, found, lambda p: p + 10), plain) <= 1e-4
+        plain = rope_proof.outputs(model, inputs, found)
+        moved = rope_proof.outputs(model, inputs, found, lambda p: p + 10, part=BIAS)
+        assert difference(moved, plain) <= 1e-4
         reached: list[int] = []
-        still = outputs(model, inputs, found, lambda p, seen=reached: (seen.append(1), torch.zeros_like(p))[1])
+        zeroed = lambda p, seen=reached: (seen.append(1), torch.zeros_like(p))[1]  # noqa: E731
+        still = rope_proof.outputs(model, inputs, found, zeroed, part=BIAS)
         if reached:  # some inputs leave a stack out
             assert difference(still, plain) >= 1e-3
     return True

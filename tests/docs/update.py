@@ -84,7 +84,7 @@ def exact() -> str:
     count, found = exact_counts(), totals("exact")
     terms = count.values()
     return (
-        f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['types'])} were examined "
+        f"Of {totals('norm_swap')['of']} model types with a LayerNorm {len(found['rows'])} were examined "
         f"(transformers {found['transformers']}): **{count['exact']} are exact in full**, {count['in part']} in part, "
         f"{count['refused']} refused, **{count['wrong']} wrong**, {count['not finished']} not finished (out of time or "
         f"memory): {sum(terms)} = {' + '.join(map(str, terms))}. Each with its error and the reasons in "
@@ -117,7 +117,7 @@ def native_rope() -> str:
 def native_export() -> str:
     import native_export as sweep
 
-    return sweep.compact(totals("native_export"))
+    return sweep.compact(totals("native_export")["rows"])
 
 
 def versions() -> str:

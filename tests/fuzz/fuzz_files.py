@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from fuzz_configs import Forbidden, TooLong, guarded, leaves, mutated, mutations
@@ -43,55 +44,57 @@ def saved(family: str, dtype: str, shards: bool) -> Saved:
     return Saved.of(model, inputs(model), max_shard_size=SHARD if shards else "1GB")
 
 
-# --- damages: by their names, functions of three numbers in [0, 1) ----------------------------------------------------
+# --- damages, by their names ------------------------------------------------------------------------------------------
 
 
-def _flip(data: bytearray, a: float, b: float) -> None:
-    data[int(a * len(data))] ^= 1 << int(8 * b)
+def _flip(data: bytearray, draw: Random, end: int | None = None) -> None:
+    data[draw.randrange(end or len(data))] ^= 1 << draw.randrange(8)
 
 
-def _bits(data: bytearray, *places: float) -> None:
-    for place in places:
-        _flip(data, place, (place * 7) % 1)
+def _bits(data: bytearray, draw: Random) -> None:
+    for _ in range(3):
+        _flip(data, draw)
 
 
-def _zeros(data: bytearray, a: float, b: float, c: float) -> None:
-    begin = int(a * len(data))
-    end = min(begin + 1 + int(b * 512), len(data))
+def _zeros(data: bytearray, draw: Random) -> None:
+    begin = draw.randrange(len(data))
+    end = min(begin + draw.randint(1, 512), len(data))
     data[begin:end] = bytes(end - begin)
 
 
-def _exchanged(data: bytearray, a: float, b: float, c: float) -> None:
+def _exchanged(data: bytearray, draw: Random) -> None:
     """Two runs of numbers in each other's place."""
-    size = 4 * (1 + int(c * 64))
-    one, other = (
-        slice(x, x + size) for x in (int(a * (len(data) - size)) // 4 * 4, int(b * (len(data) - size)) // 4 * 4)
-    )
-    if abs(one.start - other.start) >= size:
-        data[one], data[other] = data[other], data[one]
+    size = 4 * draw.randint(1, 64)
+    one, other = sorted(4 * draw.randrange((len(data) - size) // 4) for _ in range(2))
+    if other - one >= size:
+        data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
 
 
-def _header_bit(path: Path, a: float, b: float, c: float) -> None:
+def _header_bit(path: Path, draw: Random) -> None:
     content = bytearray(path.read_bytes())
-    content[int(a * _start(content))] ^= 1 << int(8 * b)
+    _flip(content, draw, _start(content))
     path.write_bytes(content)
 
 
-def _header_setting(path: Path, *numbers: float) -> None:
+def _header_setting(path: Path, draw: Random) -> None:
     content = path.read_bytes()
     start = _start(content)
-    text = json.dumps(_changed(json.loads(content[8:start]), *numbers)).encode()
+    text = json.dumps(_changed(json.loads(content[8:start]), draw)).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[start:])
 
 
-def _index_setting(path: Path, *numbers: float) -> None:
+def _index_setting(path: Path, draw: Random) -> None:
     index = _index(path)
     stored = json.loads(index.read_text()) if index.exists() else {"metadata": {}, "weight_map": {"x": path.name}}
-    index.write_text(json.dumps(_changed(stored, *numbers)))
+    index.write_text(json.dumps(_changed(stored, draw)))
 
 
-def _swapped(path: Path, a: float, b: float, c: float) -> None:
-    other, aside = _other(path, a), path.with_name("aside")
+def _cut(path: Path, draw: Random) -> None:
+    path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+
+def _swapped(path: Path, draw: Random) -> None:
+    other, aside = _other(path, draw), path.with_name("aside")
     path.rename(aside)
     other.rename(path)
     aside.rename(other)
@@ -102,7 +105,7 @@ def _replaced(path: Path, by: Callable[[], Any]) -> None:
     by()
 
 
-def _moved_behind_a_link(path: Path, *_: float) -> None:
+def _moved_behind_a_link(path: Path, draw: Random) -> None:
     """As in the Hub's cache: it is the same model."""
     outside = path.parent.with_name(f"{path.parent.name}-{path.name[:11]}")
     path.rename(outside)
@@ -118,58 +121,46 @@ def _index(path: Path) -> Path:
     return path.parent / "model.safetensors.index.json"
 
 
-def _other(path: Path, a: float) -> Path:
-    files = [one for one in sorted(path.parent.iterdir()) if one != path]
-    return files[int(a * len(files))]
+def _other(path: Path, draw: Random) -> Path:
+    return draw.choice([one for one in sorted(path.parent.iterdir()) if one != path])
 
 
-def _changed(stored: Any, a: float, b: float, c: float) -> Any:
+def _changed(stored: Any, draw: Random) -> Any:
     """A JSON object with one setting changed or deleted."""
     found = list(leaves(stored))
-    place, value = found[int(a * len(found))]
-    several = [one for many in mutations(value, [other for _, other in found]).values() for one in many]
-    return mutated(stored, place, None if c > 0.8 else json.dumps(several[int(b * len(several))]))
+    place, value = draw.choice(found)
+    other = draw.choice(mutations(value, [other for _, other in found]))
+    return mutated(stored, place, None if draw.random() > 0.8 else json.dumps(other))
 
 
 NAMES = ("x.safetensors", "pytorch_model.bin", "model.bin", "odel.safetensors")
 # of the bytes of a file's tensors: its form stays
-NUMBERS: dict[str, Callable[..., Any]] = {
-    "bit": lambda data, a, b, c: _flip(data, a, b),
+NUMBERS: dict[str, Callable[[bytearray, Random], None]] = {
+    "bit": _flip,
     "bits": _bits,
     "zeros": _zeros,
     "exchanged": _exchanged,
 }
 # of a file
-FORMS: dict[str, Callable[..., Any]] = {
+FORMS: dict[str, Callable[[Path, Random], Any]] = {
     "header bit": _header_bit,
     "header setting": _header_setting,
-    "cut": lambda path, a, b, c: path.write_bytes(path.read_bytes()[: int(a * path.stat().st_size)]),
-    "longer": lambda path, a, b, c: path.write_bytes(path.read_bytes() + bytes(1 + int(100 * a))),
-    "doubled": lambda path, a, b, c: path.write_bytes(2 * path.read_bytes()),
-    "gone": lambda path, a, b, c: path.unlink(),
-    "empty": lambda path, a, b, c: path.write_bytes(b""),
-    "a folder": lambda path, a, b, c: _replaced(path, path.mkdir),
-    "copy of another": lambda path, a, b, c: shutil.copy(_other(path, a), path),
+    "cut": _cut,
+    "longer": lambda path, draw: path.write_bytes(path.read_bytes() + bytes(draw.randint(1, 100))),
+    "gone": lambda path, draw: path.unlink(),
+    "empty": lambda path, draw: path.write_bytes(b""),
+    "a folder": lambda path, draw: _replaced(path, path.mkdir),
+    "copy of another": lambda path, draw: shutil.copy(_other(path, draw), path),
     "swapped": _swapped,
-    "renamed": lambda path, a, b, c: path.rename(path.with_name(NAMES[int(4 * a)])),
-    "link to nothing": lambda path, a, b, c: _replaced(path, lambda: path.symlink_to("nowhere")),
-    "link to itself": lambda path, a, b, c: _replaced(path, lambda: path.symlink_to(path)),
-    "link to another": lambda path, a, b, c: _replaced(path, lambda: path.symlink_to(_other(path, a))),
-    "link to a folder": lambda path, a, b, c: _replaced(path, lambda: path.symlink_to(path.parent)),
+    "renamed": lambda path, draw: path.rename(path.with_name(draw.choice(NAMES))),
+    "link to nothing": lambda path, draw: _replaced(path, lambda: path.symlink_to("nowhere")),
+    "link to itself": lambda path, draw: _replaced(path, lambda: path.symlink_to(path)),
+    "link to another": lambda path, draw: _replaced(path, lambda: path.symlink_to(_other(path, draw))),
+    "link to a folder": lambda path, draw: _replaced(path, lambda: path.symlink_to(path.parent)),
     "moved behind a link": _moved_behind_a_link,
     "index setting": _index_setting,
-    "index cut": lambda path, a, b, c: FORMS["cut"](_index(path) if _index(path).exists() else path, a, b, c),
+    "index cut": lambda path, draw: _cut(_index(path) if _index(path).exists() else path, draw),
 }
-
-
-def damage(path: Path, how: str, numbers: tuple[float, float, float]) -> None:
-    if how in FORMS:
-        FORMS[how](path, *numbers)
-        return
-    content = path.read_bytes()
-    data = bytearray(content[_start(content) :])
-    NUMBERS[how](data, *numbers)
-    path.write_bytes(content[: _start(content)] + data)
 
 
 # --- cases and checks -------------------------------------------------------------------------------------------------
@@ -177,22 +168,30 @@ def damage(path: Path, how: str, numbers: tuple[float, float, float]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One damage to one file of a checkpoint."""
+    """One damage to one file of a checkpoint, drawn by a seed."""
 
     family: str
     dtype: str
     shards: bool
     damage: str
-    file: float
-    numbers: tuple[float, float, float]
+    seed: int
 
 
-@st.composite
-def cases(draw: st.DrawFn, families: tuple[str, ...] = ()) -> Case:
-    part = st.floats(0, 1, exclude_max=True, width=32)
-    family, dtype = draw(st.sampled_from(sorted(MODELS))), draw(st.sampled_from(["float32", "bfloat16"]))
-    how = draw(st.sampled_from(sorted({**NUMBERS, **FORMS})))
-    return Case(family, dtype, draw(st.booleans()), how, draw(part), (draw(part), draw(part), draw(part)))
+def cases(families: tuple[str, ...] = ()) -> st.SearchStrategy[Case]:
+    dtypes, damages = st.sampled_from(["float32", "bfloat16"]), st.sampled_from(sorted({**NUMBERS, **FORMS}))
+    return st.builds(Case, st.sampled_from(sorted(MODELS)), dtypes, st.booleans(), damages, st.integers(0, 2**32))
+
+
+def damage(case: Case, folder: Path) -> None:
+    draw = Random(case.seed)
+    path = draw.choice(sorted(folder.glob("*.safetensors")))
+    if case.damage in FORMS:
+        FORMS[case.damage](path, draw)
+        return
+    content = path.read_bytes()
+    data = bytearray(content[_start(content) :])
+    NUMBERS[case.damage](data, draw)
+    path.write_bytes(content[: _start(content)] + data)
 
 
 def check(case: Case) -> list[str]:
@@ -204,8 +203,7 @@ def check(case: Case) -> list[str]:
     one = saved(case.family, case.dtype, case.shards)
     with tempfile.TemporaryDirectory(dir=PLACE) as place:
         to = Path(shutil.copytree(one.folder, Path(place) / "copy"))
-        files = sorted(to.glob("*.safetensors"))
-        damage(files[int(case.file * len(files))], case.damage, case.numbers)
+        damage(case, to)
         error = _error(one, to)
         if isinstance(error, str):
             return [f"{case.damage}: {error}"]

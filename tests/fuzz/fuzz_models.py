@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.auto_classes import USUAL, auto_classes_of
 from hfpatch.measure.float64 import outputs_in_float64
-from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.outputs import deviations, outputs_of
 from hfpatch.runtime.lens import host_class
 
 PLACE = Path((_temporary := tempfile.TemporaryDirectory(prefix="fuzz-")).name)  # removed when the process ends
@@ -28,15 +28,10 @@ FAMILIES = tuple((Path(__file__).parent / "families.txt").read_text().split())
 
 
 class Finding(AssertionError):  # noqa: N818
-    """Something that must never happen.
-
-    Attributes:
-        kind: in one or two words, by which the table counts it.
-    """
+    """Something that must never happen: its kind, in one or two words, and details."""
 
     def __init__(self, kind: str, details: object) -> None:
         super().__init__(f"{kind}: {details}")
-        self.kind = kind
 
 
 @cache
@@ -106,13 +101,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any], throughout: bool = False) -
 
 def relative(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
     """The largest difference of two models' outputs, each by its largest number; infinite if they can't be compared."""
-    if old.keys() != new.keys() or any(old[name].shape != new[name].shape for name in old):
-        return float("inf")
-    worst = 0.0
-    for name, x in old.items():
-        difference = torch.where(x == new[name], 0.0, (x - new[name]).abs()).nan_to_num(torch.inf)  # infinities too
-        worst = max(worst, float(difference.max()) / max(float(x[x.isfinite()].abs().max()), 1e-30))
-    return worst
+    return max(one.peak_error for one in deviations(old, new))
 
 
 def same_bits(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:

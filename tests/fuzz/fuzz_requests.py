@@ -33,16 +33,14 @@ from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 
 from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
-from hfpatch.patch import outcomes, patch_model, unpatch_model
+from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError, described
-from hfpatch.runtime.record import KEY
-from hfpatch.schemes.request import EXACT as EXACTLY
 from hfpatch.schemes.request import INITS, KINDS
 from hfpatch.schemes.rope import SCALINGS
 
 EXACT = 1e-9  # by the output's size, in float64
-CHECKS = ("plan", "again", "save", "order", "unpatch", "optimizer", "calibration")
+CHECKS = ("plan", "again", "save", "unpatch", "optimizer", "calibration")
 LENGTHS = ("max_positions", "image_size")  # options after which inputs of the old size may be refused
 
 
@@ -78,10 +76,6 @@ class Request:
     def arguments(self) -> dict[str, Any]:
         schemes = {choice.kind: choice.value() for choice in self.choices}
         return {**schemes, "only": self.only, "keep": self.keep, "init": self.init}
-
-    @property
-    def kinds(self) -> set[str]:
-        return {choice.kind for choice in self.choices}
 
 
 @dataclass(frozen=True)
@@ -159,9 +153,7 @@ def globs(draw: st.DrawFn, names: list[str]) -> tuple[str, ...] | None:
 
 
 @st.composite
-def requests(draw: st.DrawFn, names: list[str], kinds: list[str] | None = None) -> Request:
-    if kinds is not None:  # nothing but the schemes
-        return Request(tuple(draw(choices(kind)) for kind in kinds))
+def requests(draw: st.DrawFn, names: list[str]) -> Request:
     kinds = draw(st.lists(st.sampled_from(_USUAL), min_size=1, max_size=2, unique=True))
     init = draw(st.sampled_from(["auto"] * 8 + list(INITS) * 4 + ["exakt"]))
     return Request(tuple(draw(choices(kind)) for kind in kinds), draw(globs(names)), draw(globs(names)), init)
@@ -172,11 +164,9 @@ def cases(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> Case:
     family, head = draw(st.sampled_from(families)), draw(st.booleans())
     dtype = draw(st.sampled_from(["float64", "float64", "float32", "bfloat16"]))
     names = [name for name, _ in built(family, head)[0].named_modules() if _TOUCHED.search(name)]
-    seldom = {"order": 9, "calibration": 24}  # of the others one in three
+    seldom = {"calibration": 24}  # of the others one in three
     checks = frozenset(name for name in CHECKS if draw(st.integers(0, (last := seldom.get(name, 2)))) == last)
     several = draw(st.lists(requests(names), min_size=1, max_size=3))
-    if "order" in checks:
-        several = [draw(requests([], [kind])) for kind in draw(st.permutations(["norm", "pos"]))]
     return Case(family, head, dtype, tuple(several), checks)
 
 
@@ -210,10 +200,7 @@ def check(case: Case) -> list[str]:
     """
     if not works(run, case.family, case.head, case.dtype):
         return [f"the unpatched model doesn't run in {case.dtype}"]
-    found = Run(case).carried_out()
-    if "order" in case.checks:
-        found.append(order(case))
-    return found
+    return Run(case).carried_out()
 
 
 class Run:
@@ -387,72 +374,3 @@ def used_optimizer(model: Any) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
     return optimizer
-
-
-def _by_place(edit: str) -> Iterator[tuple[str, str]]:
-    """The places of an edit and what is put there."""
-    places, _, new = edit.partition(" = ")
-    for place in places.split(" | "):
-        yield place, new
-
-
-def order(case: Case) -> str:
-    """Norms and positions in both orders and at once: the same record of edits, and the same tensors."""
-    first, *others = case.requests
-    later = next((one for one in others if not one.kinds & first.kinds), None)
-    if later is None or (first.kinds | later.kinds) != {"norm", "pos"}:
-        return "order: nothing to compare"
-    choices = (*first.choices, *later.choices)
-    *ends, at_once = (_end(case, way) for way in ((first, later), (later, first), (Request(choices),)))
-    refused = [isinstance(end, str) for end in (*ends, at_once)]
-    if all(refused):
-        return "order: refused each way"
-    resized = any(name in LENGTHS for choice in choices for name, _ in choice.options)
-    if any(refused) and resized:  # no inputs are made for a few tokens, by which an earlier step could be measured
-        return "order: one is refused, of another length"
-    if any(refused):
-        raise Finding("order", f"one is refused: {(*ends, at_once)[refused.index(True)]}")
-    (edits, exact, one), (other_edits, other_exact, other) = ends
-    if edits != other_edits:
-        raise Finding("order", f"edits: {edits ^ other_edits}")
-    if edits != at_once[0]:
-        raise Finding("at once", f"edits: {edits ^ at_once[0]}")
-    _, inputs = fresh(case.family, case.head, "float64")
-    found = [_difference(model, at_once[2], inputs) for model in (one, other)]
-    if not any(error is None or error <= EXACT for error in found):
-        raise Finding("at once", f"its outputs differ from both orders by {found}")
-    centred = any(choice.name == "rms" for choice in choices)
-    if exact != other_exact or (centred and len(exact) < 2):  # what was centred before the positions changed
-        return "order: the same edits, on other weights"
-    error = _difference(one, other, inputs)
-    if error is None:
-        return "order: the same edits, at another length"
-    if not error <= EXACT:
-        raise Finding("order", f"outputs differ by {error:.1e}")
-    return "order: the same model"
-
-
-def _end(case: Case, way: tuple[Request, ...]) -> Any:
-    """Where requests one after another lead: edits, names of what is exact, and the model; or the error's type."""
-    model, _ = fresh(case.family, case.head, "float64")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for request in way:
-                patch_model(model, **request.arguments())
-    except PatchError as error:
-        return type(error).__name__
-    exact = {name for name, outcome in outcomes(model).items() if outcome.startswith(EXACTLY)}
-    edits = {f"{place} = {new}" for edit in getattr(model.config, KEY)["edits"] for place, new in _by_place(edit)}
-    return edits, exact, model
-
-
-def _difference(one: Any, other: Any, inputs: dict[str, Any]) -> float | None:
-    """How far two models' outputs are apart; None where neither takes inputs of this length."""
-    outputs = []
-    for model in (one, other):
-        try:
-            outputs.append(run(model, inputs, throughout=True))
-        except Exception:  # a host's own error
-            outputs.append({})
-    return relative(*outputs) if any(outputs) else None

@@ -15,6 +15,7 @@ from tiny_models import patch as patched
 from torch import Tensor, nn
 
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.runtime.attention import ROTARY
 
 # families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
@@ -33,7 +34,7 @@ def base(model_type: str, pos: Any = None) -> tuple[Any, dict[str, Any]]:
     model, inputs = zoo.tiny(model_type)
     if pos is not None:
         patched(model, pos=pos)
-    return model.double(), {name: value.double() if _floating(value) else value for name, value in inputs.items()}
+    return model.double(), cast(inputs, torch.device("cpu"), torch.float64)
 
 
 def generator(model_type: str, pos: Any = None, **config: Any) -> tuple[Any, dict[str, Any]]:
@@ -44,10 +45,6 @@ def generator(model_type: str, pos: Any = None, **config: Any) -> tuple[Any, dic
     if pos is not None:
         patched(model, pos=pos)
     return model, {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -74,16 +71,15 @@ def changed_positions(
 
 
 def gradients(model: Any, inputs: list[dict[str, Any]], checkpointing: bool) -> dict[str, Tensor]:
-    """Gradients of one backward behind a forward for each of the inputs, without dropout."""
+    """Gradients of one backward behind a forward for each of the inputs, with the same dropout in every call."""
     model = copy.deepcopy(model).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    sum(model(**given)[0].square().mean() for given in inputs).backward()  # type: ignore[union-attr]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sum(model(**given)[0].square().mean() for given in inputs).backward()  # type: ignore[union-attr]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

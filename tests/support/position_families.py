@@ -1,8 +1,4 @@
-"""Tiny random models of the recorded families, with enough attention that positions matter.
-
-Default initialisation leaves attention logits near zero and every position test would pass vacuously, hence the wide
-initialisation and the random gains and shifts.
-"""
+"""Models of `tiny_models` whose tables of positions are short, and inputs of any length for them."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers as hf
-from tiny_models import VOCABULARY, tiny_config
+import transformers
+from tiny_models import VOCABULARY, tiny
 
 _SHORT = {"max_position_embeddings": 32}
 
@@ -53,25 +49,8 @@ FAMILIES = {
 
 
 def make(name: str, seed: int = 0) -> Any:
-    """A tiny model in eval mode with random gains, shifts and biases; no dropout."""
-    torch.manual_seed(seed)
-    family = FAMILIES[name]
-    model = getattr(hf, family.head)(tiny_config(name, **family.settings)).eval()
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.LayerNorm):
-                module.weight.copy_(1 + 0.3 * torch.randn(module.weight.shape, generator=generator))
-                module.bias.copy_(0.2 + 0.3 * torch.randn(module.bias.shape, generator=generator))
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            for attribute in ("dropout", "attention_dropout", "activation_dropout", "layerdrop"):
-                if isinstance(module.__dict__.get(attribute), float):
-                    setattr(module, attribute, 0.0)
-        for parameter in model.parameters():
-            if parameter.dim() == 1 and parameter.abs().max() == 0:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
+    """A tiny model in eval mode."""
+    return tiny(name, getattr(transformers, FAMILIES[name].head), seed, **FAMILIES[name].settings)
 
 
 def inputs(name: str, length: int | None = None, batch: int = 2, seed: int = 3) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ from transformers.models.auto import modeling_auto
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.measure.inputs import make_inputs
+from hfpatch.measure.quiet_forward import cast
 from hfpatch.measure.randomness import own_randomness, randomise
 from hfpatch.measure.shrink import shrunk
 from hfpatch.runtime.lens import host_class
@@ -164,7 +165,7 @@ def patched(model_type: str, pos: str = "rope", auto_class: str | None = None) -
     """A tiny patched model in float64 and its inputs, for callers that change neither."""
     model, inputs = tiny(model_type, auto_class)
     patch(model, pos=pos)
-    double = {name: value.double() if _floating(value) else value for name, value in inputs.items()}
+    double = cast(inputs, torch.device("cpu"), torch.float64)
     try:
         plain = run(model.double(), double)
     except RuntimeError:  # some hosts name float32 in their forwards
@@ -178,10 +179,6 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Any:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model(**copy.deepcopy(inputs))
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def stack_of(model: nn.Module, owner: str) -> FoundStack:
@@ -320,9 +317,8 @@ def cached(model_type: str) -> float | None:
     unpatched = copy.deepcopy(model)
     patch(model, pos="rope")
     given = {name: value for name, value in inputs.items() if not name.startswith("decoder") and name != "labels"}
-    double = {name: value.double() if _floating(value) else value for name, value in given.items()}
     try:
-        change = decodes_alike(model.double(), double)
+        change = decodes_alike(model.double(), cast(given, torch.device("cpu"), torch.float64))
     except RuntimeError:  # some hosts name float32 in their forwards
         change = decodes_alike(model.float(), given)
     return None if change > SAME and decodes_alike(unpatched, given) > SAME else change

@@ -9,8 +9,9 @@ import resource
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +23,84 @@ GIGABYTES = 8  # per process
 KILLED = "killed: time or memory limit"
 
 
+def no_totals(results: list[Any]) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A script that examines model types, and writes what it found beside itself, as JSON and as Markdown.
 
     Attributes:
-        script, description: its `__file__` and `__doc__`.
-        examine: what it finds in a type.
+        every: the names of all types.
+        examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
         failed: the same of one that can't be examined, from the type's name and the reason.
+        read: the same from JSON.
+        to_markdown: the page, from all results.
+        totals: what the JSON says of all results together.
         batch: types per process.
         seconds: per type.
     """
 
-    script: str
-    description: str | None
+    every: Callable[[], list[str]]
     examine: Callable[[str], Any]
     failed: Callable[[str, str], Any]
-    batch: int
-    seconds: int
+    read: Callable[[dict[str, Any]], Any]
+    to_markdown: Callable[[list[Any]], str]
+    totals: Callable[[list[Any]], Mapping[str, Any]] = no_totals
+    batch: int = 50
+    seconds: int = 300
 
-    def examined(self, model_types: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each type with what a process of its own found in it, as JSON has it."""
-        left = list(model_types)
+    @property
+    def script(self) -> Path:
+        return Path(sys.modules[self.examine.__module__].__file__ or "").resolve()
+
+    def report(self) -> dict[str, Any]:
+        """The JSON that was written."""
+        return json.loads(self.script.with_suffix(".json").read_text())
+
+    def results(self) -> list[Any]:
+        """Its rows."""
+        return [self.read(row) for row in self.report()["rows"]]
+
+    def sweep(self, model_types: list[str]) -> list[Any]:
+        """Examine types in processes of their own, each with a limit on time and memory, and print what is found."""
+        found, left = [], list(model_types)
         while left:  # a new process goes on after one that died
             for line in _lines(self.script, left[: self.batch], self.seconds):
                 model_type = left.pop(0)
-                yield model_type, json.loads(line) if line else as_json(self.failed(model_type, KILLED))
+                row = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
+                print(f"{model_type}: {json.dumps(row)}", flush=True)
+                found.append(self.read(row))
+        return found
 
-    def run(
-        self,
-        every: Callable[[], list[str]],
-        sweep: Callable[[list[str]], Any],
-        to_json: Callable[[Any], str],
-        to_markdown: Callable[[Any], str],
-    ) -> None:
-        """The script's command line: types that are named are examined and shown; without, the report is written.
+    def to_json(self, results: list[Any]) -> str:
+        """A line for each type."""
+        head = json.dumps({"transformers": transformers.__version__, **self.totals(results)})
+        lines = ",\n  ".join(json.dumps(as_json(result)) for result in results)
+        return f'{head[:-1]}, "rows": [\n  {lines}\n]}}\n'
 
-        Args:
-            every: all types.
-            sweep: examines types, in processes.
-            to_json, to_markdown: what it found, as a report.
-        """
+    def main(self) -> None:
+        """The script's command line: types that are named are examined and shown; without, the report is written."""
         parser = argparse.ArgumentParser(
-            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+            description=sys.modules[self.examine.__module__].__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
         given = parser.parse_args()
         torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         if given.worker:
             self.work(given.model_types)
-            return
-        found = sweep(given.model_types or every())
-        if given.model_types:
-            print(to_json(found))
+        elif given.model_types:
+            self.sweep(given.model_types)
         else:
-            Path(self.script).resolve().with_suffix(".json").write_text(to_json(found))
-            Path(self.script).resolve().with_suffix(".md").write_text(to_markdown(found))
+            results = self.sweep(self.every())
+            self.script.with_suffix(".json").write_text(self.to_json(results))
+            self.script.with_suffix(".md").write_text(self.to_markdown(results))
 
     def work(self, model_types: list[str]) -> None:
         """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""
@@ -94,18 +114,25 @@ class Sweep:
             print(json.dumps(as_json(found)), file=out, flush=True)
 
 
-def as_json(result: Any) -> dict[str, Any]:
-    """A result as JSON has it."""
-    if hasattr(result, "to_json"):
-        return result.to_json()
-    return result if isinstance(result, dict) else asdict(result)
+def as_json(result: Any) -> Any:
+    """A result as JSON has it: of a dataclass the fields that aren't at their defaults."""
+    if isinstance(result, list):
+        return [as_json(one) for one in result]
+    if not is_dataclass(result):
+        return result
+    found = {}
+    for one in fields(result):
+        value = getattr(result, one.name)
+        if value != (one.default if one.default_factory is MISSING else one.default_factory()):
+            found[one.name] = as_json(value)
+    return found
 
 
-def _lines(script: str, batch: list[str], seconds: int) -> Iterator[str]:
+def _lines(script: Path, batch: list[str], seconds: int) -> Iterator[str]:
     """A line of JSON for each type, from `script --worker TYPE...`; an empty one, the last, for a type that killed or
     stalled the process.
     """
-    command = [sys.executable, script, "--worker", *batch]
+    command = [sys.executable, str(script), "--worker", *batch]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1, env=environment

@@ -7,12 +7,9 @@ What a backend does is in tests/support/server_backends.py. Tiny random models i
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import site
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,13 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import scheme_forms
 import transformers
+import workers
 from server_backends import BACKEND, SERVERS, NotServedError, largest_difference, resolved, rounding
 from tiny_models import CONFIGS, patch, tiny
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import PatchError
 
-HERE = Path(__file__).parent
-JSON, MARKDOWN = HERE / "backends.json", HERE / "backends.md"
 BOUND = 1e-5  # of the outputs' spread: rounding of another order of sums
 _TRIED = ("rms", "rms, no shift", "rms, parametrized", "prms", "dyt", "derf", "deepnorm", "batch", "rope", "rms+rope")
 SCHEMES = {name: scheme_forms.SCHEMES[name] for name in (*_TRIED, "nope", "sinusoidal", "alibi", "swiglu")}
@@ -46,7 +41,12 @@ def model_of(family: str) -> Any:
     return tiny(family, "AutoModelForCausalLM" if causal else "AutoModel")
 
 
-def examine(family: str, scheme: str) -> dict[str, Any]:
+def examine(family: str) -> dict[str, Any]:
+    """The family's cells, by scheme."""
+    return {"family": family} | {scheme or "unpatched": cell(family, scheme) for scheme in ("", *SCHEMES)}
+
+
+def cell(family: str, scheme: str) -> dict[str, Any]:
     """For each server a difference, or why it doesn't serve the model; "unpatchable" where hfpatch refuses."""
     model = model_of(family)
     if scheme:
@@ -88,23 +88,8 @@ def answer(found: Any) -> str:
     return "yes"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=FAMILIES)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore", FingerprintWarning)
-    transformers.logging.disable_progress_bar()
-    known = json.loads(JSON.read_text())["families"] if JSON.exists() else {}
-    for family in parser.parse_args().families:
-        known[family] = {scheme or "unpatched": examine(family, scheme) for scheme in ("", *SCHEMES)}
-        print(family, known[family], flush=True)
-    report = {"transformers": transformers.__version__, "families": {f: known[f] for f in FAMILIES if f in known}}
-    JSON.write_text(json.dumps(report, indent=1) + "\n")
-    MARKDOWN.write_text(to_markdown(report))
-
-
-def to_markdown(report: dict[str, Any]) -> str:
-    families = report["families"]
+def to_markdown(rows: list[dict[str, Any]]) -> str:
+    families = {row["family"]: row for row in rows}
     able = {name: row for name, row in families.items() if answer(row["unpatched"]["vllm"]) == "yes"}
     cells = [_cell(row[scheme]) for row in able.values() for scheme in SCHEMES]
     reasons = [
@@ -118,7 +103,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         [
             "# Patched models behind vLLM's and SGLang's Transformers backends",
             "",
-            f"transformers {report['transformers']}; `python tests/sweeps/backends.py`. Neither server was run: what",
+            f"transformers {transformers.__version__}; `python tests/sweeps/backends.py`. Neither server was run: what",
             "their Transformers backends do (vLLM 0.33.0, SGLang 0.5.23) is done on a CPU: the class by",
             "`architectures`, the model on meta, norms and linear layers replaced as there, weights by name, packed",
             "sequences without a mask. A figure is the largest difference from the model's own hidden states, sequence",
@@ -160,5 +145,13 @@ def _cell(found: dict[str, Any]) -> str:
     return ", ".join(f"{server} {text}" for server, text in shown.items())
 
 
+SWEEP = workers.Sweep(
+    every=lambda: FAMILIES,
+    examine=examine,
+    failed=lambda family, reason: {"family": family, "unpatched": dict.fromkeys(SERVERS, reason)},
+    read=dict,
+    to_markdown=to_markdown,
+    seconds=600,
+)
 if __name__ == "__main__":
-    main()
+    SWEEP.main()

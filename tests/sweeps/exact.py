@@ -3,8 +3,8 @@
     python tests/sweeps/exact.py                   # all types; writes exact.json and exact.md beside itself
     python tests/sweeps/exact.py gpt2 bert         # these types; prints what it found
 
-What to centre is found on a model of one seed and carried out on a model of another seed, with other inputs, by the
-code of this file. The whole model is then compared with itself before: in float64 throughout, where it may differ by
+What is exact is found on a model of one seed, and `patch_model` converts a model of another seed. The whole model is
+then compared, on inputs that the patch hasn't seen, with itself before: in float64 throughout, where it may differ by
 1e-9, and in float64 with whatever float32 the family computes in inside, where it may differ by 1e-5. More is *wrong*.
 Where a type takes `inputs_embeds`, random ones in place of its tokens are compared as well.
 """
@@ -13,35 +13,36 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import re
 import site
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
+import norm_swap
 import torch
 import transformers
 import workers
 import zoo
-from tiny_models import tensors
+from tiny_models import norms_of, patch
 from torch import Tensor, nn
 
-from hfpatch.exact.fold import Axis, Centring
+from hfpatch.exact.fold import Centring
 from hfpatch.exact.search import find_centring
-from hfpatch.measure.float64 import Float64
+from hfpatch.measure.float64 import Float64, outputs_in_float64
+from hfpatch.measure.outputs import Outputs, deviations
+from hfpatch.measure.quiet_forward import cast
+from hfpatch.measure.randomness import own_randomness
+from hfpatch.runtime.edits import pattern_of
 from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.norms import RMSNorm
 from hfpatch.sites.norms import describe
 
-HERE = Path(__file__).resolve().parent
 EXACT, AS_WRITTEN = 1e-9, 1e-5
-# collections, tensor by tensor
-INTERNAL = re.compile(r"(^|_|\.)(hidden_states|attentions|past_key_values|cache|mems)\[")
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Result:
 
 
 def examine(model_type: str) -> Result:
-    """Find on one model, carry out on another; see the module's docstring."""
+    """Find on one model, convert another; see the module's docstring."""
     try:
         model, inputs = zoo.tiny(model_type)
         other, fresh = zoo.tiny(model_type, seed=11)
@@ -90,33 +91,28 @@ def examine(model_type: str) -> Result:
     result.parametrized = bool(parametrized.exact)
     if not centring.exact:
         return result
-    other, fresh = in_eager_double(other), doubled(fresh)
-    forms = [form for form in (centring, parametrized) if form.exact]
-    converted = [carried_out(copy.deepcopy(other), form) for form in forms]
+    forms = {"rms": centring, "rms:mode=parametrize": parametrized}
+    swaps: list[dict[str, Any]] = [
+        {"norm": scheme, "only": [name for name in norms if pattern_of(name) in form.exact], "example_inputs": inputs}
+        for scheme, form in forms.items()
+        if form.exact
+    ]
+    other, fresh = in_float64(other), cast(fresh, torch.device("cpu"), torch.float64)
     try:
-        before = run(other, fresh, throughout=True)
-        result.error = max(relative(before, run(one, fresh, throughout=True)) for one in converted)
-        untouched = carried_out(copy.deepcopy(other), Centring(exact=centring.exact))
-        result.control = relative(before, run(untouched, fresh, throughout=True))
-        result.embedded = embedded_error(other, fresh, forms)
-        if runs(other, fresh):
-            before = run(other, fresh)
-            result.as_written = max(relative(before, run(one, fresh)) for one in converted)
+        converted = [patched(other, **swap, init="exact") for swap in swaps]
+        result.error = largest_error(other, converted, fresh)
+        result.control = largest_error(other, [patched(other, **swaps[0], init="copy")], fresh)
+        if (embeddings := with_embeddings(other, fresh)) is not None:
+            result.embedded = largest_error(other, converted, embeddings)
+        with suppress(RuntimeError, TypeError):  # some families don't run in float64
+            as_written(other, fresh)
+            result.as_written = largest_error(other, converted, fresh, as_written)
     except Exception as error:
         result.status = f"failed: {zoo.last_line(error)}"
         return result
     if not (max(result.error, result.embedded or 0.0) <= EXACT and (result.as_written or 0.0) <= AS_WRITTEN):
         result.status = "wrong"
     return result
-
-
-def embedded_error(other: nn.Module, fresh: dict[str, Any], forms: list[Centring]) -> float | None:
-    """Error with random embeddings in place of tokens, of all forms; None where a type takes none."""
-    if (embeddings := with_embeddings(other, fresh)) is None:
-        return None
-    before = run(other, embeddings, throughout=True)
-    converted = [carried_out(copy.deepcopy(other), form) for form in forms]
-    return max(relative(before, run(one, embeddings, throughout=True)) for one in converted)
 
 
 def with_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -136,8 +132,8 @@ def with_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     }
     embedded = {name: value for name, value in inputs.items() if name not in taken} | embeddings
     try:
-        run(model, embedded, throughout=True)
-    except Exception:  # whatever a family says to embeddings in place of its tokens
+        outputs_in_float64(model, embedded)
+    except PatchError:  # whatever a family says to embeddings in place of its tokens
         return None
     return embedded
 
@@ -149,11 +145,12 @@ def layer_norms(model: nn.Module) -> list[str]:
 
 def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
     """Counts and reasons, norm by norm."""
-    result.exact = sum(starred(name) in centring.exact for name in norms)
-    reasons = Counter(centring.approximate[starred(name)] for name in norms if starred(name) in centring.approximate)
+    result.exact = sum(pattern_of(name) in centring.exact for name in norms)
+    approximate = (centring.approximate.get(pattern_of(name)) for name in norms)
+    reasons = Counter(reason for reason in approximate if reason is not None)
     result.reasons = dict(reasons.most_common())
     result.unreached = sum(count for reason, count in reasons.items() if "don't reach it" in reason)
-    result.post_norm = sum(starred(name) in centring.compensated for name in norms)
+    result.post_norm = sum(pattern_of(name) in centring.compensated for name in norms)
     result.runtime = len(centring.outputs)
     if centring.refused:
         result.status = "refused"
@@ -161,123 +158,31 @@ def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
         result.status = "exact" if result.exact + result.unreached == len(norms) else "in part"
 
 
-def starred(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def patched(model: nn.Module, **request: Any) -> nn.Module:
+    """A patched copy. In float64 throughout, or patch_model's own check would ask for more than float32 can give."""
+    with Float64():
+        found = patch(copy.deepcopy(model), **request)
+    assert norms_of(found, RMSNorm) == request["only"]
+    return found
 
 
-# --- carrying out -----------------------------------------------------------------------------------------------------
-
-
-class RootMeanSquare(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain + shift, written out."""
-
-    def __init__(self, old: nn.Module) -> None:
-        super().__init__()
-        facts: Any = describe(old)
-        self.gain = getattr(old, facts.gain) + facts.offset if facts.gain else 1.0
-        self.shift = getattr(old, facts.shift) if facts.shift else 0.0
-        self.weight = getattr(old, facts.gain) if facts.gain else None  # some models look at its dtype
-        self.eps, self.channels_first = facts.eps, facts.channels_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.movedim(1, -1) if self.channels_first else x
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.gain + self.shift
-        return y.movedim(-1, 1) if self.channels_first else y
-
-
-@torch.no_grad()
-def carried_out(model: nn.Module, centring: Centring) -> nn.Module:
-    """The model with all of the centring done to it, in place."""
-    parameters = list(model.named_parameters())
-    for pattern in dict.fromkeys(axis.scale for axis in centring.folds if axis.scale):
-        for name, scale in parameters:
-            if starred(name) == pattern:
-                absorb(name, scale, [axis for axis in centring.folds if axis.scale == pattern], parameters)
-    for axis in centring.folds:
-        for name, parameter in parameters:
-            if starred(name) == axis.pattern:
-                parameter -= parameter.mean(axis.axis, keepdim=True)
-    for name, module in list(model.named_modules()):
-        for pattern, axis in centring.outputs:
-            if starred(name) == pattern:
-                module.register_forward_hook(lambda _, __, y, axis=axis: y - y.mean(axis, keepdim=True))
-        if starred(name) in centring.embeddings:
-            module.register_forward_pre_hook(centre_embeddings, with_kwargs=True)
-    norms = layer_norms(model)  # a pattern may name other modules too, those beside a norm in a Sequential
-    for module in [model.get_submodule(name) for name in norms if starred(name) in centring.exact]:
-        new = RootMeanSquare(module)
-        new._forward_hooks = module._forward_hooks
-        for parent in list(model.modules()):
-            for key, child in parent._modules.items():
-                if child is module:
-                    parent._modules[key] = new
-    return model
-
-
-def centre_embeddings(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    embeddings = kwargs.get("inputs_embeds")
-    centred = {} if embeddings is None else {"inputs_embeds": embeddings - embeddings.mean(-1, keepdim=True)}
-    return args, kwargs | centred
-
-
-def absorb(name: str, scale: Tensor, axes: list[Axis], parameters: list[tuple[str, nn.Parameter]]) -> None:
-    layer = re.findall(r"(?<![^.])\d+(?![^.])", name)
-    for axis in axes:
-        for other, parameter in parameters:
-            same_layer = re.findall(r"(?<![^.])\d+(?![^.])", other)[: len(layer)] == layer
-            if starred(other) == axis.pattern and same_layer:
-                parameter *= scale.view([-1 if place == axis.axis else 1 for place in range(parameter.dim())])
-    scale.fill_(1.0)
-
-
-# --- comparing --------------------------------------------------------------------------------------------------------
-
-
-def in_eager_double(model: nn.Module) -> nn.Module:
+def in_float64(model: nn.Module) -> nn.Module:
     model = model.double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product takes no float64
     return model
 
 
-def doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: doubled(one) for key, one in value.items()}
-    return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
+def as_written(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The outputs of one forward, in whatever the family computes in."""
+    with torch.no_grad(), own_randomness(0):
+        return Outputs.of(model(**copy.deepcopy(inputs))).tensors
 
 
-def run(model: nn.Module, inputs: dict[str, Any], throughout: bool = False) -> dict[str, Tensor]:
-    """All that a forward returns but hidden states, attention maps and caches."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), Float64() if throughout else nullcontext():
-        torch.manual_seed(0)
-        return {name: value for name, value in tensors(model(**copy.deepcopy(inputs))) if not INTERNAL.search(name)}
-
-
-def runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Whether the family runs in float64 at all."""
-    try:
-        run(model, inputs)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-def relative(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """Largest difference relative to each output's largest value; infinite where something else differs."""
-    if before.keys() != after.keys() or not before:
-        return float("inf")
-    return max(_relative(old, after[name]) for name, old in before.items())
-
-
-def _relative(old: Tensor, new: Tensor) -> float:
-    if old.shape != new.shape or not torch.equal(torch.isfinite(old), torch.isfinite(new)):
-        return float("inf")
-    if not old.is_floating_point():
-        return 0.0 if torch.equal(old, new) else float("inf")
-    finite = torch.isfinite(old)
-    return float((old - new)[finite].abs().max() / old[finite].abs().max().clamp_min(1e-30)) if finite.any() else 0.0
+def largest_error(original: nn.Module, models: list[nn.Module], inputs: Any, run: Any = outputs_in_float64) -> float:
+    """Largest difference of an output from the original's, by the output's largest number."""
+    before = run(original, inputs)
+    return max(one.peak_error for model in models for one in deviations(before, run(model, inputs)))
 
 
 # --- all model types --------------------------------------------------------------------------------------------------
@@ -285,36 +190,16 @@ def _relative(old: Tensor, new: Tensor) -> float:
 
 def with_layer_norms() -> list[str]:
     """Types that the sweep of norm swaps found a LayerNorm in."""
-    types = json.loads((HERE / "norm_swap.json").read_text())["types"]
-    return [one["model_type"] for one in types if one["layer_norms"] and one["model_type"] in zoo.model_types()]
+    types = norm_swap.SWEEP.results()
+    return [one.model_type for one in types if one.counted and one.model_type in zoo.model_types()]
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=50, seconds=600)
-
-
-def sweep(model_types: list[str]) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for _, found in SWEEP.examined(model_types):
-        results.append(result := Result(**found))
-        print(f"{result.model_type}: {result.status} {result.error} {result.seconds} s", flush=True)
-    return results
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
-def to_json(results: list[Result]) -> str:
-    head = {"transformers": transformers.__version__, **Counter(kind(result) for result in results)}
-    return json.dumps({**head, "types": [asdict(result) for result in results]}, indent=1) + "\n"
-
-
-def kind(result: Result) -> str:
-    return result.status.partition(":")[0]
+def kinds(results: list[Result]) -> Counter[str]:
+    return Counter(result.status.partition(":")[0] for result in results)
 
 
 def to_markdown(results: list[Result]) -> str:
-    count = Counter(kind(result) for result in results)
+    count = kinds(results)
     errors = [result.error for result in results if result.error is not None]
     as_written = [result.as_written for result in results if result.as_written is not None]
     embedded = [result.embedded for result in results if result.embedded is not None]
@@ -350,5 +235,14 @@ def _cells(result: Result) -> tuple[object, ...]:
     return result.model_type, result.class_name, result.layer_norms, result.exact, *errors, result.status, reasons
 
 
+SWEEP = workers.Sweep(
+    every=with_layer_norms,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=kinds,
+    seconds=600,
+)
 if __name__ == "__main__":
-    SWEEP.run(with_layer_norms, sweep, to_json, to_markdown)
+    SWEEP.main()

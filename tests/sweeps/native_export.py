@@ -8,8 +8,6 @@ Each candidate's outputs are compared with the patched model's (hfpatch/export/e
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import site
 from collections.abc import Iterable, Iterator
@@ -20,38 +18,22 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import transformers
+import workers
 from native_cases import CASES, Case
 
 from hfpatch.export.native import candidates
 from hfpatch.export.runtimes import RUNTIMES, Served
 
-HERE = Path(__file__).parent
-JSON, MARKDOWN = HERE / "native_export.json", HERE / "native_export.md"
+BY_NAME = {case.name: case for case in CASES}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of the cases' names")
-    asked = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    known = {row["case"]: row for row in json.loads(JSON.read_text())["rows"]} if JSON.exists() else {}
-    for case in CASES:
-        if any(part in case.name for part in asked.only):
-            known[case.name] = examine(case)
-            print(case.name, list(known[case.name]["equal"]), flush=True)
-            rows = [known[one.name] for one in CASES if one.name in known]
-            JSON.write_text(json.dumps({"transformers": transformers.__version__, "rows": rows}, indent=1) + "\n")
-            MARKDOWN.write_text(to_markdown(json.loads(JSON.read_text())))
-
-
-def examine(case: Case) -> dict[str, Any]:
+def examine(name: str) -> dict[str, Any]:
     """What one patched model equals, by dtype, and why it equals nothing else."""
+    case = BY_NAME[name]
     equal: dict[str, dict[str, Any]] = {}
     reasons: dict[str, str] = {}
-    for name, dtype in DTYPES.items():
+    for dtype_name, dtype in DTYPES.items():
         if dtype == torch.float64 and not case.double:
             continue
         for found in candidates(case.model(dtype)):
@@ -59,18 +41,16 @@ def examine(case: Case) -> dict[str, Any]:
                 entry = equal.setdefault(
                     found.model_type, {"class": type(found.model).__name__, "longest": found.longest}
                 )
-                entry[name] = float(f"{found.measured.error:.2e}")
+                entry[dtype_name] = float(f"{found.measured.error:.2e}")
             else:
                 reasons.setdefault(found.model_type, found.reason)
+    return row(case, equal, {name: reason for name, reason in reasons.items() if not equal})
+
+
+def row(case: Case, equal: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
     head = case.head.removeprefix("Auto").removeprefix("ModelFor").removeprefix("Model") or "base"
-    return {
-        "case": case.name,
-        "family": case.family,
-        "head": head,
-        "asked": asked_for(case),
-        "equal": equal,
-        "reasons": {name: reason for name, reason in reasons.items() if not equal},
-    }
+    asked = {"case": case.name, "family": case.family, "head": head, "asked": asked_for(case)}
+    return {**asked, "equal": equal, "reasons": reasons}
 
 
 def asked_for(case: Case) -> str:
@@ -78,13 +58,12 @@ def asked_for(case: Case) -> str:
     return asked + "".join(f" ({name}={value})" for name, value in case.options.items())
 
 
-def to_markdown(report: dict[str, Any]) -> str:
+def to_markdown(rows: list[dict[str, Any]]) -> str:
     """The table: one line for each equality."""
-    rows = report["rows"]
     lines = [
         "# What patched models equal",
         "",
-        f"transformers {report['transformers']}; `python tests/sweeps/native_export.py`. Tiny random models; the",
+        f"transformers {transformers.__version__}; `python tests/sweeps/native_export.py`. Tiny random models; the",
         "largest difference of an output by its spread, with and without padding. Classes that compute in float32",
         "whatever their weights are don't get below 1e-7 in float64.",
         "",
@@ -143,9 +122,9 @@ def _mark(served: Served | None) -> str:
     return served.evidence + (f" ({'; '.join(fixed)})" if fixed else "")
 
 
-def compact(report: dict[str, Any]) -> str:
+def compact(rows: list[dict[str, Any]]) -> str:
     """Stock architectures, which families become them by what (without schemes' options), and largest differences."""
-    entries = [(row, name, entry) for row in report["rows"] for name, entry in row["equal"].items()]
+    entries = [(row, name, entry) for row in rows for name, entry in row["equal"].items()]
     targets: dict[str, list[Any]] = {"the family itself": []}
     for row, name, entry in entries:
         targets.setdefault("the family itself" if name == row["family"] else f"`{name}`", []).append((row, entry))
@@ -178,5 +157,12 @@ def why(row: dict[str, Any]) -> str:
     return "; ".join(list(reasons)[:3])
 
 
+SWEEP = workers.Sweep(
+    every=lambda: list(BY_NAME),
+    examine=examine,
+    failed=lambda name, reason: row(BY_NAME[name], {}, {"nothing": reason}),
+    read=dict,
+    to_markdown=to_markdown,
+)
 if __name__ == "__main__":
-    main()
+    SWEEP.main()

@@ -10,10 +10,9 @@ rotation changes the outputs. A refusal is shown with its first words.
 
 from __future__ import annotations
 
-import json
 import site
-import warnings
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from hfpatch.schemes.positions import NoPE, Position
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
 
-REPORT = Path(__file__).resolve().with_suffix(".json")
 CHECKS: dict[str, tuple[Position, dict[str, Any] | None]] = {
     "same": (RoPE(), {}),
     "theta": (RoPE(theta=777.0), {"rope_theta": 777.0}),
@@ -69,52 +67,51 @@ def checked(model_type: str, name: str) -> str:
     return "DIFFERS" if not equal(expected, after) else "unchanged" if equal(before, after) else "yes"
 
 
-def examine(model_type: str) -> dict[str, str]:
-    """Check -> "yes", or what it found; {} for a type that doesn't rotate, "not run" for one that says nothing."""
+@dataclass
+class Result:
+    """The answer to each check of one model type, none where it doesn't rotate; or why it wasn't run."""
+
+    model_type: str
+    not_run: str = ""
+    answers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unusual(self) -> str:
+        """The answers that aren't yes."""
+        return "; ".join(f"{name}: {answer}" for name, answer in self.answers.items() if answer != "yes")
+
+
+def examine(model_type: str) -> Result:
+    result = Result(model_type)
     try:
         model, given = tiny(model_type)
         if not find_rotations(model):
-            return {}
+            return result
         run(model, given)
     except Unbuildable as error:
-        return {"not run": error.reason}
+        result.not_run = error.reason
+        return result
     except Exception as error:
-        return {"not run": last_line(error)}
-    row = {}
+        result.not_run = last_line(error)
+        return result
     for name in CHECKS:
         try:
-            row[name] = checked(model_type, name)
+            result.answers[name] = checked(model_type, name)
         except Exception as error:
-            row[name] = f"ERROR: {last_line(error)}"
-    return row
+            result.answers[name] = f"ERROR: {last_line(error)}"
+    return result
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, lambda model_type, reason: {"not run": reason}, batch=50, seconds=300)
-
-
-def sweep(types: list[str]) -> dict[str, dict[str, str]]:
-    """What was found in each type that may rotate by itself, in processes of their own."""
-    rows = {}
-    for model_type, row in SWEEP.examined(types):
-        if row:
-            rows[model_type] = row
-            print(model_type, row if set(row.values()) != {"yes"} else "yes", flush=True)
-    return rows
-
-
-def totals(rows: dict[str, dict[str, str]]) -> dict[str, Any]:
+def totals(results: list[Result]) -> dict[str, Any]:
     """How many types rotate by themselves, and for each check how many types gave each answer."""
-    ran = [row for row in rows.values() if "same" in row]
-    return {"rotating": len(ran)} | {name: dict(Counter(row[name].partition(":")[0] for row in ran)) for name in CHECKS}
+    answers = [result.answers for result in results if result.answers]
+    counts = {name: dict(Counter(one[name].partition(":")[0] for one in answers)) for name in CHECKS}
+    return {"rotating": len(answers), **counts}
 
 
-def to_json(rows: dict[str, dict[str, str]]) -> str:
-    return json.dumps({"transformers": transformers.__version__} | totals(rows) | {"types": rows}, indent=1) + "\n"
-
-
-def to_markdown(rows: dict[str, dict[str, str]]) -> str:
+def to_markdown(results: list[Result]) -> str:
     """The totals, every type with what isn't "yes", and those that weren't run."""
-    counts = totals(rows)
+    counts, ran = totals(results), [result for result in results if result.answers]
     lines = ["# RoPE's settings in every model type that rotates by itself", ""]
     lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
     lines += [f"transformers {transformers.__version__}: {counts['rotating']} model types.", ""]
@@ -122,16 +119,20 @@ def to_markdown(rows: dict[str, dict[str, str]]) -> str:
         name: ", ".join(f"{n} {answer}" for answer, n in counts[name].items() if answer != "yes") for name in CHECKS
     }
     lines += workers.table("check | >yes | else", ((name, counts[name].get("yes", 0), rest[name]) for name in CHECKS))
-    ran = {model_type: row for model_type, row in rows.items() if "same" in row}
-    odd = {one: "; ".join(f"{k}: {v}" for k, v in row.items() if v != "yes") for one, row in ran.items()}
-    shown = ((model_type, text.replace("|", "/")) for model_type, text in odd.items() if text)
+    shown = ((one.model_type, one.unusual.replace("|", "/")) for one in ran if one.unusual)
     lines += ["", *workers.table("model type | what isn't yes", shown)]
-    lines += ["", f"All yes: {', '.join(model_type for model_type, text in odd.items() if not text)}."]
-    silent = {model_type: row["not run"] for model_type, row in rows.items() if "not run" in row}
-    lines += ["", "Not run: " + "; ".join(f"{model_type} ({reason})" for model_type, reason in silent.items())]
+    lines += ["", f"All yes: {', '.join(one.model_type for one in ran if not one.unusual)}."]
+    lines += ["", "Not run: " + "; ".join(f"{one.model_type} ({one.not_run})" for one in results if one.not_run)]
     return "\n".join(lines) + "\n"
 
 
+SWEEP = workers.Sweep(
+    every=model_types,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=totals,
+)
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    SWEEP.run(model_types, sweep, to_json, to_markdown)
+    SWEEP.main()

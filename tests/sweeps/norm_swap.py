@@ -12,13 +12,12 @@ gain * (x - mean) / sqrt(var + eps) + shift per channel. hfpatch then has to con
 from __future__ import annotations
 
 import copy
-import json
 import math
 import site
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,12 @@ from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
+from hfpatch.measure.hooks import Call, hooked
+from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError
 
-HERE = Path(__file__).resolve().parent
 LENGTH_IS_PREDICTED = {"vits"}  # the model decides how long its waveform is
 UNREACHED = "the forward reaches none of them"
 FIT, FORMULA = 1e-4, 1e-5  # relative errors: of a LayerNorm's fit, and of a new module against the formula
@@ -260,28 +260,17 @@ def examine(model_type: str) -> Result:
 def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Seen]]:
     """The output of one forward, and what each leaf module was given and returned on its first call."""
     seen: dict[str, Seen] = {}
+    given: dict[str, tuple[Any, ...]] = {}
 
-    def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            if name not in seen:
-                given = (*args, *kwargs.values())
-                seen[name] = Seen(tuple(x.clone() if isinstance(x, Tensor) else x for x in given), _cloned(output))
+    def before(name: str, call: Call) -> None:
+        given[name] = tuple(map(_cloned, (*call.args, *call.kwargs.values())))
 
-        return hook
+    def after(name: str, output: Any) -> None:
+        seen.setdefault(name, Seen(given[name], _cloned(output)))
 
-    hooks = [
-        module.register_forward_hook(watch(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name and not module._modules
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            output = model(**copy.deepcopy(inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return output, seen
+    leaves = {name: module for name, module in model.named_modules() if name and not module._modules}
+    with hooked(leaves, before, after), torch.no_grad(), own_randomness(0):
+        return model(**copy.deepcopy(inputs)), seen
 
 
 def _cloned(output: Any) -> Any:
@@ -373,36 +362,15 @@ def _zero_mean(fit: LayerNormFit, seen: Seen) -> bool:
 # --- all model types --------------------------------------------------------------------------------------------------
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=100, seconds=120)
-
-
-def sweep(model_types: list[str]) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for _, found in SWEEP.examined(model_types):
-        results.append(result := Result(**found))
-        if result.status not in ("ok", "no LayerNorm"):
-            print(f"{result.model_type}: {result.status}", flush=True)
-    return results
-
-
-# --- report -----------------------------------------------------------------------------------------------------------
-
-
-def totals(results: list[Result]) -> tuple[int, int, int]:
-    """N types converted without fault, M types with a LayerNorm, and the number of missed modules."""
+def totals(results: list[Result]) -> dict[str, int]:
+    """Types converted without fault, types with a LayerNorm, and the number of missed modules."""
     counted = [result for result in results if result.counted]
-    return sum(r.status == "ok" for r in counted), len(counted), sum(len(r.missed) for r in counted)
-
-
-def to_json(results: list[Result]) -> str:
-    good, counted, missed = totals(results)
-    head = {"transformers": transformers.__version__, "converted": good, "of": counted, "missed": missed}
-    return json.dumps({**head, "types": [asdict(result) for result in results]}, indent=1) + "\n"
+    converted, missed = sum(one.status == "ok" for one in counted), sum(len(one.missed) for one in counted)
+    return {"converted": converted, "of": len(counted), "missed": missed}
 
 
 def to_markdown(results: list[Result]) -> str:
-    good, counted, missed = totals(results)
+    good, counted, missed = totals(results).values()
     not_run = [result for result in results if result.status.startswith("not ")]
     without = [result.model_type for result in results if result.status == "no LayerNorm"]
     unreached = [result for result in results if UNREACHED in result.note]
@@ -438,5 +406,15 @@ def _cells(result: Result) -> tuple[object, ...]:
     return result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
 
 
+SWEEP = workers.Sweep(
+    every=zoo.model_types,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=totals,
+    batch=100,
+    seconds=120,
+)
 if __name__ == "__main__":
-    SWEEP.run(zoo.model_types, sweep, to_json, to_markdown)
+    SWEEP.main()

@@ -13,9 +13,8 @@ reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and 
 
 from __future__ import annotations
 
-import json
 import site
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from hfpatch.sites.records.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent
-ROWS = HERE / "positions.json"
 # Classes of transformers 5.23 that own a table of absolute positions, from a first look at every model type: none that
 # rotates already, that only counts positions relatively, or that makes positions for other modules to add.
 OWNERS = (HERE / "positions_owners.txt").read_text().split()
@@ -82,13 +80,8 @@ class Result:
     seen: list[Seen] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Result:
-        return cls(**{**held, "seen": [Seen(**one) for one in held["seen"]]})
-
-    def to_json(self) -> dict[str, Any]:
-        """Without what it doesn't say."""
-        seen = [{k: v for k, v in asdict(one).items() if v is not None and v is not True} for one in self.seen]
-        return {"model_type": self.model_type, "status": self.status, "seen": seen}
+    def from_json(cls, row: dict[str, Any]) -> Result:
+        return cls(**{**row, "seen": [Seen(**one) for one in row.get("seen", [])]})
 
 
 # --- one model type ---------------------------------------------------------------------------------------------------
@@ -182,20 +175,6 @@ def every_type() -> list[str]:
     return [*zoo.model_types(), *sorted(proof.PARTS), *sorted(proof.VARIANTS)]
 
 
-SWEEP = workers.Sweep(__file__, __doc__, examine, Result, batch=40, seconds=180)
-
-
-def sweep(model_types: list[str]) -> list[Result]:
-    """Examine the types in processes of their own, each with a limit on time and memory."""
-    results: list[Result] = []
-    for model_type, found in SWEEP.examined(model_types):
-        results.append(result := Result.from_json(found))
-        wrong = [seen for seen in result.seen if seen.wrong]
-        if wrong or result.status.startswith("killed"):
-            print(f"{model_type}: {result.status} {wrong}", flush=True)
-    return results
-
-
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +219,7 @@ def rows(results: list[Result]) -> list[Row]:
 def totals(results: list[Result]) -> dict[str, int]:
     """How many of the listed classes are supported, refused, wrong and open; how many are supported beyond the list."""
     by_owner = {row.owner: row.status for row in rows(results)}
-    count = {"supported": 0, "refused": 0, "wrong": 0, "open": 0}
+    count = {"of": len(OWNERS), "supported": 0, "refused": 0, "wrong": 0, "open": 0}
     parts = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
     for owner in OWNERS:
         statuses = [by_owner[part].partition(":")[0] for part in PARTS.get(owner, (owner,))]
@@ -249,12 +228,6 @@ def totals(results: list[Result]) -> dict[str, int]:
     count["beyond"] = sum(status == "supported" for owner, status in by_owner.items() if owner not in parts)
     count["wrong anywhere"] = sum(status.startswith("wrong") for status in by_owner.values())
     return count
-
-
-def to_json(results: list[Result]) -> str:
-    head = {"transformers": transformers.__version__, "of": len(OWNERS), **totals(results)}
-    lines = ",\n  ".join(json.dumps(result.to_json()) for result in results)
-    return json.dumps(head)[:-1] + f', "types": [\n  {lines}\n]}}\n'
 
 
 def to_markdown(results: list[Result]) -> str:
@@ -292,5 +265,15 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0e}" if value < 0.1 else f"{value:.1f}"
 
 
+SWEEP = workers.Sweep(
+    every=every_type,
+    examine=examine,
+    failed=Result,
+    read=Result.from_json,
+    to_markdown=to_markdown,
+    totals=totals,
+    batch=40,
+    seconds=180,
+)
 if __name__ == "__main__":
-    SWEEP.run(every_type, sweep, to_json, to_markdown)
+    SWEEP.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import native_rope
@@ -15,28 +14,23 @@ from sampled import sampled
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 FIXED = ["llama", "phi", "gpt_neox"]
 SAMPLE = 3
-REPORT = json.loads(native_rope.REPORT.read_text())
+VERSION = native_rope.SWEEP.report()["transformers"]
+ANSWERS = {result.model_type: result.answers for result in native_rope.SWEEP.results() if result.answers}
 
 
 def _sample() -> list[str]:
-    types = [one for one, row in REPORT["types"].items() if "same" in row and one in zoo.model_types()]
-    return sampled(types, SAMPLE)
+    return sampled([one for one in ANSWERS if one in zoo.model_types()], SAMPLE)
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
 def test_type_is_as_reported(model_type: str) -> None:
-    if transformers.__version__ != REPORT["transformers"]:
+    if transformers.__version__ != VERSION:
         pytest.skip("the report is of another transformers")
     kinds = lambda row: {name: answer.partition(":")[0] for name, answer in row.items()}  # noqa: E731
-    found = kinds(native_rope.examine(model_type))
+    found = kinds(native_rope.examine(model_type).answers)
     assert found["same"] == "yes"
     assert "DIFFERS" not in found.values()
-    assert found == kinds(REPORT["types"][model_type])
-
-
-def test_the_report_is_of_its_rows() -> None:
-    counted = native_rope.totals(REPORT["types"])
-    assert {name: REPORT[name] for name in counted} == counted
+    assert found == kinds(ANSWERS[model_type])
 
 
 def test_a_wrong_angle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import norm_swap
@@ -16,14 +15,14 @@ from torch import nn
 
 FIXED = ["albert", "bloom", "cohere", "convnext", "deberta", "mpt", "nemotron", "olmo"]
 FIXED += ["moonshine_streaming", "squeezebert"]  # a norm without a name, (B, C, T) norms
-REPORT = json.loads((norm_swap.HERE / "norm_swap.json").read_text())
-GOOD = {one["model_type"] for one in REPORT["types"] if one["status"] == "ok"} & set(zoo.model_types())
+VERSION = norm_swap.SWEEP.report()["transformers"]
+GOOD = {one.model_type for one in norm_swap.SWEEP.results() if one.status == "ok"} & set(zoo.model_types())
 
 
 @pytest.mark.parametrize("model_type", [*FIXED, *sampled(sorted(GOOD - set(FIXED)), 8)])
 def test_type_converts(model_type: str) -> None:
     result = norm_swap.examine(model_type)
-    if result.status.startswith("not run") and transformers.__version__ != REPORT["transformers"]:
+    if result.status.startswith("not run") and transformers.__version__ != VERSION:
         pytest.skip(f"the report is of another transformers; here {model_type} is {result.status}")
     assert result.status == "ok", result
     assert result.converted > 0
@@ -33,8 +32,8 @@ def test_type_converts(model_type: str) -> None:
 
 @pytest.mark.sweep
 def test_all_types_convert() -> None:
-    results = norm_swap.sweep(zoo.model_types())
-    good, counted, missed = norm_swap.totals(results)
+    results = norm_swap.SWEEP.sweep(zoo.model_types())
+    good, counted, missed = norm_swap.totals(results).values()
     assert missed == 0, [(result.model_type, result.missed) for result in results if result.missed]
     assert good >= 0.95 * counted, [(r.model_type, r.status) for r in results if r.counted and r.status != "ok"]
 

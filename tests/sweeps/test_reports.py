@@ -1,0 +1,37 @@
+"""The reports of the sweeps are of everything, and pages and totals are made of their rows."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import backends
+import exact
+import native_export
+import native_rope
+import norm_swap
+import positions
+import pytest
+import transformers
+from native_cases import CASES
+
+SWEEPS = (backends, exact, native_export, native_rope, norm_swap, positions)
+
+
+@pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
+def test_a_report_is_made_of_its_rows(script: ModuleType) -> None:
+    sweep = script.SWEEP
+    if transformers.__version__ != sweep.report()["transformers"]:
+        pytest.skip("the report is of another transformers")
+    assert json.loads(sweep.to_json(sweep.results())) == sweep.report()
+    assert sweep.to_markdown(sweep.results()) == sweep.script.with_suffix(".md").read_text()
+
+
+def test_reports_are_of_everything() -> None:
+    assert [row["family"] for row in backends.SWEEP.results()] == backends.FAMILIES
+    assert {tuple(row) for row in backends.SWEEP.results()} == {("family", "unpatched", *backends.SCHEMES)}
+    equal = {row["case"]: tuple(row["equal"]) for row in native_export.SWEEP.results()}
+    assert equal == {case.name: case.equal for case in CASES}
+    assert list(equal) == native_export.SWEEP.every()
+    if transformers.__version__ == positions.SWEEP.report()["transformers"]:
+        assert [result.model_type for result in positions.SWEEP.results()] == positions.every_type()
