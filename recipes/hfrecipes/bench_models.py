@@ -33,18 +33,11 @@ TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model, made from its config alone.
+    """A kind of model, made from its config alone; layers and width are those of the published one."""
 
-    Attributes:
-        kind: transformers' model type.
-        head: the rest of the name of transformers' AutoModel class.
-        widths: further settings of the config, as multiples of the width.
-        layers, width: of the published model.
-    """
-
-    kind: str
-    head: str
-    widths: dict[str, float] = field(default_factory=dict)
+    kind: str  # transformers' model type
+    head: str  # the rest of the name of transformers' AutoModel class
+    widths: dict[str, float] = field(default_factory=dict)  # further settings of the config, as multiples of the width
     layers: int = 12
     width: int = 768
 

@@ -20,13 +20,12 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 from .corpus import Document, RecipeError, train_tokenizer
 from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
-from .options import COUNT, RATE, at_least, multiple_of, option
-from .settings import CONTROL
-from .tasks import Batch, Figures, Task, load, load_whole, place_of
+from .settings import CONTROL, COUNT, RATE, at_least, multiple_of, option
+from .tasks import Batch, Figures, LabelTask, load, longest_input, place_of
 
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number
 Table = torch.Tensor | np.ndarray  # (N, labels)
@@ -51,7 +50,7 @@ class ClassificationConfig(DataConfig):
     batch_size: int = option(64, "texts in a batch, over all processes", COUNT)
 
 
-class Classification(Task):
+class Classification(LabelTask):
     """Labels of a text: the likeliest one, or all whose probability reaches a threshold.
 
     The threshold is the one that gives the development texts the best micro F1; test texts play no part in it.
@@ -59,20 +58,13 @@ class Classification(Task):
 
     name = "classify"
     Config = ClassificationConfig
-    higher_is_better = True
+    auto = AutoModelForSequenceClassification
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
-        texts, given = read_labelled(config), load(AutoConfig, config.model) if config.model else None
+        texts = read_labelled(config)
         self.multi, self.main = texts.multi, "micro_f1" if texts.multi else "accuracy"
-        known = getattr(given, "label2id", None) or {}
-        self.keep_head = set(known) == set(texts.labels)
-        self.labels = sorted(known, key=lambda name: known[name]) if self.keep_head else texts.labels
-        self.head = {
-            "id2label": dict(enumerate(self.labels)),
-            "label2id": {label: i for i, label in enumerate(self.labels)},
-            "problem_type": f"{'multi' if self.multi else 'single'}_label_classification",
-        }
+        given = self.choose_labels(texts.labels, texts.multi)
         if given is None:
             with accelerator.main_process_first():
                 documents = [Document("", item.text) for item in texts.splits["train"]]
@@ -82,7 +74,7 @@ class Classification(Task):
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad = DataCollatorWithPadding(self.tokenizer)
-        self.max_length = longest(config, given, self.tokenizer)
+        self.max_length = longest(config, self.tokenizer)
         self.train_texts, self.dev, self.heldout = (self.encode(texts.splits[name]) for name in SPLITS)
         self.prior = torch.tensor(binary(texts.splits["train"], self.labels).mean(0), dtype=torch.float)
         self.curve = self.dev[:: math.ceil(len(self.dev) / config.curve_texts)]  # of all lengths
@@ -112,10 +104,7 @@ class Classification(Task):
 
     # -- the model
 
-    def baseline(self) -> transformers.PreTrainedModel:
-        return self.load(self.config.model) if self.config.model else self.encoder()
-
-    def encoder(self) -> transformers.PreTrainedModel:
+    def small_model(self) -> transformers.PreTrainedModel:
         """MegatronBERT: BERT with its norms before the branches, where an RMSNorm can replace a LayerNorm exactly."""
         c = self.config
         bert = transformers.MegatronBertConfig(
@@ -145,19 +134,12 @@ class Classification(Task):
             head.bias.data.copy_(share.logit() if self.multi else share.log())
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        auto = AutoModelForSequenceClassification
-        if source != self.config.model:
-            return load_whole(auto, source)
-        options = {"ignore_mismatched_sizes": True, "output_loading_info": True, **self.head}
-        model, found = load(auto, source, dtype=torch.float32, **options)
-        model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.keep_head = self.keep_head and not (found["missing_keys"] or found["mismatched_keys"])
-        if not self.keep_head:
-            self.begin_head(model)
+        model = super().load(source)
+        if source == self.config.model:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+            if not self.keep_head:
+                self.begin_head(model)
         return model
-
-    def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""
@@ -179,19 +161,11 @@ class Classification(Task):
         """Tokens padded to the longest text of the batch."""
         return dict(self.pad(items))
 
-    def inputs(self, batch: Batch) -> Batch:
-        return {name: value for name, value in batch.items() if name != "labels"}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy in nats: of the label, or of every label's yes or no."""
-        terms = self.nats(model(**self.inputs(batch)).logits, batch["labels"])
-        return terms.sum(1), torch.full_like(terms[:, 0], terms.shape[1])
-
     def nats(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(B, labels), or (B, 1) where each text has one."""
+        """Of the label, (B, 1), or of every label's yes or no, (B, labels)."""
         if self.multi:
             return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-        return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
+        return super().nats(logits, labels)
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
         """Loss; micro and macro F1 at the development texts' threshold, and that threshold; or, of single labels,
@@ -200,7 +174,7 @@ class Classification(Task):
         Of development texts, as in the curves, the threshold is chosen on the texts themselves.
         """
         logits, labels = self.answers(model, loader, gather)
-        loss = float(self.nats(logits, labels).double().mean())
+        loss = self.nats(logits, labels).double().mean().item()
         if not self.multi:
             return {"loss": loss, **scores(logits, F.one_hot(labels, len(self.labels)))}
         of_test = loader.dataset is self.heldout
@@ -208,25 +182,16 @@ class Classification(Task):
         threshold = best_threshold(chosen_on[0].sigmoid(), chosen_on[1])
         return {"loss": loss, **scores(logits.sigmoid(), labels, threshold), "threshold": threshold}
 
-    def answers(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (N, labels) and labels of all texts of a loader."""
-        seen = [gather((model(**self.inputs(batch)).logits.float(), batch["labels"])) for batch in loader]
-        logits, labels = zip(*seen, strict=True)
-        return torch.cat(logits).cpu(), torch.cat(labels).cpu()
-
     def dev_loader(self) -> DataLoader:
         loader = DataLoader(self.dev, self.config.batch_size, collate_fn=self.collate, generator=torch.Generator())
         return prepare_data_loader(loader, self.accelerator.device, split_batches=True, put_on_device=True)
 
 
-def longest(config: Any, given: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+def longest(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int:
     """Tokens of a text at most: --max_length, or else what the model takes."""
-    if given is None:
+    if config.model is None:
         return config.max_length or 128
-    positions = getattr(given.get_text_config(), "max_position_embeddings", None) or 512
-    most = min(positions, tokenizer.model_max_length)
+    most = min(longest_input(load(AutoModel, config.model)) or 512, tokenizer.model_max_length)
     if config.max_length is not None and config.max_length > most:
         raise RecipeError(f"--max_length {config.max_length} is beyond the {most} tokens that {config.model} takes")
     return config.max_length or most

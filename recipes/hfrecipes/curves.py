@@ -28,22 +28,15 @@ Curve = pd.DataFrame  # a row for each step, a column for each seed
 
 @dataclass
 class Panel:
-    """Curves that are drawn together.
-
-    Attributes:
-        figure: what they show; lines: by name.
-        control: what they are compared with, if there is something, and what it is called.
-        before: the figure before the patch, drawn as a line across.
-        margin: a difference from the control within it counts as none.
-    """
+    """Curves that are drawn together."""
 
     title: str
-    figure: str
+    figure: str  # what they show
     lines: dict[str, Curve]
-    control: Curve | None = None
+    control: Curve | None = None  # what they are compared with, if there is something
     control_name: str = "control"
-    before: float | None = None
-    margin: float = 0.0
+    before: float | None = None  # the figure before the patch, drawn as a line across
+    margin: float = 0.0  # a difference from the control within it counts as none
 
 
 def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:

@@ -6,12 +6,13 @@ on the same side.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sklearn.feature_extraction.text import CountVectorizer
+
 from .corpus import HELD_OUT, Document, RecipeError, fingerprint, place, read_shakespeare
-from .options import option
+from .settings import option
 from .texts import PLAYS, Rows, read_tables, require_columns
 
 SPLITS = ("train", "dev", "test")
@@ -79,19 +80,13 @@ class LabelledData:
         for name in ("dev", "test"):
             items = self.splits[name]
             found[f"{name} texts that are also training texts"] = sum(item.text in train for item in items)
-            found[f"{name} texts with labels that no training text has"] = sum(
-                not learnt.issuperset(item.labels) for item in items
-            )
+            unlearnt = sum(not learnt.issuperset(item.labels) for item in items)
+            found[f"{name} texts with labels that no training text has"] = unlearnt
         return found
 
 
 def read_labelled(config: DataConfig) -> LabelledData:
-    """The data that the settings ask for, checked and split.
-
-    Raises:
-        RecipeError: a file that is missing, empty or unreadable, a column that isn't there, a row without a label,
-            labels that are all equal, or too few texts.
-    """
+    """The data that the settings ask for, checked and split."""
     if config.data is None:
         data = LabelledData(f"{HIDDEN_WORDS} words hidden in the {PLAYS}", hide_words(read_shakespeare()))
     else:
@@ -116,12 +111,9 @@ def hide_words(documents: list[Document]) -> dict[str, list[Labelled]]:
     among the stop words. A passage is a run of lines without a blank one; one with more words hidden than MOST_HIDDEN,
     or none, isn't taken, nor a text that was there before. A passage's document decides its split.
     """
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-
-    train = [document.text.lower() for document in documents if split_of(document.name) == "train"]
-    counts = Counter(word for text in train for word in re.findall(r"\b[a-z]{4,}\b", text))
-    by_count = sorted(counts, key=lambda word: (-counts[word], word))
-    words = [word for word in by_count if word not in ENGLISH_STOP_WORDS][:HIDDEN_WORDS]
+    train = [document.text for document in documents if split_of(document.name) == "train"]
+    common = CountVectorizer(token_pattern=r"\b[a-z]{4,}\b", stop_words="english", max_features=HIDDEN_WORDS)
+    words = common.fit(train).get_feature_names_out()
     pattern = re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)
     splits: dict[str, list[Labelled]] = {name: [] for name in SPLITS}
     seen = set()

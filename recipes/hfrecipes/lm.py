@@ -13,25 +13,10 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-)
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
-from .corpus import (
-    Causal,
-    HeldOutBlocks,
-    Masked,
-    RecipeError,
-    encode,
-    fingerprint,
-    split_documents,
-    train_tokenizer,
-)
-from .options import COUNT, at_least, multiple_of, option
+from .corpus import HeldOutBlocks, Objective, RecipeError, encode, fingerprint, split_documents, train_tokenizer
+from .settings import COUNT, at_least, multiple_of, option
 from .tasks import Batch, Figures, Task, load, load_whole
 from .texts import TextConfig, read_texts
 
@@ -65,8 +50,7 @@ class LanguageModelling(Task):
         else:
             self.tokenizer = load(AutoTokenizer, c.model)
         self.masked = c.model is not None and is_masked(load(AutoConfig, c.model))
-        self.auto = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
-        self.block = Masked(self.tokenizer, c.block_size) if self.masked else Causal(c.block_size)
+        self.block = self.objective(c.block_size)
         self.train_tokens, _ = encode(train, self.tokenizer)
         heldout_tokens, sizes = encode(heldout, self.tokenizer)
         for name, tokens in {"training": self.train_tokens, "held-out": heldout_tokens}.items():
@@ -86,6 +70,9 @@ class LanguageModelling(Task):
             "vocab_size": len(self.tokenizer),
             "objective": "masked" if self.masked else "causal",
         }
+
+    def objective(self, block_size: int) -> Objective:
+        return Objective(block_size, self.tokenizer if self.masked else None)
 
     def baseline(self) -> transformers.PreTrainedModel:
         c = self.config
@@ -116,20 +103,14 @@ class LanguageModelling(Task):
         return transformers.GPT2LMHeadModel(gpt2)
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        return load_whole(self.auto, source)
-
-    def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+        auto = transformers.AutoModelForMaskedLM if self.masked else transformers.AutoModelForCausalLM
+        return load_whole(auto, source)
 
     def item(self, seed: int, number: int) -> Batch:
         """A block at a random place of the stream."""
         random = np.random.default_rng((seed, number))
         start = random.integers(len(self.train_tokens) - self.block.content + 1)
-        tokens = torch.from_numpy(self.train_tokens[start : start + self.block.content]).long()
-        return self.block(tokens, seed=int(random.integers(2**31)))
-
-    def inputs(self, batch: Batch) -> Batch:
-        return {"input_ids": batch["input_ids"]}
+        return self.block(self.train_tokens[start : start + self.block.content], seed=int(random.integers(2**31)))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""

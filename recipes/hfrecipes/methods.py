@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .corpus import RecipeError
-from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
+from .settings import NOT_NEGATIVE, POSITIVE, SHARE, option
 from .tasks import Batch, Figures, Task
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
@@ -141,11 +141,6 @@ class MethodConfig:
     lora_alpha: float = option(16.0, "LoRA: adapters are scaled by it over the rank", POSITIVE)
 
     def check(self) -> None:
-        """Refuse what can't work before anything is read.
-
-        Raises:
-            RecipeError: says which setting.
-        """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
 
@@ -164,26 +159,18 @@ def agreement(
     """
     totals: dict[str, Tensor] = {}
     for batch in loader:
-        for name, pair in _compare(teacher, model, task, batch).items():
-            sums_and_counts = torch.stack([seen.double().sum().cpu() for seen in gather(pair)])
-            totals[name] = totals.get(name, 0) + sums_and_counts
-    return {name: (total / count).item() for name, (total, count) in totals.items()}
-
-
-def _compare(teacher: nn.Module, model: nn.Module, task: Task, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each figure as in `per_item`."""
-    inputs = task.inputs(batch)
-    if states := getattr(task, "states", None):
-        theirs, ours = (states(m, batch).float() for m in (teacher, model))
-        found = {"cosine": F.cosine_similarity(ours, theirs, dim=-1)}
-    else:
-        theirs, ours = (m(**inputs).logits for m in (teacher, model))
-        if takes_several(teacher):
-            same = ((theirs > 0) == (ours > 0)).float().mean(-1)
+        inputs, several = task.inputs(batch), takes_several(teacher)
+        if states := getattr(task, "states", None):
+            theirs, ours = (states(m, batch).float() for m in (teacher, model))
+            found = {"cosine": F.cosine_similarity(ours, theirs, dim=-1)}
         else:
-            same = (theirs.argmax(-1) == ours.argmax(-1)).float()
-        found = {"divergence": divergence(ours, theirs, takes_several(teacher)), "same_answer": same}
-    return {name: per_item(terms, inputs.get("attention_mask")) for name, terms in found.items()}
+            theirs, ours = (m(**inputs).logits for m in (teacher, model))
+            same = ((theirs > 0) == (ours > 0)).float().mean(-1) if several else theirs.argmax(-1) == ours.argmax(-1)
+            found = {"divergence": divergence(ours, theirs, several), "same_answer": same.float()}
+        for name, terms in found.items():
+            pair = gather(per_item(terms, inputs.get("attention_mask")))
+            totals[name] = totals.get(name, 0) + torch.stack([seen.double().sum().cpu() for seen in pair])
+    return {name: (total / count).item() for name, (total, count) in totals.items()}
 
 
 def divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
