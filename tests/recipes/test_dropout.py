@@ -40,7 +40,7 @@ def rates(monkeypatch):
 def given(text, tmp_path_factory):
     """A GPT-2 of rate 0.1, with its tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
-    data.train_tokenizer(data.read_text_files([str(text)]), 300, folder)
+    data.train_tokenizer([data.Document("", text.read_text())], 300, folder)
     sizes = {"vocab_size": 300, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return str(folder)

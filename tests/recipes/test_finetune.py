@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from hfrecipes import command, lm, options, settings
+from hfrecipes import command, lm, settings, texts
 from hfrecipes import corpus as data
 from hfrecipes import training as run
 from run_files import ROOT, at_step, figures, read_results, tiny
@@ -48,7 +48,7 @@ class TestFigures:
 
     def test_saved_models_have_the_reported_figures(self, finished, text):
         tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
-        tokens, _ = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
+        tokens, _ = data.encode(data.split_documents(texts.read_texts(texts.TextConfig([str(text)]))[1])[1], tokenizer)
         starts = np.linspace(0, len(tokens) - 16, 20).astype(int)
         ids = torch.stack([torch.from_numpy(tokens[start : start + 16]) for start in starts]).long()
         # Decoding is an independent way to the bytes; a character cut by a block's edge decodes to U+FFFD, 3 bytes.
@@ -114,7 +114,8 @@ class TestStopping:
     def test_second_ctrl_c_interrupts_at_once(self, monkeypatch):
         now = iter([0.0, 1.0, 3.0])
         monkeypatch.setattr(command.time, "monotonic", lambda: next(now))
-        with command.stop_requests() as requests:
+        requests = []
+        with command.stop_requests(requests):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)  # a launcher passing the same one on
             assert requests == [0.0, 1.0]
@@ -244,12 +245,12 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("choices", "taken", "refused"),
         [
-            (options.COUNT, [1, 9], [0, math.inf]),
-            (options.NOT_NEGATIVE, [0], [-1e-9, math.nan]),
-            (options.POSITIVE, [1e-9], [0, math.inf, math.nan]),
-            (options.SHARE, [1e-9, 1], [0, 1.1]),
-            (options.RATE, [0, 0.9], [1, -0.1]),
-            (options.multiple_of(32), [32, 64], [0, 33, -32]),
+            (settings.COUNT, [1, 9], [0, math.inf]),
+            (settings.NOT_NEGATIVE, [0], [-1e-9, math.nan]),
+            (settings.POSITIVE, [1e-9], [0, math.inf, math.nan]),
+            (settings.SHARE, [1e-9, 1], [0, 1.1]),
+            (settings.RATE, [0, 0.9], [1, -0.1]),
+            (settings.multiple_of(32), [32, 64], [0, 33, -32]),
         ],
     )
     def test_ranges(self, choices, taken, refused):

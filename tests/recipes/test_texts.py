@@ -86,12 +86,6 @@ class TestFiles:
         assert told in str(error.value)
         assert "\n" not in str(error.value)
 
-    def test_refused_sources(self):
-        with pytest.raises(RecipeError, match=r"--text and --dataset"):
-            read(text=["a.txt"], dataset="org/name")
-        with pytest.raises(RecipeError, match=r"org/name"):  # there is no network, and no such dataset
-            read(dataset="org/name-that-nobody-has")
-
 
 class TestSplit:
     def test_is_by_name_whatever_the_order(self):
@@ -131,7 +125,7 @@ class TestTokens:
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
 
     def test_held_out_blocks_do_not_overlap(self):
-        blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Causal(8), count=99)
+        blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Objective(8), count=99)
         seen = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])
         assert len(blocks) == 12
         assert len(seen.unique()) == len(seen)
