@@ -62,21 +62,6 @@ class TestRun:
                 parts = zip(one["inside_seconds"][one["subject"]], one["seconds"], strict=True)
                 assert all(0 < part < whole for part, whole in parts)
 
-    def test_ctrl_c_and_the_end_of_time_report_what_was_measured(self, tmp_path, monkeypatch):
-        assert (
-            "* norm, 64 float32, forward, eager: out of time" in run(tmp_path, "--parts", "micro", "--minutes", "0")[1]
-        )
-
-        def interrupted(config, device):
-            first, (name, work, _), *_ = bench_micro.micro_cases(config, device)
-            yield first
-            yield name, work, lambda mode: (_ for _ in ()).throw(KeyboardInterrupt)
-
-        monkeypatch.setitem(benchmark.PARTS, "micro", (interrupted, timing.MODES))
-        assert benchmark.main([*QUICK, "--parts", "micro", "--output_dir", str(tmp_path)]) == 130
-        assert "LayerNorm" in (tmp_path / "results.md").read_text()
-        assert len(json.loads((tmp_path / "results.json").read_text())["races"]) == 1
-
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_clocks_count_from_the_gradient_of_what_a_module_returns_to_that_of_what_it_is_given(monkeypatch):
@@ -150,14 +135,6 @@ class TestRace:
         past = timed("compiled", past=True)
         assert "isn't called" in past["failed"]
         assert past["seconds"] == []
-
-    def test_one_that_fails_doesnt_stop_the_others(self):
-        def fail() -> None:
-            raise ValueError("no such kernel\nand more")
-
-        found = raced([("a", fail), ("b", lambda: None)], repeats=3)
-        assert found[0]["failed"] == "ValueError: no such kernel"
-        assert len(found[1]["seconds"]) == 3
 
     def test_samples_are_taken_in_turn(self, monkeypatch):
         monkeypatch.setattr(timing, "AT_LEAST", 0.0)

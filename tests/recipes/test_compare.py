@@ -183,7 +183,7 @@ class TestReport:
         text, found = compare_report.compare_report(results), by_variant(results)["dyt"]
         rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
         assert [row[1] for row in rows][2:8] == ["control", "rms", "rms", "dyt", "dyt", "start"]
-        assert {"worse", f"{found.low:+.4f} to {found.high:+.4f}", "1.25 x (1.25 to 1.25)"} < set(rows[5])
+        assert {"worse", f"{found.low:+.4f} to {found.high:+.4f}", "1.25 x (1.25 to 1.25)"} < set(rows[6])
         assert "method" not in rows[0], "there is one"
         results["stages"].popitem()
         assert "Not finished: 14 of 15 models are there" in compare_report.compare_report(results)

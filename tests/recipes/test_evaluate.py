@@ -173,21 +173,11 @@ class TestClassifiers:
         assert "was saved without cls.predictions" in capsys.readouterr().err
 
 
-def test_help_leaves_out_what_is_of_training(capsys):
-    with pytest.raises(SystemExit):
-        evaluate.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--models " in shown
-    assert not any(f"--{name} " in shown for name in evaluate.UNUSED)
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--models MODEL --against /a/missing", "/a/missing"),
         ("--models MODEL --task embed --lengths 64", "--task lm"),
         ("--models MODEL --block_size 32", "doesn't take the held-out data"),
-        ("--models bare", "bare"),
         ("--models broken", "broken: its weight transformer.wte.weight isn't finite"),
     ],
 )
