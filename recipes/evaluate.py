@@ -34,7 +34,7 @@ from hfrecipes.methods import agreement
 from hfrecipes.report import data_line, machine, show, table, words
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
-from hfrecipes.tasks import Task, find_task
+from hfrecipes.tasks import Task, Terms, find_task
 from hfrecipes.texts import is_path
 from matplotlib.ticker import NullLocator
 from scipy.stats import bootstrap
@@ -124,8 +124,8 @@ def measure(config: Any, source: str, opened: Opened, other: Opened | None, acce
         items = DataLoader(other_task.heldout, config.batch_size, collate_fn=other_task.collate)
         other_loader = accelerator.prepare(items)
         if same_items(loader, other_loader):
-            what, *own = task.per_item(model, loader, gather)
-            _, *theirs = task.per_item(other_model, loader, gather)
+            what, own = task.per_item(model, loader, gather)
+            _, theirs = task.per_item(other_model, loader, gather)
             difference, low, high = paired_bootstrap(own, theirs)
             agreed = agreement(other_model, model, task, loader, gather)
             found["against"] = {**agreed, "of": what, "difference": difference, "interval": [low, high]}
@@ -144,12 +144,8 @@ def same_items(one: DataLoader, other: DataLoader) -> bool:
     )
 
 
-def paired_bootstrap(one: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float, float]:
-    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both.
-
-    Args:
-        one, other: per item a sum and its number of terms; a mean is sum / sum.
-    """
+def paired_bootstrap(one: Terms, other: Terms) -> tuple[float, float, float]:
+    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both."""
     four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
 
     def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:

@@ -1,12 +1,12 @@
 """Text classification: one label for each text, or any number of them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import transformers
@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .corpus import Document, RecipeError, train_tokenizer
-from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
+from .corpus import Document, RecipeError, fingerprint, train_tokenizer
+from .labelled import SPLITS, DataConfig, names_of, read_labelled, remarks
 from .settings import CONTROL, COUNT, RATE, at_least, multiple_of, option
-from .tasks import Batch, Figures, LabelTask, load, longest_input, place_of
+from .tasks import Batch, Figures, Gather, LabelTask, load, longest_input, place_of
 
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number
 Table = torch.Tensor | np.ndarray  # (N, labels)
@@ -62,12 +62,14 @@ class Classification(LabelTask):
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
-        texts = read_labelled(config)
-        self.multi, self.main = texts.multi, "micro_f1" if texts.multi else "accuracy"
-        given = self.choose_labels(texts.labels, texts.multi)
+        source, texts, left_out = read_labelled(config)
+        splits = {name: texts[texts.split == name] for name in SPLITS}
+        self.multi = bool((texts.labels.map(len) != 1).any())  # any text has several labels, or none
+        self.main = "micro_f1" if self.multi else "accuracy"
+        given = self.choose_labels(names_of(texts), self.multi)
         if given is None:
             with accelerator.main_process_first():
-                documents = [Document("", item.text) for item in texts.splits["train"]]
+                documents = [Document("", text) for text in splits["train"].text]
                 self.tokenizer = train_tokenizer(documents, config.vocab_size, out / "tokenizer", classifier=True)
         else:
             self.tokenizer = load(AutoTokenizer, config.model)
@@ -75,29 +77,31 @@ class Classification(LabelTask):
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad = DataCollatorWithPadding(self.tokenizer)
         self.max_length = longest(config, self.tokenizer)
-        self.train_texts, self.dev, self.heldout = (self.encode(texts.splits[name]) for name in SPLITS)
-        self.prior = torch.tensor(binary(texts.splits["train"], self.labels).mean(0), dtype=torch.float)
+        self.train_texts, self.dev, self.heldout = map(self.encode, splits.values())
+        self.prior = torch.tensor(binary(splits["train"], self.labels).mean(0), dtype=torch.float)
         self.curve = self.dev[:: math.ceil(len(self.dev) / config.curve_texts)]  # of all lengths
-        remarks = texts.remarks()
         full = [len(item["input_ids"]) == self.max_length for item in [*self.train_texts, *self.dev, *self.heldout]]
-        remarks[f"texts that fill {self.max_length} tokens, longer ones cut off"] = sum(full)
+        told = {"rows without a text, left out": left_out, **remarks(texts)}
+        told[f"texts that fill {self.max_length} tokens, longer ones cut off"] = sum(full)
         self.data = {
-            "source": texts.source,
-            "sha256": texts.sha256,
-            "texts": {name: len(items) for name, items in texts.splits.items()},
+            "source": source,
+            "sha256": fingerprint([Document(f"{row.split} {row.labels}", row.text) for row in texts.itertuples()]),
+            "texts": {name: len(part) for name, part in splits.items()},
             "labels": self.labels,
-            "labels_per_text": sum(len(item.labels) for item in texts.splits["train"]) / len(self.train_texts),
+            "labels_per_text": float(splits["train"].labels.map(len).mean()),
             "new_head": config.model is not None and not self.keep_head,
-            "remarks": {what: count for what, count in remarks.items() if count},
-            "baselines": measure_baselines(texts) if config.baselines else {},
+            "remarks": {what: count for what, count in told.items() if count},
+            "baselines": measure_baselines(splits, names_of(texts), self.multi) if config.baselines else {},
         }
-        accelerator.print(summary(self.data), flush=True)
+        counts = ", ".join(f"{count:,} {what}" for what, count in (self.data["texts"] | self.data["remarks"]).items())
+        new_head = "; its last layer starts afresh, as the model wasn't made for these labels" * self.data["new_head"]
+        accelerator.print(f"{source}: {counts}, {len(self.labels)} labels{new_head}", flush=True)
 
-    def encode(self, items: list[Labelled]) -> list[Item]:
+    def encode(self, texts: pd.DataFrame) -> list[Item]:
         """Texts as tokens and numbers of labels, the shorter ones first: batches of like length hold little padding."""
         options = {"truncation": True, "max_length": self.max_length, "return_attention_mask": False}
-        tokens = self.tokenizer([item.text for item in items], **options)["input_ids"]
-        targets = binary(items, self.labels)
+        tokens = self.tokenizer(texts.text.tolist(), **options)["input_ids"]
+        targets = binary(texts, self.labels)
         labels = (targets.astype(float) if self.multi else targets.argmax(1)).tolist()
         encoded = [{"input_ids": ids, "labels": own} for ids, own in zip(tokens, labels, strict=True)]
         return sorted(encoded, key=lambda item: len(item["input_ids"]))
@@ -167,7 +171,7 @@ class Classification(LabelTask):
             return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
         return super().nats(logits, labels)
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Loss; micro and macro F1 at the development texts' threshold, and that threshold; or, of single labels,
         accuracy and macro F1.
 
@@ -200,9 +204,9 @@ def longest(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int
 # -- figures
 
 
-def binary(items: list[Labelled], labels: list[str]) -> np.ndarray:
+def binary(texts: pd.DataFrame, labels: list[str]) -> np.ndarray:
     """(N, labels) of 0 and 1."""
-    return MultiLabelBinarizer(classes=labels).fit_transform([item.labels for item in items])
+    return MultiLabelBinarizer(classes=labels).fit_transform(texts.labels)
 
 
 def best_threshold(probability: Table, truth: Table) -> float:
@@ -220,12 +224,12 @@ def scores(found: Table, truth: Table, threshold: float | None = None) -> Figure
     return {"accuracy" if threshold is None else "micro_f1": micro, "macro_f1": macro}  # of one label each it is both
 
 
-def measure_baselines(texts: LabelledData) -> dict[str, Figures]:
+def measure_baselines(splits: dict[str, pd.DataFrame], labels: list[str], multi: bool) -> dict[str, Figures]:
     """Figures on the test texts of methods that take seconds: how often each label occurs, and the words of a text."""
     words = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True)
-    words.fit([item.text for item in texts.splits["train"]])
-    inputs = {name: words.transform([item.text for item in items]) for name, items in texts.splits.items()}
-    truth = {name: binary(items, texts.labels) for name, items in texts.splits.items()}
+    words.fit(splits["train"].text)
+    inputs = {name: words.transform(texts.text) for name, texts in splits.items()}
+    truth = {name: binary(texts, labels) for name, texts in splits.items()}
     methods = {
         "commonest labels": DummyClassifier(strategy="prior"),
         "tf-idf and logistic regression": LogisticRegression(C=10.0, solver="liblinear"),
@@ -234,15 +238,5 @@ def measure_baselines(texts: LabelledData) -> dict[str, Figures]:
     for name, method in methods.items():
         model = OneVsRestClassifier(method).fit(inputs["train"], truth["train"])
         dev, test = (model.predict_proba(inputs[split]) for split in ("dev", "test"))
-        figures[name] = scores(test, truth["test"], best_threshold(dev, truth["dev"]) if texts.multi else None)
+        figures[name] = scores(test, truth["test"], best_threshold(dev, truth["dev"]) if multi else None)
     return figures
-
-
-def summary(data: dict[str, Any]) -> str:
-    """What was read and what to know about it, in a few lines."""
-    count = ", ".join(f"{number:,} {name}" for name, number in data["texts"].items())
-    lines = [f"{data['source']}: {count} texts, {len(data['labels'])} labels, {data['labels_per_text']:.2f} each"]
-    lines += [f"{what}: {number:,}" for what, number in data["remarks"].items()]
-    if data["new_head"]:
-        lines.append("the model wasn't made for these labels: its last layer starts afresh")
-    return "\n".join(lines)

