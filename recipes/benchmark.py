@@ -26,7 +26,7 @@ import pandas as pd
 import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
-from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
+from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, cases, place_cases
 from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
@@ -45,7 +45,7 @@ from hfrecipes.settings import (
 from hfrecipes.timing import MODES, middle, time_in_turn
 
 # what is timed, and in which modes: compiled, no module stands by itself
-PARTS = {"models": (model_cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
+PARTS = {"models": (cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
 NOTES = {
     "models": "Compiled are the blocks, for decoding the whole model, which then has a static cache; *first call*: "
     f"compilation included. *{NATIVE}*: the stock model of transformers with equal weights. The weights of all lie in "
@@ -153,7 +153,7 @@ def show_time(seconds: list[float]) -> str:
     return f"{1e3 * median:.2f} ms" if median > 1e-3 else f"{1e6 * median:.0f} µs"
 
 
-def cells(race: dict[str, Any], timing: Timing) -> dict[str, str]:
+def row_of(race: dict[str, Any], timing: Timing) -> dict[str, str]:
     """What a table says of one timing, by heading."""
     mode, subject, basis = race["mode"], timing["subject"], race["timings"][0]
     told = {mode: show_time(timing["seconds"])}
@@ -174,7 +174,7 @@ def part_table(races: list[dict[str, Any]]) -> list[str]:
     for race in races:
         for timing in (timing for timing in race["timings"] if timing["seconds"]):
             named = {"case": race["case"], "work": race["work"], "subject": timing["subject"]}
-            rows.setdefault(tuple(named.values()), named).update(cells(race, timing))
+            rows.setdefault(tuple(named.values()), named).update(row_of(race, timing))
     frame = pd.DataFrame(rows.values())
     headings = sorted(frame.columns[3:], key=lambda heading: (heading not in MODES, "/" not in heading))
     group = frame[["case", "work"]]

@@ -39,9 +39,6 @@ class TestFigures:
             assert len(stages[name]["train_loss"]) == 4
             assert [point["step"] for point in stages[name]["curve"]] == [0, 1, 2, 4]
             assert (stages[name]["start"] == stages["baseline"]["end"]) is (name == "control")
-        assert f"{stages['dyt']['end']['loss']:.3f}" in (finished / "results.md").read_text("utf-8")
-        assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
-        assert {"python", "hfpatch", "torch", "transformers", "accelerate"} <= set(found["versions"])
         assert not (finished / "state").exists(), "nothing is left to resume"
 
     def test_saved_models_have_the_reported_figures(self, finished, text):
