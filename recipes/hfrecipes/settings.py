@@ -9,7 +9,7 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -160,18 +160,15 @@ def read_settings(
 ) -> Any:
     """Settings from flags, or from a YAML file followed by flags, which win.
 
-    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds, with the
-    other's range if it has none. --help doesn't speak of the `unused` ones.
+    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds. --help
+    doesn't speak of the `unused` ones.
     """
     if isinstance(kinds, tuple):
         kinds = dataclass(type("Settings", kinds, {}))
-    bases = [base for base in reversed(kinds.__mro__) if is_dataclass(base)]
-    ranges = {f.name: f.metadata["choices"] for base in bases for f in fields(base) if "choices" in f.metadata}
     usage = "%(prog)s [CONFIG.yaml] [--flag value ...]"
     more = "CONFIG.yaml holds the same names; flags override it."
     parser = Parser(kinds, prog=recipe, usage=usage, description=about, epilog=more, allow_abbrev=False)
     for action in parser._actions:
-        action.choices = action.choices or ranges.get(action.dest)
         if action.dest in unused:
             action.help = argparse.SUPPRESS
     return kinds(**vars(parser.parse_args(spell_out(argv))))
