@@ -7,6 +7,7 @@ import signal
 
 import compare
 import numpy as np
+import pandas as pd
 import pytest
 from hfrecipes import compare_report, paired, report, settings
 from hfrecipes import training as run
@@ -171,6 +172,11 @@ class TestStatistics:
         assert list(ranks["count"]) == [5, 5], "whole comparisons only"
         assert list(ranks["best"]) == [4, 1], "what failed is last"
         assert list(paired.ranking(results | {"higher_is_better": True}, "method").index) == ["finetune", "distil"]
+
+
+def test_sign_test_by_hand():
+    """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; zeros don't count."""
+    assert paired.sign_test(pd.Series([1, 1, 1, -2, 0])) == pytest.approx(10 / 16)
 
 
 @pytest.fixture
