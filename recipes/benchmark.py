@@ -15,7 +15,7 @@ In the output folder: results.md, results.json, benchmark.png.
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,26 @@ import pandas as pd
 import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
-from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, model_cases, place_cases
+from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, cases, place_cases
 from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import COLOURS
-from hfrecipes.files import write_json
-from hfrecipes.options import COUNT, NOT_NEGATIVE, Range, multiple_of, option
-from hfrecipes.report import environment, machine, table
-from hfrecipes.settings import CONTROL, parse_variant, read_settings
+from hfrecipes.report import machine, table
+from hfrecipes.results import OutputFolder
+from hfrecipes.settings import (
+    CONTROL,
+    COUNT,
+    NOT_NEGATIVE,
+    Range,
+    multiple_of,
+    option,
+    parse_variant,
+    read_settings,
+)
 from hfrecipes.timing import MODES, middle, time_in_turn
 
 # what is timed, and in which modes: compiled, no module stands by itself
-PARTS = {"models": (model_cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
+PARTS = {"models": (cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
 NOTES = {
     "models": "Compiled are the blocks, for decoding the whole model, which then has a static cache; *first call*: "
     f"compilation included. *{NATIVE}*: the stock model of transformers with equal weights. The weights of all lie in "
@@ -93,41 +101,37 @@ class BenchmarkConfig:
 
 def benchmark(config: BenchmarkConfig, command: str) -> None:
     transformers.logging.set_verbosity_error()
-    accelerator, started, out = Accelerator(), time.perf_counter(), Path(config.output_dir)
-    device = accelerator.device
-    results = {"command": command, "config": asdict(config), **environment(accelerator)}
-    results |= {"memory_kept": keep_freed_memory(), "races": [], "left_out": []}
+    folder, started = OutputFolder(config, command, Accelerator()), time.perf_counter()
     planned = [
         ({"part": part, "case": case, "work": work, "mode": mode}, entrants)
         for part in config.parts
-        for case, work, entrants in PARTS[part][0](config, device)
+        for case, work, entrants in PARTS[part][0](config, folder.accelerator.device)
         for mode in PARTS[part][1]
         if mode in config.modes
     ]
     if not planned:
         raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
+    results = folder.open_results(memory_kept=keep_freed_memory(), races=[], left_out=[])
     try:
         with progress("benchmark", len(planned)) as bar:
             for told, entrants in planned:
-                name = "{case}, {work}, {mode}".format(**told)
                 if time.perf_counter() - started > 60 * config.minutes:
-                    results["left_out"].append(name)
+                    results["left_out"].append(name_of(told))
                 else:
                     timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats)
                     results["races"].append(told | {"timings": timings})
-                results["wall_seconds"] = time.perf_counter() - started
-                write_json(out / "results.json", results)
-                bar.set_postfix_str(name, refresh=False)
+                folder.write_results()
+                bar.set_postfix_str(name_of(told), refresh=False)
                 bar.update()
     finally:  # Ctrl-C too: what was measured is reported
-        if "wall_seconds" in results:
-            text = benchmark_report(results)
-            (out / "results.md").write_text(text, "utf-8")
-            drawn = draw_benchmark(results, out / "benchmark.png")
-            print(f"{text}\nin {out}: results.md, results.json{', benchmark.png' * drawn}")
+        folder.report(benchmark_report, draw_benchmark, "benchmark.png")
 
 
 # -- what a reader sees
+
+
+def name_of(race: dict[str, Any]) -> str:
+    return "{case}, {work}, {mode}".format(**race)
 
 
 def against_basis(timing: Timing, basis: Timing) -> tuple[float, float, float] | None:
@@ -149,7 +153,7 @@ def show_time(seconds: list[float]) -> str:
     return f"{1e3 * median:.2f} ms" if median > 1e-3 else f"{1e6 * median:.0f} µs"
 
 
-def cells(race: dict[str, Any], timing: Timing) -> dict[str, str]:
+def row_of(race: dict[str, Any], timing: Timing) -> dict[str, str]:
     """What a table says of one timing, by heading."""
     mode, subject, basis = race["mode"], timing["subject"], race["timings"][0]
     told = {mode: show_time(timing["seconds"])}
@@ -170,7 +174,7 @@ def part_table(races: list[dict[str, Any]]) -> list[str]:
     for race in races:
         for timing in (timing for timing in race["timings"] if timing["seconds"]):
             named = {"case": race["case"], "work": race["work"], "subject": timing["subject"]}
-            rows.setdefault(tuple(named.values()), named).update(cells(race, timing))
+            rows.setdefault(tuple(named.values()), named).update(row_of(race, timing))
     frame = pd.DataFrame(rows.values())
     headings = sorted(frame.columns[3:], key=lambda heading: (heading not in MODES, "/" not in heading))
     group = frame[["case", "work"]]
@@ -188,8 +192,7 @@ def benchmark_report(results: dict[str, Any]) -> str:
             control = CONTROL_NOTE if part != "micro" and CONTROL in config["patches"] else ""
             lines += [*part_table(races), "", f"{note}{control}", ""]
         for race in races:
-            name = f"{race['case']}, {race['work']}, {race['mode']}"
-            failed += [f"{name}, {t['subject']}: {t['failed']}" for t in race["timings"] if t["failed"]]
+            failed += [f"{name_of(race)}, {t['subject']}: {t['failed']}" for t in race["timings"] if t["failed"]]
     if failed:
         lines += ["Not measured:", "", *(f"* {line}" for line in failed), ""]
     sizes = ("layers", "width", "vocab_size", "batch_size", "block_size", "new_tokens", "precision")
@@ -200,12 +203,8 @@ def benchmark_report(results: dict[str, Any]) -> str:
     return "\n".join([*lines, machine(results), f"`{results['command']}`", ""])
 
 
-def draw_benchmark(results: dict[str, Any], path: Path) -> bool:
-    """Ratios to the basis, with their intervals: a panel for each part and mode.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+def draw_benchmark(results: dict[str, Any], path: Path) -> None:
+    """Ratios to the basis, with their intervals: a panel for each part and mode, if there is any."""
     points = [
         (race["part"], race["mode"], f"{race['case']}\n{race['work']}", timing["subject"], *ratio)
         for race in results["races"]
@@ -215,7 +214,7 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> bool:
     frame = pd.DataFrame(points, columns=["part", "mode", "group", "subject", "ratio", "low", "high"])
     panels = list(frame.groupby(["part", "mode"], sort=False))
     if not panels:
-        return False
+        return
     figure, axes = plt.subplots(len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained")
     for ((part, mode), points), axis in zip(panels, axes[:, 0], strict=True):
         grid = points.set_index(["group", "subject"])[["ratio", "low", "high"]].unstack("subject", sort=False)
@@ -230,7 +229,6 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> bool:
         axis.set(xlabel="", ylabel=f"time / {basis}", title=f"{part}, {mode}")
     figure.savefig(path, dpi=130)
     plt.close(figure)
-    return True
 
 
 def main(argv: list[str] | None = None) -> int:

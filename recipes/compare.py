@@ -19,20 +19,18 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
-from hfrecipes.command import DivergedError, keep_freed_memory
-from hfrecipes.compare_report import compare_report, draw_grid, html_report
+from hfrecipes.command import DivergedError
+from hfrecipes.compare_report import compare_report, draw_reports
 from hfrecipes.corpus import RecipeError
-from hfrecipes.files import folder_name
 from hfrecipes.methods import METHODS, MethodConfig
-from hfrecipes.options import COUNT, NOT_NEGATIVE, option
 from hfrecipes.paired import Cell
-from hfrecipes.settings import CONTROL, FREE_TO_CHANGE
-from hfrecipes.start import Baseline, check_patch
+from hfrecipes.results import folder_name
+from hfrecipes.settings import CONTROL, COUNT, FREE_TO_CHANGE, NOT_NEGATIVE, option
+from hfrecipes.start import Baseline
 from hfrecipes.training import Run, run_training
 
 STARTS = ("repaired", "auto", "copied", "reset")
@@ -90,10 +88,8 @@ def control_method(config: Any) -> str:
 def compare(run: Run) -> None:
     """Train what isn't trained yet, and report all that is, also when it is stopped."""
     c, cells = run.config, cells_of(run.config)
-    first = Baseline(run.task, c, c.seeds[0], [])
-    for variant, start in product(c.variants, c.starts):
-        check_patch(first.model, variant, start)
-    run.open_results(FREE_TO_CHANGE | GRID)
+    first = Baseline(run.task, c, c.seeds[0], c.variants)
+    run.begin(FREE_TO_CHANGE | GRID)
     run.results["control_method"] = control_method(c)
     run.results["grid"] = [cell._asdict() for cell in cells]
     run.results["from_scratch"] = not first.steps and not c.model
@@ -105,15 +101,18 @@ def compare(run: Run) -> None:
                 train_seed(run, first if seed == c.seeds[0] else Baseline(run.task, c, seed, []), left)
     finally:
         if any(cell.name in run.results["stages"] for cell in cells):
-            run.report(compare_report, draw_reports, "report.html")
+            run.report(compare_report, draw_reports)
     run.accelerator.end_training()
 
 
 def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
+    """A baseline, and all models that begin with it; each goes on in its data."""
     baseline.train(run, f"baseline-{baseline.seed}")
     for cell in cells:
+        method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
+        build = partial(baseline.patched, cell.variant, cell.start)
         try:
-            train_cell(run, baseline, cell)
+            run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, method=method)
         except DivergedError as error:  # a result as well
             run.accelerator.print(f"{cell.name}: {error}")
             run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(": ")[0]}
@@ -123,23 +122,9 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
             shutil.rmtree(run.out / folder_name(cell.name), ignore_errors=True)
 
 
-def train_cell(run: Run, baseline: Baseline, cell: Cell) -> None:
-    """One model: what is trained after the baseline goes on in its data."""
-    method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
-    build = partial(baseline.patched, cell.variant, cell.start)
-    run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, method=method)
-
-
-def draw_reports(results: dict[str, Any], path: Path) -> None:
-    """The curves, and the page that holds them."""
-    draw_grid(results, path)
-    path.with_name("report.html").write_text(html_report(results, path), "utf-8")
-
-
 def main(argv: list[str] | None = None) -> int:
     return run_training("compare.py", argv, __doc__, compare, CompareConfig)
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

@@ -15,7 +15,6 @@ In the output folder: results.md, results.json and, where lengths were swept, le
 import math
 import os
 import sys
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,26 +22,28 @@ from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 
+import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import transformers
 from accelerate import Accelerator
-from hfrecipes.command import keep_freed_memory, run_recipe
+from hfrecipes.command import run_recipe
 from hfrecipes.corpus import RecipeError
-from hfrecipes.embed import Embedding
-from hfrecipes.files import write_json
+from hfrecipes.curves import COLOURS
 from hfrecipes.methods import agreement
-from hfrecipes.options import COUNT, at_least, option
-from hfrecipes.report import data_line, environment, machine, show, table, words
-from hfrecipes.settings import chosen_task, read_settings, spell_out
-from hfrecipes.sweep import draw, length_sweep
-from hfrecipes.tasks import Task, find_task
+from hfrecipes.report import data_line, machine, show, table, words
+from hfrecipes.results import OutputFolder
+from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
+from hfrecipes.tasks import Task, Terms, find_task
 from hfrecipes.texts import is_path
+from matplotlib.ticker import NullLocator
 from scipy.stats import bootstrap
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import PreTrainedModel
 
 from hfpatch.runtime.errors import first_line
 
+TOKENS = 16384  # of held-out text at each length, the same ones
 RESAMPLES = 2000  # of the bootstrap
 
 
@@ -87,11 +88,7 @@ def read(argv: list[str], recipe: str, about: str) -> Any:
 
 
 def open_model(config: Any, source: str, accelerator: Accelerator) -> Opened:
-    """A model, and the task as it reads the data for it: by the model's own tokenizer or processor.
-
-    Raises:
-        RecipeError: it has no head for the data's labels, or a weight isn't a number.
-    """
+    """A model, and the task as it reads the data for it: by the model's own tokenizer or processor."""
     task = find_task(config.task)(replace(config, model=source), accelerator, Path(config.output_dir))
     model = task.load(source)
     if not task.keep_head:
@@ -104,52 +101,39 @@ def open_model(config: Any, source: str, accelerator: Accelerator) -> Opened:
     return task, model.to(accelerator.device).eval()
 
 
-def load_heldout(config: Any, task: Task, accelerator: Accelerator) -> DataLoader:
-    return accelerator.prepare(DataLoader(task.heldout, config.batch_size, collate_fn=task.collate))
-
-
 @torch.no_grad()
 def measure(config: Any, source: str, opened: Opened, other: Opened | None, accelerator: Accelerator) -> dict[str, Any]:
-    """All that is found out of a model.
-
-    Raises:
-        RecipeError: it doesn't take the data, or a figure isn't a number.
-    """
-    task, model = opened
-    loader = load_heldout(config, task, accelerator)
+    """All that is found out of a model."""
+    (task, model), gather = opened, accelerator.gather_for_metrics
+    loader = accelerator.prepare(DataLoader(task.heldout, config.batch_size, collate_fn=task.collate))
     try:
-        figures = task.figures(model, loader, accelerator.gather_for_metrics)
+        figures = task.figures(model, loader, gather)
     except (IndexError, ValueError, RuntimeError) as error:
         if accelerator.device.type != "cpu":
             raise
         reason = first_line(error)
         raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
-    if isinstance(task, Embedding) and not config.against:  # it would be similar to itself
+    if config.task == "embed" and not config.against:  # it would be similar to itself
         figures = {name: figures[name] for name in ("recall_at_1", "mrr", "loss")}
     for name, value in figures.items():
         if value is not None and not math.isfinite(value):
             raise RecipeError(f"{source}: {words(name)} is {value}")
     found: dict[str, Any] = {"parameters": model.num_parameters(), "figures": figures}
     if other:
-        found["against"] = compare(opened, other, loader, load_heldout(config, other[0], accelerator), accelerator)
+        other_task, other_model = other
+        items = DataLoader(other_task.heldout, config.batch_size, collate_fn=other_task.collate)
+        other_loader = accelerator.prepare(items)
+        if same_items(loader, other_loader):
+            what, own = task.per_item(model, loader, gather)
+            _, theirs = task.per_item(other_model, loader, gather)
+            difference, low, high = paired_bootstrap(own, theirs)
+            agreed = agreement(other_model, model, task, loader, gather)
+            found["against"] = {**agreed, "of": what, "difference": difference, "interval": [low, high]}
+        else:
+            found["against"] = {"not compared": "other items: another tokenizer, image size or order of labels"}
     if config.lengths:
         found["lengths"] = length_sweep(task, model, sorted(set(config.lengths)))
     return found
-
-
-def compare(
-    opened: Opened, other: Opened, loader: DataLoader, other_loader: DataLoader, accelerator: Accelerator
-) -> dict[str, Any]:
-    """How far two models agree, and by how much they differ on the same items."""
-    (task, model), (_, other_model) = opened, other
-    if not same_items(loader, other_loader):
-        return {"not compared": "other items: another tokenizer, image size or order of labels"}
-    gather = accelerator.gather_for_metrics
-    what, *own = task.per_item(model, loader, gather)
-    _, *theirs = task.per_item(other_model, loader, gather)
-    difference, low, high = paired_bootstrap(own, theirs)
-    agreed = agreement(other_model, model, task, loader, gather)
-    return {**agreed, "of": what, "difference": difference, "interval": [low, high]}
 
 
 def same_items(one: DataLoader, other: DataLoader) -> bool:
@@ -160,12 +144,8 @@ def same_items(one: DataLoader, other: DataLoader) -> bool:
     )
 
 
-def paired_bootstrap(one: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float, float]:
-    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both.
-
-    Args:
-        one, other: per item a sum and its number of terms; a mean is sum / sum.
-    """
+def paired_bootstrap(one: Terms, other: Terms) -> tuple[float, float, float]:
+    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both."""
     four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
 
     def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
@@ -174,6 +154,48 @@ def paired_bootstrap(one: list[torch.Tensor], other: list[torch.Tensor]) -> tupl
     options = {"paired": True, "method": "percentile", "n_resamples": RESAMPLES, "batch": 100, "random_state": 0}
     interval = bootstrap(four, difference, **options).confidence_interval
     return float(difference(*four)), float(interval.low), float(interval.high)
+
+
+# -- longer inputs
+
+
+@torch.no_grad()
+def length_sweep(task: Any, model: PreTrainedModel, lengths: list[int]) -> list[dict[str, Any]]:
+    """At each length loss in nats a token and perplexity, or the reason why there are none."""
+    text, rows = task.heldout.tokens[:TOKENS], []
+    for length in lengths:
+        objective, reason = task.objective(length), refusal(model, length)
+        if len(text) < objective.content:
+            reason = f"the sweep has only {len(text)} tokens"
+        if reason:
+            rows.append({"tokens": length, "reason": reason})
+            continue
+        nats, terms = 0.0, 0
+        blocks = text[: len(text) // objective.content * objective.content].reshape(-1, objective.content)
+        for seed, block in enumerate(blocks):
+            batch = default_collate([objective(block, seed=seed)])
+            sums, counts = task.loss(model, {key: tensor.to(model.device) for key, tensor in batch.items()})
+            nats, terms = nats + sums.double().sum().item(), terms + counts.sum().item()
+        figures = {"loss": nats / terms, "perplexity": math.exp(min(nats / terms, 700))}
+        rows.append({"tokens": length, **(figures if math.isfinite(nats) else {"reason": f"loss is {nats}"})})
+    return rows
+
+
+def refusal(model: PreTrainedModel, length: int) -> str:
+    """Why a model doesn't take so many tokens; "" if it does.
+
+    What its config doesn't promise is tried out, on the CPU, where an index that is out of range is an error.
+    """
+    if length <= (getattr(model.config, "max_position_embeddings", None) or 0):
+        return ""
+    device, ids = model.device, torch.zeros(1, length, dtype=torch.long)
+    try:
+        model.cpu()(input_ids=ids)
+    except (IndexError, RuntimeError, ValueError) as error:
+        return f"takes no {length} tokens ({type(error).__name__})"
+    finally:
+        model.to(device)
+    return ""
 
 
 # -- what a reader sees
@@ -201,9 +223,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """A table of rows that need not have the same columns; one without any value is left out."""
-    written = [{words(name): cell(value) for name, value in row.items() if value not in (None, "")} for row in rows]
-    names = dict.fromkeys(name for row in written for name in row)
-    return table([{name: row.get(name, "-") for name in names} for row in written])
+    frame = pd.DataFrame(rows, dtype=object).rename(columns=words).dropna(axis=1, how="all")
+    return table(frame.map(cell, na_action="ignore"))
 
 
 def cell(value: float | str) -> str:
@@ -212,9 +233,25 @@ def cell(value: float | str) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
+def draw_lengths(results: dict[str, Any], path: Path) -> None:
+    """Perplexity by length, a line for each model; one that takes no more tokens ends there."""
+    rows = {found["name"]: found.get("lengths", ()) for found in results["models"].values()}
+    lines = pd.DataFrame({name: {row["tokens"]: row.get("perplexity") for row in own} for name, own in rows.items()})
+    if lines.empty:
+        return
+    figure, axis = plt.subplots(figsize=(6, 4.4), layout="constrained")
+    lines.astype(float).plot(ax=axis, marker="o", ms=4, color=COLOURS, logx=True, grid=True)
+    axis.set_xticks(lines.index, [f"{length:,}" for length in lines.index])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set(xlabel="tokens", ylabel="perplexity")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def evaluate(config: Any, command: str) -> None:
     """Measure, write and print."""
-    out, started, accelerator, models = Path(config.output_dir), time.perf_counter(), Accelerator(), {}
+    accelerator, models = Accelerator(), {}
+    folder = OutputFolder(config, command, accelerator)
     other = open_model(config, config.against, accelerator) if config.against else None
     last = Counter(Path(source).name for source in config.models)
     for source in config.models:
@@ -222,22 +259,9 @@ def evaluate(config: Any, command: str) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         opened = open_model(config, source, accelerator)
         models[source] = {"name": name, **measure(config, source, opened, other, accelerator)}
-    results = {
-        "command": command,
-        "config": {name: value for name, value in asdict(config).items() if name not in UNUSED},
-        "task": config.task,
-        "data": opened[0].data,
-        "models": models,
-        **environment(accelerator),
-        "wall_seconds": time.perf_counter() - started,
-    }
-    if accelerator.is_main_process:
-        text = markdown(results)
-        write_json(out / "results.json", results)
-        (out / "results.md").write_text(text, "utf-8")
-        if config.lengths:
-            draw({found["name"]: found["lengths"] for found in models.values()}, out / "lengths.png")
-        print(f"{text}\nin {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    used = {name: value for name, value in asdict(config).items() if name not in UNUSED}
+    folder.open_results(config=used, task=config.task, data=opened[0].data, models=models)
+    folder.report(markdown, draw_lengths, "lengths.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -247,5 +271,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

@@ -21,7 +21,6 @@ from functools import partial
 # Threads that spin while they wait make a step ten times slower as soon as something else wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from hfrecipes.command import keep_freed_memory
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
 from hfrecipes.start import Baseline
@@ -32,12 +31,12 @@ def finetune(run: Run) -> None:
     """A baseline and its variants, each a stage that can be stopped and resumed."""
     c = run.config
     baseline, method = Baseline(run.task, c, c.seed, c.variants), Method(run.task, c)
-    run.open_results()
+    run.begin()
     baseline.train(run)
     for name in c.variants:  # they go on in the data where the baseline stopped
         build = partial(baseline.patched, name)
         run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, method=method)
-    run.report(report, draw_curves, "and a folder per trained model")
+    run.report(report, draw_curves)
     run.accelerator.end_training()
 
 
@@ -46,5 +45,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

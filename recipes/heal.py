@@ -23,13 +23,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch
-from hfrecipes.command import keep_freed_memory
 from hfrecipes.corpus import RecipeError
-from hfrecipes.files import folder_name
 from hfrecipes.methods import METHODS, Method, MethodConfig, agreement
-from hfrecipes.options import option
 from hfrecipes.report import draw_curves, heal_report
-from hfrecipes.settings import CONTROL, parse_variant
+from hfrecipes.settings import CONTROL, option, parse_variant
 from hfrecipes.start import Baseline
 from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
@@ -68,7 +65,7 @@ def heal(run: Run) -> None:
     baseline = Baseline(run.task, c, c.seed, [c.patch])
     method, plain = METHODS[c.method](run.task, c, baseline.copy), Method(run.task, c)
     c.variants = [HEALED] if c.no_control else [HEALED, CONTROL]  # as the report calls them
-    run.open_results()
+    run.begin()
     swapped = run.out / SWAPPED
 
     def swap() -> PreTrainedModel:
@@ -86,7 +83,7 @@ def heal(run: Run) -> None:
         run.stage(CONTROL, baseline.copy, c.steps, method=plain, **options)
     run.stage(HEALED, lambda: run.task.load(str(swapped)), c.steps, method=method, **options)
     compare_with_teacher(run, baseline)
-    run.report(heal_report, draw_curves, "and a folder per model")
+    run.report(heal_report, draw_curves)
     run.accelerator.end_training()
 
 
@@ -97,7 +94,7 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
     loader = run.loader(run.task.curve)
     for name in (SWAPPED, HEALED, CONTROL):
         if name in run.results["stages"] and name not in found:
-            teacher, model = baseline.copy(), run.task.load(str(run.out / folder_name(name)))
+            teacher, model = baseline.copy(), run.task.load(str(run.out / name))
             both = (one.eval().to(run.accelerator.device) for one in (teacher, model))
             found[name] = agreement(*both, run.task, loader, run.accelerator.gather_for_metrics)
 
@@ -110,5 +107,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

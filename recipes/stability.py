@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,13 +31,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from hfrecipes.command import keep_freed_memory, progress, run_recipe
+from hfrecipes.command import progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.curves import Panel, draw_panels
-from hfrecipes.files import begin_results, write_json
-from hfrecipes.options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, multiple_of, option
-from hfrecipes.report import environment, provenance, table
-from hfrecipes.settings import read_settings
+from hfrecipes.report import provenance, table
+from hfrecipes.results import OutputFolder
+from hfrecipes.settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, multiple_of, option, read_settings
 from hfrecipes.texts import TextConfig, read_texts
 from torch import Tensor, nn
 
@@ -148,35 +147,28 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
 
 def sweep(config: StabilityConfig, command: str) -> None:
     """Depths by variants by seeds: each a stage of the results, trained in one go or not at all."""
-    out, started, accelerator = Path(config.output_dir), time.perf_counter(), Accelerator(mixed_precision="no")
-    if accelerator.num_processes > 1:
+    folder = OutputFolder(config, command, Accelerator(mixed_precision="no"))
+    if folder.accelerator.num_processes > 1:
         raise RecipeError("stability.py trains thin models in one process: start it without a launcher")
     source, documents = read_texts(TextConfig(text=config.text))
     text = np.frombuffer("\n".join(document.text for document in documents).encode(), np.uint8)
     if len(text) < config.block_size:
         raise RecipeError(f"the text has {len(text)} bytes, less than one block: a smaller --block_size, or more text")
     data = {"source": source, "sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
-    fresh = {"config": asdict(config), "data": data, "stages": {}, "wall_seconds": 0.0}
-    results = begin_results(out, fresh, config.resume, FREE_TO_CHANGE)
+    results = folder.open_results(FREE_TO_CHANGE, data=data, stages={})
     batches = {seed: draw_batches(text, config, seed) for seed in config.seeds}
-    results |= {"command": command, **environment(accelerator)}
     results["unigram_loss"] = {str(seed): unigram_losses(text, blocks) for seed, blocks in batches.items()}
-    earlier = results["wall_seconds"]
     try:
         for seed, depth, variant in product(config.seeds, config.depths, config.variants):
             name = f"{variant}, {depth} layers, seed {seed}"
             if name not in results["stages"]:
-                model = build(config, variant, depth, seed).to(accelerator.device)
+                model = build(config, variant, depth, seed).to(folder.accelerator.device)
                 record = train(name, model, batches[seed], config)
                 results["stages"][name] = {"variant": variant, "depth": depth, "seed": seed, **record}
-                results["wall_seconds"] = earlier + time.perf_counter() - started
-                write_json(out / "results.json", results)
+                folder.write_results()
     finally:
         if results["stages"]:
-            report = depth_report(results)
-            (out / "results.md").write_text(report, "utf-8")
-            draw_depths(results, out / "curves.png")
-            print(f"\n{report}\nin {out}: results.md, results.json, curves.png")
+            folder.report(depth_report, draw_depths)
 
 
 # -- what a reader sees
@@ -263,5 +255,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     sys.exit(main())

@@ -8,7 +8,7 @@ of the model isn't in it.
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,18 +33,11 @@ TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model, made from its config alone.
+    """A kind of model, made from its config alone; layers and width are those of the published one."""
 
-    Attributes:
-        kind: transformers' model type.
-        head: the rest of the name of transformers' AutoModel class.
-        widths: further settings of the config, as multiples of the width.
-        layers, width: of the published model.
-    """
-
-    kind: str
-    head: str
-    widths: dict[str, float] = field(default_factory=dict)
+    kind: str  # transformers' model type
+    head: str  # the rest of the name of transformers' AutoModel class
+    widths: dict[str, float] = field(default_factory=dict)  # further settings of the config, as multiples of the width
     layers: int = 12
     width: int = 768
 
@@ -148,14 +141,12 @@ def entrants(name: str, work: str, config: Any, device: torch.device, mode: str)
             yield Entrant(subject, once, model, {"regions": "model", "mode": graphs})
 
 
-def works(name: str) -> tuple[str, ...]:
-    return (TRAINING, FORWARD, DECODING) if MODELS[name].decodes else (TRAINING, FORWARD)
-
-
-def model_cases(config: Any, device: torch.device) -> Iterator[Case]:
+def cases(config: Any, device: torch.device, made: Callable[..., Iterable[Entrant]] = entrants) -> Iterator[Case]:
+    """Of every model each kind of work, and what makes its entrants."""
     for name in config.models:
-        for work in works(name):
-            yield name, work, partial(entrants, name, work, config, device)
+        for work in (TRAINING, FORWARD, DECODING):
+            if work != DECODING or MODELS[name].decodes:
+                yield name, work, partial(made, name, work, config, device)
 
 
 # -- the replaced modules
@@ -212,6 +203,4 @@ def clocked(name: str, work: str, config: Any, device: torch.device, mode: str) 
 
 def place_cases(config: Any, device: torch.device) -> Iterator[Case]:
     """None on a GPU, which works behind the calls' backs."""
-    for name in config.models if device.type == "cpu" else ():
-        for work in works(name):
-            yield name, work, partial(clocked, name, work, config, device)
+    return cases(config, device, clocked) if device.type == "cpu" else iter(())

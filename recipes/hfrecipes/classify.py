@@ -1,12 +1,12 @@
 """Text classification: one label for each text, or any number of them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import transformers
@@ -20,13 +20,12 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from .corpus import Document, RecipeError, train_tokenizer
-from .labelled import SPLITS, DataConfig, Labelled, LabelledData, read_labelled
-from .options import COUNT, RATE, at_least, multiple_of, option
-from .settings import CONTROL
-from .tasks import Batch, Figures, Task, load, load_whole, place_of
+from .corpus import Document, RecipeError, fingerprint, train_tokenizer
+from .labelled import SPLITS, DataConfig, names_of, read_labelled, remarks
+from .settings import CONTROL, COUNT, RATE, at_least, multiple_of, option
+from .tasks import Batch, Figures, Gather, LabelTask, load, longest_input, place_of
 
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number
 Table = torch.Tensor | np.ndarray  # (N, labels)
@@ -51,7 +50,7 @@ class ClassificationConfig(DataConfig):
     batch_size: int = option(64, "texts in a batch, over all processes", COUNT)
 
 
-class Classification(Task):
+class Classification(LabelTask):
     """Labels of a text: the likeliest one, or all whose probability reaches a threshold.
 
     The threshold is the one that gives the development texts the best micro F1; test texts play no part in it.
@@ -59,63 +58,57 @@ class Classification(Task):
 
     name = "classify"
     Config = ClassificationConfig
-    higher_is_better = True
+    auto = AutoModelForSequenceClassification
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.accelerator = config, accelerator
-        texts, given = read_labelled(config), load(AutoConfig, config.model) if config.model else None
-        self.multi, self.main = texts.multi, "micro_f1" if texts.multi else "accuracy"
-        known = getattr(given, "label2id", None) or {}
-        self.keep_head = set(known) == set(texts.labels)
-        self.labels = sorted(known, key=lambda name: known[name]) if self.keep_head else texts.labels
-        self.head = {
-            "id2label": dict(enumerate(self.labels)),
-            "label2id": {label: i for i, label in enumerate(self.labels)},
-            "problem_type": f"{'multi' if self.multi else 'single'}_label_classification",
-        }
+        source, texts, left_out = read_labelled(config)
+        splits = {name: texts[texts.split == name] for name in SPLITS}
+        self.multi = bool((texts.labels.map(len) != 1).any())  # any text has several labels, or none
+        self.main = "micro_f1" if self.multi else "accuracy"
+        given = self.choose_labels(names_of(texts), self.multi)
         if given is None:
             with accelerator.main_process_first():
-                documents = [Document("", item.text) for item in texts.splits["train"]]
+                documents = [Document("", text) for text in splits["train"].text]
                 self.tokenizer = train_tokenizer(documents, config.vocab_size, out / "tokenizer", classifier=True)
         else:
             self.tokenizer = load(AutoTokenizer, config.model)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad = DataCollatorWithPadding(self.tokenizer)
-        self.max_length = longest(config, given, self.tokenizer)
-        self.train_texts, self.dev, self.heldout = (self.encode(texts.splits[name]) for name in SPLITS)
-        self.prior = torch.tensor(binary(texts.splits["train"], self.labels).mean(0), dtype=torch.float)
+        self.max_length = longest(config, self.tokenizer)
+        self.train_texts, self.dev, self.heldout = map(self.encode, splits.values())
+        self.prior = torch.tensor(binary(splits["train"], self.labels).mean(0), dtype=torch.float)
         self.curve = self.dev[:: math.ceil(len(self.dev) / config.curve_texts)]  # of all lengths
-        remarks = texts.remarks()
         full = [len(item["input_ids"]) == self.max_length for item in [*self.train_texts, *self.dev, *self.heldout]]
-        remarks[f"texts that fill {self.max_length} tokens, longer ones cut off"] = sum(full)
+        told = {"rows without a text, left out": left_out, **remarks(texts)}
+        told[f"texts that fill {self.max_length} tokens, longer ones cut off"] = sum(full)
         self.data = {
-            "source": texts.source,
-            "sha256": texts.sha256,
-            "texts": {name: len(items) for name, items in texts.splits.items()},
+            "source": source,
+            "sha256": fingerprint([Document(f"{row.split} {row.labels}", row.text) for row in texts.itertuples()]),
+            "texts": {name: len(part) for name, part in splits.items()},
             "labels": self.labels,
-            "labels_per_text": sum(len(item.labels) for item in texts.splits["train"]) / len(self.train_texts),
+            "labels_per_text": float(splits["train"].labels.map(len).mean()),
             "new_head": config.model is not None and not self.keep_head,
-            "remarks": {what: count for what, count in remarks.items() if count},
-            "baselines": measure_baselines(texts) if config.baselines else {},
+            "remarks": {what: count for what, count in told.items() if count},
+            "baselines": measure_baselines(splits, names_of(texts), self.multi) if config.baselines else {},
         }
-        accelerator.print(summary(self.data), flush=True)
+        counts = ", ".join(f"{count:,} {what}" for what, count in (self.data["texts"] | self.data["remarks"]).items())
+        new_head = "; its last layer starts afresh, as the model wasn't made for these labels" * self.data["new_head"]
+        accelerator.print(f"{source}: {counts}, {len(self.labels)} labels{new_head}", flush=True)
 
-    def encode(self, items: list[Labelled]) -> list[Item]:
+    def encode(self, texts: pd.DataFrame) -> list[Item]:
         """Texts as tokens and numbers of labels, the shorter ones first: batches of like length hold little padding."""
         options = {"truncation": True, "max_length": self.max_length, "return_attention_mask": False}
-        tokens = self.tokenizer([item.text for item in items], **options)["input_ids"]
-        targets = binary(items, self.labels)
+        tokens = self.tokenizer(texts.text.tolist(), **options)["input_ids"]
+        targets = binary(texts, self.labels)
         labels = (targets.astype(float) if self.multi else targets.argmax(1)).tolist()
         encoded = [{"input_ids": ids, "labels": own} for ids, own in zip(tokens, labels, strict=True)]
         return sorted(encoded, key=lambda item: len(item["input_ids"]))
 
     # -- the model
 
-    def baseline(self) -> transformers.PreTrainedModel:
-        return self.load(self.config.model) if self.config.model else self.encoder()
-
-    def encoder(self) -> transformers.PreTrainedModel:
+    def small_model(self) -> transformers.PreTrainedModel:
         """MegatronBERT: BERT with its norms before the branches, where an RMSNorm can replace a LayerNorm exactly."""
         c = self.config
         bert = transformers.MegatronBertConfig(
@@ -145,19 +138,12 @@ class Classification(Task):
             head.bias.data.copy_(share.logit() if self.multi else share.log())
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        auto = AutoModelForSequenceClassification
-        if source != self.config.model:
-            return load_whole(auto, source)
-        options = {"ignore_mismatched_sizes": True, "output_loading_info": True, **self.head}
-        model, found = load(auto, source, dtype=torch.float32, **options)
-        model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.keep_head = self.keep_head and not (found["missing_keys"] or found["mismatched_keys"])
-        if not self.keep_head:
-            self.begin_head(model)
+        model = super().load(source)
+        if source == self.config.model:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+            if not self.keep_head:
+                self.begin_head(model)
         return model
-
-    def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """A word's vector learns from its own texts alone: from scratch it takes longer steps than what all share."""
@@ -179,28 +165,20 @@ class Classification(Task):
         """Tokens padded to the longest text of the batch."""
         return dict(self.pad(items))
 
-    def inputs(self, batch: Batch) -> Batch:
-        return {name: value for name, value in batch.items() if name != "labels"}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy in nats: of the label, or of every label's yes or no."""
-        terms = self.nats(model(**self.inputs(batch)).logits, batch["labels"])
-        return terms.sum(1), torch.full_like(terms[:, 0], terms.shape[1])
-
     def nats(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(B, labels), or (B, 1) where each text has one."""
+        """Of the label, (B, 1), or of every label's yes or no, (B, labels)."""
         if self.multi:
             return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none")
-        return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
+        return super().nats(logits, labels)
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Loss; micro and macro F1 at the development texts' threshold, and that threshold; or, of single labels,
         accuracy and macro F1.
 
         Of development texts, as in the curves, the threshold is chosen on the texts themselves.
         """
         logits, labels = self.answers(model, loader, gather)
-        loss = float(self.nats(logits, labels).double().mean())
+        loss = self.nats(logits, labels).double().mean().item()
         if not self.multi:
             return {"loss": loss, **scores(logits, F.one_hot(labels, len(self.labels)))}
         of_test = loader.dataset is self.heldout
@@ -208,25 +186,16 @@ class Classification(Task):
         threshold = best_threshold(chosen_on[0].sigmoid(), chosen_on[1])
         return {"loss": loss, **scores(logits.sigmoid(), labels, threshold), "threshold": threshold}
 
-    def answers(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (N, labels) and labels of all texts of a loader."""
-        seen = [gather((model(**self.inputs(batch)).logits.float(), batch["labels"])) for batch in loader]
-        logits, labels = zip(*seen, strict=True)
-        return torch.cat(logits).cpu(), torch.cat(labels).cpu()
-
     def dev_loader(self) -> DataLoader:
         loader = DataLoader(self.dev, self.config.batch_size, collate_fn=self.collate, generator=torch.Generator())
         return prepare_data_loader(loader, self.accelerator.device, split_batches=True, put_on_device=True)
 
 
-def longest(config: Any, given: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+def longest(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> int:
     """Tokens of a text at most: --max_length, or else what the model takes."""
-    if given is None:
+    if config.model is None:
         return config.max_length or 128
-    positions = getattr(given.get_text_config(), "max_position_embeddings", None) or 512
-    most = min(positions, tokenizer.model_max_length)
+    most = min(longest_input(load(AutoModel, config.model)) or 512, tokenizer.model_max_length)
     if config.max_length is not None and config.max_length > most:
         raise RecipeError(f"--max_length {config.max_length} is beyond the {most} tokens that {config.model} takes")
     return config.max_length or most
@@ -235,9 +204,9 @@ def longest(config: Any, given: Any, tokenizer: transformers.PreTrainedTokenizer
 # -- figures
 
 
-def binary(items: list[Labelled], labels: list[str]) -> np.ndarray:
+def binary(texts: pd.DataFrame, labels: list[str]) -> np.ndarray:
     """(N, labels) of 0 and 1."""
-    return MultiLabelBinarizer(classes=labels).fit_transform([item.labels for item in items])
+    return MultiLabelBinarizer(classes=labels).fit_transform(texts.labels)
 
 
 def best_threshold(probability: Table, truth: Table) -> float:
@@ -255,12 +224,12 @@ def scores(found: Table, truth: Table, threshold: float | None = None) -> Figure
     return {"accuracy" if threshold is None else "micro_f1": micro, "macro_f1": macro}  # of one label each it is both
 
 
-def measure_baselines(texts: LabelledData) -> dict[str, Figures]:
+def measure_baselines(splits: dict[str, pd.DataFrame], labels: list[str], multi: bool) -> dict[str, Figures]:
     """Figures on the test texts of methods that take seconds: how often each label occurs, and the words of a text."""
     words = TfidfVectorizer(token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True)
-    words.fit([item.text for item in texts.splits["train"]])
-    inputs = {name: words.transform([item.text for item in items]) for name, items in texts.splits.items()}
-    truth = {name: binary(items, texts.labels) for name, items in texts.splits.items()}
+    words.fit(splits["train"].text)
+    inputs = {name: words.transform(texts.text) for name, texts in splits.items()}
+    truth = {name: binary(texts, labels) for name, texts in splits.items()}
     methods = {
         "commonest labels": DummyClassifier(strategy="prior"),
         "tf-idf and logistic regression": LogisticRegression(C=10.0, solver="liblinear"),
@@ -269,15 +238,5 @@ def measure_baselines(texts: LabelledData) -> dict[str, Figures]:
     for name, method in methods.items():
         model = OneVsRestClassifier(method).fit(inputs["train"], truth["train"])
         dev, test = (model.predict_proba(inputs[split]) for split in ("dev", "test"))
-        figures[name] = scores(test, truth["test"], best_threshold(dev, truth["dev"]) if texts.multi else None)
+        figures[name] = scores(test, truth["test"], best_threshold(dev, truth["dev"]) if multi else None)
     return figures
-
-
-def summary(data: dict[str, Any]) -> str:
-    """What was read and what to know about it, in a few lines."""
-    count = ", ".join(f"{number:,} {name}" for name, number in data["texts"].items())
-    lines = [f"{data['source']}: {count} texts, {len(data['labels'])} labels, {data['labels_per_text']:.2f} each"]
-    lines += [f"{what}: {number:,}" for what, number in data["remarks"].items()]
-    if data["new_head"]:
-        lines.append("the model wasn't made for these labels: its last layer starts afresh")
-    return "\n".join(lines)

@@ -21,14 +21,10 @@ from accelerate.utils import tqdm
 from hfpatch.runtime.errors import PatchError
 
 from .corpus import RecipeError
-from .files import require_own_folder
+from .results import TrainingError, require_own_folder
 from .settings import check
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's names for mallopt(3): M_TRIM_THRESHOLD, M_MMAP_MAX
-
-
-class TrainingError(RuntimeError):
-    """Training went wrong; the last good state is on disk."""
 
 
 class DivergedError(TrainingError):
@@ -40,13 +36,11 @@ class Stopped(Exception):  # noqa: N818
 
 
 @contextmanager
-def stop_requests(received: list[float] | None = None) -> Iterator[list[float]]:
-    """Collects Ctrl-C and SIGTERM, so that a step is never cut in two; Ctrl-C two seconds later interrupts at once.
+def stop_requests(received: list[float]) -> Iterator[None]:
+    """Adds times of Ctrl-C and SIGTERM to `received`, so that a step is never cut in two.
 
-    Args:
-        received: the list that times of requests are added to; none: a new one.
+    Ctrl-C two seconds later interrupts at once.
     """
-    received = [] if received is None else received
 
     def note(number: int, frame: Any) -> None:
         received.append(time.monotonic())
@@ -55,7 +49,7 @@ def stop_requests(received: list[float] | None = None) -> Iterator[list[float]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -78,7 +72,9 @@ def run_recipe(
         read: settings from flags, the script's name and that paragraph.
         work: what is done, given the settings and the command.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        keep_freed_memory()
+        argv = sys.argv[1:]
     command = ["python", f"recipes/{recipe}", *(flag for flag in argv if flag != "--resume")]
     go_on = f"to go on: {shlex.join([*command, '--resume'])}"
     try:

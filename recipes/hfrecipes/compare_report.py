@@ -9,18 +9,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
 from .curves import ABOUT, Panel, curve_of, draw_panels
-from .paired import (
-    BETTER,
-    FAILED,
-    KIND,
-    ONE_SEED,
-    SAME,
-    UNDECIDED,
-    WORSE,
-    ranking,
-    read_grid,
-    summarise,
-)
+from .paired import BETTER, KIND, SAME, WORSE, ranking, read_grid, summarise
 from .report import provenance, settings_line, show, table, words
 from .settings import CONTROL
 
@@ -40,19 +29,15 @@ def compare_report(results: Results) -> str:
     return "\n".join([*lines, "", *found["provenance"]]) + "\n"
 
 
-def html_report(results: Results, curves: Path) -> str:
-    """The results as a page that loads nothing from elsewhere and runs no script.
-
-    Args:
-        curves: the drawing, which becomes part of it.
-    """
-    page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    return page.get_template("report.html.j2").render(
-        **contents(results),
-        curves=base64.b64encode(curves.read_bytes()).decode(),
-        about_curves=ABOUT,
-        signs=SIGNS,
+def draw_reports(results: Results, path: Path) -> None:
+    """The curves, and a page that holds them, which loads nothing from elsewhere and runs no script."""
+    draw_grid(results, path)
+    template = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    curves = base64.b64encode(path.read_bytes()).decode()
+    page = template.get_template("report.html.j2").render(
+        **contents(results), curves=curves, about_curves=ABOUT, signs=SIGNS
     )
+    path.with_name("report.html").write_text(page, "utf-8")
 
 
 def contents(results: Results) -> dict[str, Any]:
@@ -60,7 +45,7 @@ def contents(results: Results) -> dict[str, Any]:
     figures, variants = main_table(results), dict.fromkeys(asked["variant"] for asked in results["grid"])
     return {
         "title": f"{', '.join(name for name in variants if name != CONTROL)} against the unpatched control",
-        "told": reading(results),
+        "told": remarks(results),
         "tables": {"At the end": figures, **ranking_tables(results)},
         "definitions": {name: text for name, text in definitions(results).items() if name in figures},
         "provenance": [settings_line(results), *provenance(results)],
@@ -76,13 +61,6 @@ def varied(results: Results) -> list[str]:
     return [name for name in KIND if grid[name].nunique() > 1]
 
 
-def label(kind: Any, results: Results) -> str:
-    """A kind by what tells it from the others of the grid: "rms", "rms (copied, distil)", "rms (300 steps)"."""
-    named = {"start": kind.start, "method": kind.method, "steps": f"{kind.steps} steps"}
-    how = ", ".join(text for name, text in named.items() if text and name in varied(results))
-    return kind.variant + f" ({how})" * bool(how)
-
-
 def text(figure: float, form: str = "{:+z.4f}") -> str:
     """A figure, by default a difference; "-" where there is none."""
     return "-" if math.isnan(figure) else form.format(figure)
@@ -90,11 +68,6 @@ def text(figure: float, form: str = "{:+z.4f}") -> str:
 
 def span(low: float, high: float) -> str:
     return "-" if math.isnan(low) else f"{text(low)} to {text(high)}"
-
-
-def spread(mean: float, sd: float) -> str:
-    """Mean ± standard deviation."""
-    return "-" if math.isnan(mean) else show(mean) + ("" if math.isnan(sd) else f" ± {show(sd)}")
 
 
 # -- tables
@@ -109,14 +82,14 @@ def main_table(results: Results) -> pd.DataFrame:
 
 def row(results: Results, s: Any) -> dict[str, str]:
     verdict = [s.verdict] * (s.seeds > 0 and s.variant != CONTROL)
-    failed = [f"{s.failed} of {s.asked} failed"] * (s.failed > 0)
+    failed = [f"{s.failed} of {s.asked} failed: {s.reason}"] * (s.failed > 0)
     return {
         "variant": s.variant,
         "start": s.start or "-",
         "method": s.method or "-",
         "steps": str(s.steps),
         "verdict": ", ".join(verdict + failed) or "-",
-        words(results["main"]): spread(s.mean, s.sd),
+        words(results["main"]): text(s.mean, show(s.mean) + f" ± {show(s.sd)}" * (s.sd == s.sd)),
         "difference": text(s.difference),
         "95 % interval": span(s.low, s.high),
         "after the swap": text(s.cost),
@@ -151,55 +124,29 @@ def ranking_tables(results: Results) -> dict[str, pd.DataFrame]:
 # -- words
 
 
-def reading(results: Results) -> list[str]:
-    """What the figures say: which kinds are better, the same, worse or undecided, and what ranks first."""
+def remarks(results: Results) -> list[str]:
+    """What to know before the figures are read."""
     done, asked = int(read_grid(results).done.sum()), len(results["grid"])
     lines = [f"Not finished: {done} of {asked} models are there, and what follows is about these."] * (done < asked)
-    told = {
-        BETTER: "better than the control of equal budget",
-        SAME: f"the same as the control of equal budget, to {margin(results)}",
-        WORSE: "worse than the control of equal budget",
-        UNDECIDED: f"undecided, since the difference may be chance and its interval reaches beyond {margin(results)}",
-        ONE_SEED: "one seed, which doesn't tell a difference from chance",
-        FAILED: "failed",
-    }
-    compared = [s for s in summarise(results).itertuples() if s.variant != CONTROL]
-    for found, meaning in told.items():
-        if names := [label(s, results) + f" ({s.reason})" * bool(s.failed) for s in compared if s.verdict == found]:
-            lines.append(f"{meaning[0].upper()}{meaning[1:]}: {', '.join(names)}.")
-    lines += [ranking_line(ranks, axis) for axis in AXES if not (ranks := ranking(results, axis)).empty]
-    intervals = sum(not math.isnan(s.low) for s in compared)
+    intervals = int(summarise(results).low.notna().sum())
     if intervals >= 5:
         missed = f"by chance alone about {intervals / 20:.1g} of them would miss the true difference"
         lines.append(f"There are {intervals} intervals at 95 %: {missed}.")
     return lines
 
 
-def margin(results: Results) -> str:
-    return f"±{100 * results['config']['margin']:g} % of the control's {words(results['main'])}"
-
-
-def ranking_line(ranks: pd.DataFrame, axis: str) -> str:
-    first, second = list(ranks.itertuples())[:2]
-    order = ", ".join(f"{r.Index} {r.rank:.2f}" for r in ranks.itertuples())
-    if first.rank == second.rank:
-        return f"Of the {axis}s, {first.Index} and {second.Index} rank alike (mean ranks: {order})."
-    best = f"best in {first.best} of {first.count} comparisons; mean ranks: {order}"
-    chance = f"against {second.Index} that {'could be chance' if second.chance > 0.05 else 'is more than chance'}"
-    return f"Of the {axis}s, {first.Index} ranks first ({best}); {chance} (sign test, p = {second.chance:.2g})."
-
-
 def definitions(results: Results) -> dict[str, str]:
     """What the columns mean."""
-    better = "higher" if results["higher_is_better"] else "lower"
+    better, main = "higher" if results["higher_is_better"] else "lower", words(results["main"])
+    margin = f"±{100 * results['config']['margin']:g} % of the control's {main}"
     distilled = ", distilled from itself since no method here looks at labels" * bool(results["control_method"])
     return {
-        words(results["main"]): f"on held-out data, mean ± standard deviation over seeds; {better} is better.",
+        main: f"on held-out data, mean ± standard deviation over seeds; {better} is better.",
         "difference": f"from the unpatched control of the same seed, baseline, data and number of steps{distilled}; "
         "the mean over seeds. Pairs are compared, so what a seed does to both isn't in it.",
         "95 % interval": "of the mean difference, by Student's t over seeds.",
-        "verdict": f"same: the interval lies within {margin(results)}; better, worse: it lies on one side of zero and "
-        "reaches beyond that; undecided: it holds zero and reaches beyond.",
+        "verdict": f"same: the interval lies within {margin}; better, worse: it lies on one side of zero and reaches "
+        "beyond that; undecided: it holds zero and reaches beyond; one seed: there is no interval.",
         "after the swap": "the difference before any training.",
         "recovered": "how much of that is gone at the end; - where the swap cost less than the margin.",
         "time a step": "of training (the median), against the control's on the same machine; median and range over "

@@ -34,11 +34,7 @@ class RecipeError(ValueError):
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Makes one line of whatever a library raises inside: errors of many kinds, as of files, readers and the Hub.
-
-    Raises:
-        RecipeError: `what`, and the error's first line.
-    """
+    """Makes a RecipeError of whatever a library raises inside: `what`, and the error's first line."""
     try:
         yield
     except (RecipeError, PatchError):
@@ -72,18 +68,6 @@ def read_standard_library() -> list[Document]:
     files = [f for f in files if not NOT_TEXT & set(f.parts) and not f.name.startswith("_sysconfigdata")]
     files = [f for f in files if not f.parts[0].startswith("config-")]  # how this interpreter was built
     return [Document(f.as_posix(), (root / f).read_text("utf-8", errors="ignore")) for f in sorted(files)]
-
-
-def read_text_files(paths: list[str]) -> list[Document]:
-    """UTF-8 text files, in the order given; a missing, unreadable or empty one is refused."""
-    documents = []
-    for path in map(Path, paths):
-        with refusing(f"can't read the text file {path}"):
-            text = path.read_text("utf-8")
-        if not text.strip():
-            raise RecipeError(f"the text file {path} is empty")
-        documents.append(Document(path.name, text))
-    return documents
 
 
 def place(name: str) -> float:
@@ -163,46 +147,48 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tup
 # -- blocks
 
 
-class Causal:
-    """The task of a causal model: every token of the block from those before it."""
+class Objective:
+    """A block of tokens as inputs and labels.
 
-    def __init__(self, block_size: int) -> None:
+    Of a causal model: every token from those before it. With a tokenizer, BERT's: 15 % of the tokens, 80 % of these
+    hidden, 10 % replaced, 10 % kept, which is a function of the seed.
+    """
+
+    def __init__(self, block_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self.masked = tokenizer is not None
         self.content = block_size  # tokens of text in a block
+        if tokenizer is not None:
+            if tokenizer.mask_token is None:
+                raise RecipeError("a masked language model needs a tokenizer with a mask token, and this one has none")
+            self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.15)
+            self.first, self.last = (
+                torch.tensor([i for i in [special] if i is not None], dtype=torch.long)
+                for special in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+            )
+            self.content = block_size - len(self.first) - len(self.last)
 
-    def __call__(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": tokens, "labels": tokens}
-
-
-class Masked:
-    """BERT's task: 15 % of the tokens, 80 % of these hidden, 10 % replaced, 10 % kept; a function of the seed."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int) -> None:
-        if tokenizer.mask_token is None:
-            raise RecipeError("a masked language model needs a tokenizer with a mask token, and this one has none")
-        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.15)
-        self.first = [i for i in [tokenizer.cls_token_id] if i is not None]
-        self.last = [i for i in [tokenizer.sep_token_id] if i is not None]
-        self.content = block_size - len(self.first) - len(self.last)
-
-    def __call__(self, tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    def __call__(self, tokens: np.ndarray, seed: int) -> dict[str, torch.Tensor]:
+        block = torch.from_numpy(tokens).long()
+        if not self.masked:
+            return {"input_ids": block, "labels": block}
         self.collator.generator = torch.Generator().manual_seed(seed)
-        block = torch.cat([torch.tensor(self.first), tokens, torch.tensor(self.last)]).long()
-        return {name: value[0] for name, value in self.collator([block]).items()}
+        found = self.collator([torch.cat([self.first, block, self.last])])
+        return {name: value[0] for name, value in found.items()}
 
 
 class HeldOutBlocks(Dataset):
     """At most `count` blocks, evenly spread over the stream without overlap; masks don't depend on the run's seed."""
 
-    def __init__(self, tokens: np.ndarray, sizes: np.ndarray, task: Causal | Masked, count: int) -> None:
-        self.tokens, self.task = tokens, task
-        count = min(count, len(tokens) // task.content)
-        self.starts = np.linspace(0, len(tokens) - task.content, count).astype(int)
+    def __init__(self, tokens: np.ndarray, sizes: np.ndarray, objective: Objective, count: int) -> None:
+        self.tokens, self.objective = tokens, objective
+        count = min(count, len(tokens) // objective.content)
+        self.starts = np.linspace(0, len(tokens) - objective.content, count).astype(int)
         # A causal model predicts all but the first token of a block: these are the bytes it is charged for.
-        self.sizes = np.array([sizes[s + 1 : s + task.content].sum() for s in self.starts])
+        self.sizes = np.array([sizes[s + 1 : s + objective.content].sum() for s in self.starts])
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = self.starts[index]
-        return self.task(torch.from_numpy(self.tokens[start : start + self.task.content]).long(), seed=index)
+        return self.objective(self.tokens[start : start + self.objective.content], seed=index)

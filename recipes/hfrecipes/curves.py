@@ -16,11 +16,10 @@ matplotlib.use("Agg")  # to a file, with or without a screen
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: also for the colour-blind
 DASHES = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5))]  # a colour that comes again has another one
 CONTROL_LINE = {"color": "black", "lw": 1.2, "zorder": 99}
-MOST_BANDS = 5  # of more lines the bands would hide each other
 ABOUT = (
     "Left: means over seeds, with bands of one standard deviation. Right: mean difference from the control of the same "
-    "seed at the same step, with 95 % intervals; grey counts as none. Where there are more than "
-    f"{MOST_BANDS} lines, bands are left out. Curves may be of a part of the held-out data."
+    "seed at the same step, with 95 % intervals; grey counts as none. Of more than five lines there are no bands. "
+    "Curves may be of a part of the held-out data."
 )
 
 Curve = pd.DataFrame  # a row for each step, a column for each seed
@@ -28,22 +27,15 @@ Curve = pd.DataFrame  # a row for each step, a column for each seed
 
 @dataclass
 class Panel:
-    """Curves that are drawn together.
-
-    Attributes:
-        figure: what they show; lines: by name.
-        control: what they are compared with, if there is something, and what it is called.
-        before: the figure before the patch, drawn as a line across.
-        margin: a difference from the control within it counts as none.
-    """
+    """Curves that are drawn together."""
 
     title: str
-    figure: str
+    figure: str  # what they show
     lines: dict[str, Curve]
-    control: Curve | None = None
+    control: Curve | None = None  # what they are compared with, if there is something
     control_name: str = "control"
-    before: float | None = None
-    margin: float = 0.0
+    before: float | None = None  # the figure before the patch, drawn as a line across
+    margin: float = 0.0  # a difference from the control within it counts as none
 
 
 def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:
@@ -58,7 +50,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     rows = max(1, len(panels))  # where every model failed there is nothing to draw
     figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.6 * rows), squeeze=False, layout="constrained")
     for panel, (left, right) in zip(panels, axes, strict=False):
-        bands = len(panel.lines) <= MOST_BANDS
+        bands = len(panel.lines) <= 5  # of more lines they would hide each other
         for name, curve in panel.lines.items():
             i = names.index(name)
             look = {"color": COLOURS[i % 6], "ls": DASHES[i // 6 % 4], "lw": 1.8, "label": name}

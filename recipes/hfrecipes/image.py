@@ -1,7 +1,6 @@
 """Image classification: scikit-learn's bundled digits, folders of images by class, or a `datasets` id."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,14 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from PIL import Image
-from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from .corpus import RecipeError, refusing
-from .options import COUNT, multiple_of, option
-from .tasks import Batch, Figures, Task, load, load_whole, place_of
+from .settings import COUNT, multiple_of, option
+from .tasks import Batch, LabelTask, load, place_of
 
 HELD_OUT = 0.2  # share of images where the data has no split of its own
 
@@ -39,26 +36,23 @@ class ImageClassificationConfig:
     curve_images: int = option(500, "at most so many behind the curves", COUNT)
 
 
-class ImageClassification(Task):
+class ImageClassification(LabelTask):
     """One label for each image."""
 
     name = "image"
     Config = ImageClassificationConfig
-    main = "accuracy"
-    higher_is_better = True
+    auto = AutoModelForImageClassification
     unit = "images"
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
         self.side, self.patch = (32, 4) if c.data else (8, 2)  # of images and patches, from scratch
-        self.processor = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.side)
+        self.tokenizer = load(AutoImageProcessor, c.model) if c.model else scaling_to(self.side)
         train, heldout = read_images(c.data)
         digest = hashlib.sha256(f"{train._fingerprint} {heldout._fingerprint}".encode()).hexdigest()
         names = train.features["label"].names
-        known = load(AutoConfig, c.model).label2id if c.model else {}
-        self.keep_head = not c.model or set(known) == set(names)
-        self.labels = {**known} if set(known) == set(names) else {name: i for i, name in enumerate(names)}
-        self.places = [self.labels[name] for name in names]  # of the data's labels in the model's output
+        self.choose_labels(names)
+        self.places = [self.labels.index(name) for name in names]  # of the data's labels in the model's output
         heldout, curve = (heldout.select(range(min(n, len(heldout)))) for n in (c.heldout_images, c.curve_images))
         self.train, self.heldout, self.curve = train, heldout, curve
         commonest = np.bincount(train["label"][:]).argmax()
@@ -70,34 +64,19 @@ class ImageClassification(Task):
             "baselines": {"majority": {"accuracy": float(np.mean(np.array(heldout["label"][:]) == commonest))}},
         }
 
-    def baseline(self) -> PreTrainedModel:
-        """The given model, with another head where its classes are fewer or more than the data's, or a small ViT."""
-        c = self.config
-        classes = {"id2label": {i: name for name, i in self.labels.items()}, "label2id": self.labels}
-        if c.model:
-            options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, found = load(AutoModelForImageClassification, c.model, **options, **classes)
-            self.keep_head = self.keep_head and not found["missing_keys"]
-            return model
+    def small_model(self) -> PreTrainedModel:
+        width = self.config.width
         vit = transformers.ViTConfig(
             image_size=self.side,
             patch_size=self.patch,
-            hidden_size=c.width,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.width // 16,
-            intermediate_size=4 * c.width,
-            initializer_range=c.width**-0.5,  # 0.02 suits a width of 768
-            **classes,
+            hidden_size=width,
+            num_hidden_layers=self.config.layers,
+            num_attention_heads=width // 16,
+            intermediate_size=4 * width,
+            initializer_range=width**-0.5,  # 0.02 suits a width of 768
+            **self.head,
         )
         return transformers.ViTForImageClassification(vit)
-
-    def load(self, source: str) -> PreTrainedModel:
-        if source == self.config.model:
-            return self.baseline()
-        return load_whole(AutoModelForImageClassification, source)
-
-    def save_extras(self, folder: Path) -> None:
-        self.processor.save_pretrained(folder)
 
     def item(self, seed: int, number: int) -> dict[str, Any]:
         """Each image once an epoch."""
@@ -108,23 +87,7 @@ class ImageClassification(Task):
         with refusing("an image of --data can't be read"):
             images = [datasets.Image().decode_example(item["image"]).convert("RGB") for item in items]
         labels = torch.tensor([self.places[item["label"]] for item in items])
-        return {"pixel_values": self.processor(images, return_tensors="pt")["pixel_values"], "labels": labels}
-
-    def inputs(self, batch: Batch) -> Batch:
-        return {"pixel_values": batch["pixel_values"]}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(pixel_values=batch["pixel_values"]).logits.float()
-        return F.cross_entropy(logits, batch["labels"], reduction="none"), torch.ones_like(batch["labels"])
-
-    def figures(self, model: nn.Module, loader: Any, gather: Callable[[Any], Any]) -> Figures:
-        """Cross-entropy in nats, and accuracy."""
-        seen: list[torch.Tensor] = []
-        for batch in loader:
-            logits, labels = model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
-            terms = F.cross_entropy(logits, labels, reduction="none")
-            seen.append(gather(torch.stack([terms, (logits.argmax(-1) == labels).float()], 1)))
-        return dict(zip(("loss", "accuracy"), torch.cat(seen).double().mean(0).tolist(), strict=True))
+        return {"pixel_values": self.tokenizer(images, return_tensors="pt")["pixel_values"], "labels": labels}
 
     def size(self, batch: Batch) -> int:
         return len(batch["labels"])
@@ -136,11 +99,7 @@ def scaling_to(size: int) -> Any:
 
 
 def read_images(source: str | None) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(train, held-out), with the columns image (not decoded) and label; the split is the same for every seed.
-
-    Raises:
-        RecipeError: they can't be read, or aren't images of two classes or more.
-    """
+    """(train, held-out), with the columns image (not decoded) and label; the split is the same for every seed."""
     datasets.disable_progress_bars()
     with refusing(f"--data {source}"):  # no such id, no network, a folder without images, a class of one image
         if source is None:
@@ -166,11 +125,7 @@ def read_digits() -> datasets.Dataset:
 
 
 def split(parts: datasets.DatasetDict) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The data's own split, or a fifth of each class held out.
-
-    Raises:
-        ValueError: there is no training split with images and labels, or a class has a single image.
-    """
+    """The data's own split, or a fifth of each class held out."""
     features = parts["train"].features if "train" in parts else {}
     names = {type(kind): name for name, kind in features.items()}
     if not {datasets.Image, datasets.ClassLabel} <= names.keys():

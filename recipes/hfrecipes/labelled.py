@@ -6,12 +6,14 @@ on the same side.
 """
 
 import re
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from .corpus import HELD_OUT, Document, RecipeError, fingerprint, place, read_shakespeare
-from .options import option
+import pandas as pd
+from sklearn.feature_extraction.text import CountVectorizer
+
+from .corpus import HELD_OUT, Document, RecipeError, place, read_shakespeare
+from .settings import option
 from .texts import PLAYS, Rows, read_tables, require_columns
 
 SPLITS = ("train", "dev", "test")
@@ -20,6 +22,8 @@ HIDDEN_WORDS = 24
 LINES = 3  # of a passage in which they are hidden
 MOST_HIDDEN = 3  # labels of a passage
 MASK = "BLANK"
+
+Labelled = tuple[str, tuple[str, ...]]  # a text and its labels
 
 
 @dataclass
@@ -39,91 +43,56 @@ class DataConfig:
     )
 
 
-class Labelled(NamedTuple):
-    """A text and its labels."""
-
-    text: str
-    labels: tuple[str, ...]
-
-
-@dataclass
-class LabelledData:
-    """Texts by split (train, dev, test), and how many rows without a text were left out."""
-
-    source: str
-    splits: dict[str, list[Labelled]]
-    left_out: int = 0
-
-    @property
-    def labels(self) -> list[str]:
-        """All labels; numbers in their order."""
-        found = {label for items in self.splits.values() for item in items for label in item.labels}
-        return sorted(found, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
-
-    @property
-    def multi(self) -> bool:
-        """Whether any text has several labels, or none."""
-        return any(len(item.labels) != 1 for items in self.splits.values() for item in items)
-
-    @property
-    def sha256(self) -> str:
-        """Of all texts and labels by split: two runs are comparable when it agrees."""
-        every = [(name, item) for name, items in self.splits.items() for item in items]
-        return fingerprint([Document(f"{name} {item.labels}", item.text) for name, item in every])
-
-    def remarks(self) -> dict[str, int]:
-        """What a reader of the figures should know, and of how many texts it holds."""
-        train = {item.text for item in self.splits["train"]}
-        learnt = {label for item in self.splits["train"] for label in item.labels}
-        found = {"rows without a text, left out": self.left_out}
-        for name in ("dev", "test"):
-            items = self.splits[name]
-            found[f"{name} texts that are also training texts"] = sum(item.text in train for item in items)
-            found[f"{name} texts with labels that no training text has"] = sum(
-                not learnt.issuperset(item.labels) for item in items
-            )
-        return found
-
-
-def read_labelled(config: DataConfig) -> LabelledData:
-    """The data that the settings ask for, checked and split.
-
-    Raises:
-        RecipeError: a file that is missing, empty or unreadable, a column that isn't there, a row without a label,
-            labels that are all equal, or too few texts.
+def read_labelled(config: DataConfig) -> tuple[str, pd.DataFrame, int]:
+    """What the source is; a row for each text, with its split (train, dev or test), text and labels, a tuple; and how
+    many rows without a text were left out.
     """
     if config.data is None:
-        data = LabelledData(f"{HIDDEN_WORDS} words hidden in the {PLAYS}", hide_words(read_shakespeare()))
+        source, left_out, own = f"{HIDDEN_WORDS} words hidden in the {PLAYS}", 0, SPLITS
+        rows = [(split_of(d.name), *item) for d, item in hide_words(read_shakespeare())]
     else:
-        tables = choose_splits(read_tables(config.data, config.data_config), config)
-        rows = {name: labelled_rows(table, config) for name, table in tables.items()}
-        left_out = sum(map(len, tables.values())) - sum(map(len, rows.values()))
-        data = LabelledData(config.data, fill_splits(rows), left_out)
-    if empty := [name for name, items in data.splits.items() if not items]:
-        raise RecipeError(f"{data.source} leaves no {' and no '.join(empty)} texts: it has too few")
-    if len({item.labels for item in data.splits["train"]}) < 2:
-        raise RecipeError(f"all training texts of {data.source} have the same labels: there is nothing to learn")
-    return data
+        own = choose_splits(read_tables(config.data, config.data_config), config)
+        rows = [(split, *item) for split, table in own.items() for item in labelled_rows(table, config)]
+        source, left_out = config.data, sum(map(len, own.values())) - len(rows)
+    texts = pd.DataFrame(rows, columns=["split", "text", "labels"])
+    drawn = texts.text.map(split_of)  # splits that the data doesn't have come out of its training texts
+    texts["split"] = drawn.where((texts.split == "train") & ~drawn.isin([*own]), texts.split)
+    if empty := [name for name in SPLITS if name not in set(texts.split)]:
+        raise RecipeError(f"{source} leaves no {' and no '.join(empty)} texts: it has too few")
+    if texts.labels[texts.split == "train"].nunique() < 2:
+        raise RecipeError(f"all training texts of {source} have the same labels: there is nothing to learn")
+    return source, texts, left_out
 
 
-# -- the default: hidden words
+def names_of(texts: pd.DataFrame) -> list[str]:
+    """All labels; numbers in their order."""
+    found = set(texts.labels.explode().dropna())
+    return sorted(found, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
 
 
-def hide_words(documents: list[Document]) -> dict[str, list[Labelled]]:
-    """Passages in which some of 24 words are replaced by MASK, and which these were.
+def remarks(texts: pd.DataFrame) -> dict[str, int]:
+    """What a reader of the figures should know, and of how many texts it holds."""
+    train, found = texts[texts.split == "train"], {}
+    learnt = set(train.labels.explode())
+    for name in ("dev", "test"):
+        part = texts[texts.split == name]
+        found[f"{name} texts that are also training texts"] = int(part.text.isin(train.text).sum())
+        unlearnt = sum(not learnt.issuperset(labels) for labels in part.labels)
+        found[f"{name} texts with labels that no training text has"] = unlearnt
+    return found
+
+
+def hide_words(documents: list[Document]) -> Iterator[tuple[Document, Labelled]]:
+    """Passages in which some of 24 words are replaced by MASK, and which these were, each with its document.
 
     The words are the commonest of the training documents with four letters or more that scikit-learn doesn't count
     among the stop words. A passage is a run of lines without a blank one; one with more words hidden than MOST_HIDDEN,
-    or none, isn't taken, nor a text that was there before. A passage's document decides its split.
+    or none, isn't taken, nor a text that was there before.
     """
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-
-    train = [document.text.lower() for document in documents if split_of(document.name) == "train"]
-    counts = Counter(word for text in train for word in re.findall(r"\b[a-z]{4,}\b", text))
-    by_count = sorted(counts, key=lambda word: (-counts[word], word))
-    words = [word for word in by_count if word not in ENGLISH_STOP_WORDS][:HIDDEN_WORDS]
+    train = [document.text for document in documents if split_of(document.name) == "train"]
+    common = CountVectorizer(token_pattern=r"\b[a-z]{4,}\b", stop_words="english", max_features=HIDDEN_WORDS)
+    words = common.fit(train).get_feature_names_out()
     pattern = re.compile(rf"\b({'|'.join(words)})\b", re.IGNORECASE)
-    splits: dict[str, list[Labelled]] = {name: [] for name in SPLITS}
     seen = set()
     for document in documents:
         for block in re.split(r"\n\s*\n", document.text):
@@ -134,18 +103,13 @@ def hide_words(documents: list[Document]) -> dict[str, list[Labelled]]:
                 text = pattern.sub(MASK, passage)
                 if 1 <= len(labels) <= MOST_HIDDEN and text not in seen:
                     seen.add(text)
-                    splits[split_of(document.name)].append(Labelled(text, labels))
-    return splits
+                    yield document, (text, labels)
 
 
-# -- files and datasets
-
-
-def labelled_rows(rows: Rows, config: DataConfig) -> list[Labelled]:
+def labelled_rows(rows: Rows, config: DataConfig) -> Iterator[Labelled]:
     """Texts and labels of a table, without the rows that have no text."""
     label_column = config.label_column or ("labels" if "labels" in rows[0] else "label")
     require_columns(config.data, rows, text_column=config.text_column, label_column=label_column)
-    found = []
     for number, row in enumerate(rows, 1):
         text, value = row[config.text_column], row[label_column]
         if text is None or not str(text).strip():
@@ -153,8 +117,7 @@ def labelled_rows(rows: Rows, config: DataConfig) -> list[Labelled]:
         value = value if isinstance(value, list) else [value]
         if any(isinstance(label, list | dict) or label is None or not str(label).strip() for label in value):
             raise RecipeError(f"row {number} of {config.data} has no label in the column {label_column!r}: {row}"[:200])
-        found.append(Labelled(str(text), tuple(sorted({str(label).strip() for label in value}))))
-    return found
+        yield str(text), tuple(sorted({str(label).strip() for label in value}))
 
 
 def choose_splits(tables: dict[str, Rows], config: DataConfig) -> dict[str, Rows]:
@@ -167,16 +130,6 @@ def choose_splits(tables: dict[str, Rows], config: DataConfig) -> dict[str, Rows
         wanted = config.test_split if found["train"] else "train"
         raise RecipeError(f"{config.data} has no split {wanted!r}, but {', '.join(tables)}")
     return {split: tables[name] for split, name in found.items() if name}
-
-
-def fill_splits(rows: dict[str, list[Labelled]]) -> dict[str, list[Labelled]]:
-    """Three splits: those that the data has, the others out of its training texts by their hash."""
-    missing = [name for name in SPLITS if name not in rows]
-    drawn: dict[str, list[Labelled]] = {name: [] for name in ("train", *missing)}
-    for item in rows["train"]:
-        split = split_of(item.text)
-        drawn[split if split in missing else "train"].append(item)
-    return rows | drawn
 
 
 def split_of(name: str) -> str:

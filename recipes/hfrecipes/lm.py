@@ -1,38 +1,21 @@
 """Language modelling: causal, or masked where the given model was saved as a masked one."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-)
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
-from .corpus import (
-    Causal,
-    HeldOutBlocks,
-    Masked,
-    RecipeError,
-    encode,
-    fingerprint,
-    split_documents,
-    train_tokenizer,
-)
-from .options import COUNT, at_least, multiple_of, option
-from .tasks import Batch, Figures, Task, load, load_whole
+from .corpus import HeldOutBlocks, Objective, RecipeError, encode, fingerprint, split_documents, train_tokenizer
+from .settings import COUNT, at_least, multiple_of, option
+from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole
 from .texts import TextConfig, read_texts
 
 
@@ -65,8 +48,7 @@ class LanguageModelling(Task):
         else:
             self.tokenizer = load(AutoTokenizer, c.model)
         self.masked = c.model is not None and is_masked(load(AutoConfig, c.model))
-        self.auto = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
-        self.block = Masked(self.tokenizer, c.block_size) if self.masked else Causal(c.block_size)
+        self.block = self.objective(c.block_size)
         self.train_tokens, _ = encode(train, self.tokenizer)
         heldout_tokens, sizes = encode(heldout, self.tokenizer)
         for name, tokens in {"training": self.train_tokens, "held-out": heldout_tokens}.items():
@@ -86,6 +68,9 @@ class LanguageModelling(Task):
             "vocab_size": len(self.tokenizer),
             "objective": "masked" if self.masked else "causal",
         }
+
+    def objective(self, block_size: int) -> Objective:
+        return Objective(block_size, self.tokenizer if self.masked else None)
 
     def baseline(self) -> transformers.PreTrainedModel:
         c = self.config
@@ -116,22 +101,16 @@ class LanguageModelling(Task):
         return transformers.GPT2LMHeadModel(gpt2)
 
     def load(self, source: str) -> transformers.PreTrainedModel:
-        return load_whole(self.auto, source)
-
-    def save_extras(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+        auto = transformers.AutoModelForMaskedLM if self.masked else transformers.AutoModelForCausalLM
+        return load_whole(auto, source)
 
     def item(self, seed: int, number: int) -> Batch:
         """A block at a random place of the stream."""
         random = np.random.default_rng((seed, number))
         start = random.integers(len(self.train_tokens) - self.block.content + 1)
-        tokens = torch.from_numpy(self.train_tokens[start : start + self.block.content]).long()
-        return self.block(tokens, seed=int(random.integers(2**31)))
+        return self.block(self.train_tokens[start : start + self.block.content], seed=int(random.integers(2**31)))
 
-    def inputs(self, batch: Batch) -> Batch:
-        return {"input_ids": batch["input_ids"]}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""
         logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
         labels = batch["labels"]
@@ -140,7 +119,7 @@ class LanguageModelling(Task):
         nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
         return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
         seen = [gather(self.loss(model, batch)) for batch in loader]
         nats = sum(n.double().sum().item() for n, _ in seen)

@@ -11,8 +11,7 @@ A loss of your own is one more class and one more entry, which heal.py and compa
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .corpus import RecipeError
-from .options import NOT_NEGATIVE, POSITIVE, SHARE, option
-from .tasks import Batch, Figures, Task
+from .settings import NOT_NEGATIVE, POSITIVE, SHARE, option
+from .tasks import Batch, Figures, Gather, Task
 
 Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
 
@@ -69,8 +68,12 @@ class Distil(Method):
         self.teacher.to(next(iter(batch.values())).device)
         if share == 1:  # no labels
             return self.distance(model, batch)
-        with outputs_of(model) as outputs:
+        outputs: list[Any] = []  # of the task's loss, so that the model needn't run again
+        handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
             sums, counts = self.task.loss(model, batch)
+        finally:
+            handle.remove()
         distances, terms = self.distance(model, batch, outputs[-1])
         return (1 - share) * sums + share * counts * distances.sum() / terms.sum(), counts
 
@@ -86,17 +89,6 @@ class Distil(Method):
 
 
 METHODS: dict[str, type[Method]] = {"finetune": Method, "distil": Distil}
-
-
-@contextmanager
-def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
-    """Collects what a model's forward returns inside, so that a loss needn't run it again."""
-    found: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: found.append(output))
-    try:
-        yield found
-    finally:
-        handle.remove()
 
 
 def keeps_dropout(config: Any) -> bool:
@@ -141,11 +133,6 @@ class MethodConfig:
     lora_alpha: float = option(16.0, "LoRA: adapters are scaled by it over the rank", POSITIVE)
 
     def check(self) -> None:
-        """Refuse what can't work before anything is read.
-
-        Raises:
-            RecipeError: says which setting.
-        """
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise RecipeError("--lora_rank needs the package: pip install peft")
 
@@ -154,9 +141,7 @@ class MethodConfig:
 
 
 @torch.no_grad()
-def agreement(
-    teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoader, gather: Callable[[Any], Any]
-) -> Figures:
+def agreement(teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoader, gather: Gather) -> Figures:
     """Means over what isn't padding: of KL(teacher || model) in nats and of how often both prefer the same class.
 
     Where classes are labels that may be true together: their mean KL, and how many of the labels both answer alike. A
@@ -164,26 +149,18 @@ def agreement(
     """
     totals: dict[str, Tensor] = {}
     for batch in loader:
-        for name, pair in _compare(teacher, model, task, batch).items():
-            sums_and_counts = torch.stack([seen.double().sum().cpu() for seen in gather(pair)])
-            totals[name] = totals.get(name, 0) + sums_and_counts
-    return {name: (total / count).item() for name, (total, count) in totals.items()}
-
-
-def _compare(teacher: nn.Module, model: nn.Module, task: Task, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each figure as in `per_item`."""
-    inputs = task.inputs(batch)
-    if states := getattr(task, "states", None):
-        theirs, ours = (states(m, batch).float() for m in (teacher, model))
-        found = {"cosine": F.cosine_similarity(ours, theirs, dim=-1)}
-    else:
-        theirs, ours = (m(**inputs).logits for m in (teacher, model))
-        if takes_several(teacher):
-            same = ((theirs > 0) == (ours > 0)).float().mean(-1)
+        inputs, several = task.inputs(batch), takes_several(teacher)
+        if states := getattr(task, "states", None):
+            theirs, ours = (states(m, batch).float() for m in (teacher, model))
+            found = {"cosine": F.cosine_similarity(ours, theirs, dim=-1)}
         else:
-            same = (theirs.argmax(-1) == ours.argmax(-1)).float()
-        found = {"divergence": divergence(ours, theirs, takes_several(teacher)), "same_answer": same}
-    return {name: per_item(terms, inputs.get("attention_mask")) for name, terms in found.items()}
+            theirs, ours = (m(**inputs).logits for m in (teacher, model))
+            same = ((theirs > 0) == (ours > 0)).float().mean(-1) if several else theirs.argmax(-1) == ours.argmax(-1)
+            found = {"divergence": divergence(ours, theirs, several), "same_answer": same.float()}
+        for name, terms in found.items():
+            pair = gather(per_item(terms, inputs.get("attention_mask")))
+            totals[name] = totals.get(name, 0) + torch.stack([seen.double().sum().cpu() for seen in pair])
+    return {name: (total / count).item() for name, (total, count) in totals.items()}
 
 
 def divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:

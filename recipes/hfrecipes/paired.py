@@ -12,7 +12,6 @@ from .settings import CONTROL
 LEVEL = 0.95  # of every interval
 BETTER, SAME, WORSE, UNDECIDED, ONE_SEED, FAILED = "better", "same", "worse", "undecided", "one seed", "failed"
 KIND = ["variant", "start", "method", "steps"]  # everything about a model of the grid but its seed
-COMPARED = ["difference", "low", "high", "cost", "recovered", "time"]  # with the control
 
 Results = dict[str, Any]
 
@@ -36,11 +35,8 @@ def read_grid(results: Results) -> pd.DataFrame:
     """A row for each model that is asked for, beside the control of the same seed and budget.
 
     Columns: those of `Cell`; done; failed: why it has no figures; end: the main figure, swapped: the same right after
-    the swap; step_seconds. With `_control` behind: the control's. Then the pair's
-    difference at the end, its cost right after the swap, and the time of a step as a ratio. What isn't there is NaN.
-
-    Raises:
-        ValueError: a model wasn't trained for as many steps as were asked for, and its control.
+    the swap; step_seconds. With `_control` behind: the control's. Then the pair's difference at the end, its cost right
+    after the swap, and the time of a step as a ratio. What isn't there is NaN. Unequal budgets are refused.
     """
     main, rows = results["main"], []
     for asked in results["grid"]:
@@ -97,41 +93,38 @@ def summarise(results: Results) -> pd.DataFrame:
     time_low and time_high; needed: how many seeds would decide what isn't decided.
     What would compare the control with itself is NaN.
     """
-    rows: list[dict[str, Any]] = []
+    rows, higher = [], results["higher_is_better"]
     for kind, cells in read_grid(results).groupby(KIND, sort=False):
         pairs = cells[cells.difference.notna()]
-        if len(pairs) or cells.failed.notna().any():
-            rows.append({**dict(zip(KIND, kind, strict=True)), **summary(cells, pairs, results)})
+        if pairs.empty and cells.failed.isna().all():
+            continue
+        difference, sd, cost = pairs.difference.mean(), pairs.difference.std(), pairs.cost.mean()
+        half = half_width(sd, len(pairs))
+        margin = results["config"]["margin"] * abs(pairs.end_control.mean())
+        decided = verdict(difference - half, difference + half, margin, higher) if len(pairs) else FAILED
+        row = {
+            "seeds": len(pairs),
+            "asked": len(cells),
+            "failed": cells.failed.notna().sum(),
+            "reason": "; ".join(cells.failed.dropna().unique()),
+            "mean": pairs.end.mean(),
+            "sd": pairs.end.std(),
+            "difference": difference,
+            "low": difference - half,
+            "high": difference + half,
+            "margin": margin,
+            "verdict": decided,
+            "cost": cost,
+            "recovered": 1 - difference / cost if (-cost if higher else cost) > margin else math.nan,
+            "time": pairs.time.median(),
+            "time_low": pairs.time.min(),
+            "time_high": pairs.time.max(),
+            "needed": seeds_needed(sd, margin) if decided == UNDECIDED else math.nan,
+        }
+        rows.append(dict(zip(KIND, kind, strict=True)) | row)
     found = pd.DataFrame(sorted(rows, key=lambda row: row["variant"] != CONTROL))
-    found.loc[found.variant == CONTROL, COMPARED] = math.nan  # with itself
+    found.loc[found.variant == CONTROL, ["difference", "low", "high", "cost", "recovered", "time"]] = math.nan
     return found
-
-
-def summary(cells: pd.DataFrame, pairs: pd.DataFrame, results: Results) -> dict[str, Any]:
-    difference, sd, cost = pairs.difference.mean(), pairs.difference.std(), pairs.cost.mean()
-    half = half_width(sd, len(pairs))
-    margin = results["config"]["margin"] * abs(pairs.end_control.mean())
-    lost = -cost if results["higher_is_better"] else cost
-    decided = verdict(difference - half, difference + half, margin, results["higher_is_better"])
-    return {
-        "seeds": len(pairs),
-        "asked": len(cells),
-        "failed": cells.failed.notna().sum(),
-        "reason": "; ".join(cells.failed.dropna().unique()),
-        "mean": pairs.end.mean(),
-        "sd": pairs.end.std(),
-        "difference": difference,
-        "low": difference - half,
-        "high": difference + half,
-        "margin": margin,
-        "verdict": decided if len(pairs) else FAILED,
-        "cost": cost,
-        "recovered": 1 - difference / cost if lost > margin else math.nan,
-        "time": pairs.time.median(),
-        "time_low": pairs.time.min(),
-        "time_high": pairs.time.max(),
-        "needed": seeds_needed(sd, margin) if decided == UNDECIDED else math.nan,
-    }
 
 
 def ranking(results: Results, axis: str) -> pd.DataFrame:

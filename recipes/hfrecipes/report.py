@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import numpy as np
 import pandas as pd
 import torch
 import transformers
@@ -16,19 +17,6 @@ import hfpatch
 
 from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
-from .tasks import Figures
-
-BEGINNINGS = {
-    "repaired": "what a patch didn't keep was repaired on {calibration} items of the training data",
-    "auto": "patched without data",
-    "copied": "gains and shifts were copied",
-    "reset": "every model starts from scratch",
-}
-AGREEMENT = {  # what it is called -> how it is written
-    "divergence": ("KL divergence (nats)", "{:z.4f}"),
-    "same_answer": ("same answer", "{:.1%}"),
-    "cosine": ("cosine of hidden states", "{:z.4f}"),
-}
 
 Results = dict[str, Any]
 
@@ -50,8 +38,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "distributed": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
     }
-    modules = {"hfpatch": hfpatch, "torch": torch, "transformers": transformers, "accelerate": accelerate}
-    versions = {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+    versions = {module.__name__: module.__version__ for module in (hfpatch, torch, transformers, accelerate)}
+    versions = {"python": platform.python_version(), **versions}
     return {"hardware": hardware, "versions": versions}
 
 
@@ -68,9 +56,12 @@ def machine(results: Results) -> str:
 def data_line(data: dict[str, Any]) -> str:
     """One line: where the data came from, and how simple methods do on it."""
     held_out = f"; {data['heldout_tokens_evaluated']:,} tokens held out" if "heldout_tokens_evaluated" in data else ""
-    simple = {name: value for name, value in data.get("baselines", {}).items() if value is not None}
-    told = "; ".join(f"{words(name)}: {figure_list(value)}" for name, value in simple.items())
-    return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}." + f" Simple methods: {told}." * bool(told)
+    simple = [
+        f"{name}: {', '.join(f'{words(figure)} {show(value)}' for figure, value in figures.items())}"
+        for name, figures in data.get("baselines", {}).items()
+    ]
+    told = f" Simple methods: {'; '.join(simple)}." * bool(simple)
+    return f"Data: {data['source']}, sha256 {data['sha256'][:12]}{held_out}.{told}"
 
 
 def provenance(results: Results) -> list[str]:
@@ -82,14 +73,13 @@ def settings_line(results: Results) -> str:
     """One line: what models begin as, and what they are trained on for how long."""
     c = results["config"]
     before = max(stage["step"] for name, stage in results["stages"].items() if name.startswith("baseline"))
-    starts = [BEGINNINGS[start].format(**c) for start in c.get("starts", [c["start"]])]
-    steps = c["steps"] if isinstance(c["steps"], list) else [c["steps"]]
     batch = f"{c['gradient_accumulation_steps']} x {c['batch_size']}"
     batch += f" x {c['block_size']} tokens" if "block_size" in c else " items"
+    starts, steps, seeds = (c.get("starts", [c["start"]]), np.ravel(c["steps"]), c.get("seeds", [c["seed"]]))
     return (
-        f"Task {results['task']}; baseline: {c['model'] or 'from scratch'}, {before} steps; {' or '.join(starts)}; "
-        f"then {' or '.join(map(str, steps))} steps of {batch}; learning rate {c['learning_rate']:g}; "
-        f"seeds {', '.join(map(str, c.get('seeds', [c['seed']])))}."
+        f"Task {results['task']}; baseline: {c['model'] or 'from scratch'}, {before} steps; copies "
+        f"{' or '.join(starts)} (calibration {c['calibration']}), {' or '.join(map(str, steps))} steps of {batch}; "
+        f"learning rate {c['learning_rate']:g}; seeds {', '.join(map(str, seeds))}."
     )
 
 
@@ -103,12 +93,6 @@ def words(name: str) -> str:
 
 def show(figure: float) -> str:
     return f"{figure:.3f}" if figure < 10 else f"{figure:,.1f}" if figure < 1000 else f"{figure:,.0f}"
-
-
-def figure_list(figures: Figures | float) -> str:
-    if isinstance(figures, dict):
-        return ", ".join(f"{words(name)} {show(value)}" for name, value in figures.items())
-    return show(figures)
 
 
 def table(rows: pd.DataFrame | list[dict[str, str]]) -> list[str]:
@@ -180,8 +164,8 @@ def heal_report(results: Results) -> str:
     config = results["config"]
     rows = []
     for name, figures in results["agreement"].items():
-        written = {AGREEMENT[kind][0]: AGREEMENT[kind][1].format(value) for kind, value in figures.items()}
-        rows.append({"agreement with the unpatched model": {"swapped": "after the patch"}.get(name, name), **written})
+        written = {words(figure): f"{value:z.4f}" for figure, value in figures.items()}
+        rows.append({"agreement with the unpatched model": name, **written})
     versus = "an unpatched copy of equal budget" if CONTROL in config["variants"] else "the model before the patch"
     gap = f"of the gap in {words(results['main'])} that the patch opened, against {versus}"
     share = recovered(results)
@@ -191,6 +175,8 @@ def heal_report(results: Results) -> str:
         f"Recovered: {share} {gap}." if share else "Recovered: the patch opened no gap.",
         "",
         *table(rows),
+        "",
+        "*swapped*: right after the patch. *divergence*: KL from the unpatched model's answers, in nats.",
         "",
         report(results),
     ]

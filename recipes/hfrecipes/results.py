@@ -1,9 +1,11 @@
-"""The output folder of a recipe that trains: results.json, saved states to go on from, and trained models."""
+"""The output folder of a recipe: results.json, its report and, of training, saved states and trained models."""
 
 import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,41 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import PreTrainedModel
 
-from .command import TrainingError
-from .files import begin_results, folder_name, write_json
+from .corpus import RecipeError, refusing
 from .report import environment
-from .settings import FREE_TO_CHANGE
 from .tasks import Task
+
+
+class TrainingError(RuntimeError):
+    """Training went wrong; the last good state is on disk."""
+
+
+def folder_name(name: str) -> str:
+    """A stage's name as a folder's."""
+    return re.sub(r"[^\w+.=,-]", "-", name)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """results.json of an earlier run."""
+    with refusing(f"can't read a recipe's results from {path}; take another --output_dir, or remove it"):
+        results = json.loads(path.read_text("utf-8"))
+        return results | {"command": str(results["command"])}
+
+
+def require_own_folder(recipe: str, folder: str) -> None:
+    """Refuse an output folder with results that aren't the recipe's; its own are replaced, or gone on with."""
+    path = Path(folder) / "results.json"
+    if path.exists():
+        command = read_results(path)["command"]
+        if not command.startswith(f"python recipes/{recipe}"):
+            raise RecipeError(f"{folder} holds results of another recipe ({command}): take another --output_dir")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaced as a whole, never left half-written."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1), "utf-8")
+    os.replace(partial, path)
 
 
 class OutputFolder:
@@ -25,38 +57,40 @@ class OutputFolder:
     results.json has the records of finished models; of the one in training state/ has the newest state.
     """
 
-    def __init__(self, config: Any, command: str, accelerator: Accelerator, task: Task) -> None:
-        self.config, self.command, self.accelerator, self.task = config, command, accelerator, task
+    task: Task  # of a run that trains
+
+    def __init__(self, config: Any, command: str, accelerator: Accelerator) -> None:
+        self.config, self.command, self.accelerator = config, command, accelerator
         self.out, self.main = Path(config.output_dir), accelerator.is_main_process
         self.started = time.perf_counter()
 
     # -- results
 
-    def open_results(self, free_to_change: set[str] = FREE_TO_CHANGE) -> None:
-        """Begin results.json, or with --resume take it up again.
+    def open_results(self, free_to_change: Collection[str] = (), **more: Any) -> dict[str, Any]:
+        """Begin results.json, or with --resume take it up again: the same data, and the same settings but for some.
 
         Args:
             free_to_change: settings that may differ from those of the run that is taken up.
-
-        Raises:
-            RecipeError: it can't be read, or other settings or data have changed.
+            more: what results hold besides the command, the settings and the machine.
         """
-        fresh = {
-            "command": self.command,
-            "config": {name: value for name, value in asdict(self.config).items() if name != "resume"},
-            "task": self.task.name,
-            "main": self.task.main,
-            "higher_is_better": self.task.higher_is_better,
-            "data": self.task.data,
-            **environment(self.accelerator),
-            "wall_seconds": 0.0,
-            "stages": {},
-        }
-        self.results = begin_results(self.out, fresh, self.config.resume, free_to_change)
-        if self.results is fresh and self.main:
+        config = {name: value for name, value in asdict(self.config).items() if name != "resume"}
+        self.results = {"command": self.command, "config": config, **more, **environment(self.accelerator)}
+        self.results["wall_seconds"] = 0.0
+        path = self.out / "results.json"
+        if getattr(self.config, "resume", False) and path.exists():
+            before = read_results(path)
+            fixed = config.keys() - free_to_change
+            changed = [name for name in config if name in fixed and before["config"].get(name) != config[name]]
+            if before["data"]["sha256"] != more["data"]["sha256"]:
+                changed.append("data (its content)")
+            if changed:
+                raise RecipeError(f"can't resume {self.out} with other settings: {', '.join(changed)} changed")
+            self.results = before | {"config": config}
+            self.started -= before["wall_seconds"]
+        elif self.main:
             shutil.rmtree(self.out / "state", ignore_errors=True)
-        self.started -= self.results["wall_seconds"]
         self.write_results()
+        return self.results
 
     def write_results(self) -> None:
         self.results["wall_seconds"] = time.perf_counter() - self.started
@@ -64,14 +98,16 @@ class OutputFolder:
             write_json(self.out / "results.json", self.results)
         self.accelerator.wait_for_everyone()
 
-    def report(self, tell: Callable[[dict], str], draw: Callable[[dict, Path], None], more: str) -> None:
-        """results.md and curves.png, and what a reader sees in the end; `more` names what else is in the folder."""
+    def report(
+        self, tell: Callable[[dict], str], draw: Callable[[dict, Path], Any], picture: str = "curves.png"
+    ) -> None:
+        """results.md and a drawing, and what a reader sees in the end."""
         self.write_results()
         if self.main:
             text = tell(self.results)
             (self.out / "results.md").write_text(text, "utf-8")
-            draw(self.results, self.out / "curves.png")
-            print(f"\n{text}\nin {self.out}: results.md, results.json, curves.png, {more}")
+            draw(self.results, self.out / picture)
+            print(f"\n{text}\nin {self.out}: {', '.join(sorted(path.name for path in self.out.iterdir()))}")
 
     # -- states
 

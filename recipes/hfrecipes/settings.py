@@ -1,12 +1,15 @@
-"""Settings of recipes, from flags and YAML files, checked before any work."""
+"""Settings of recipes, from flags and YAML files, checked before any work.
+
+They are fields of dataclasses, each with its help and the range that it is checked against.
+"""
 
 import argparse
-import difflib
 import importlib.util
+import math
 import re
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -14,12 +17,49 @@ import yaml
 from transformers import HfArgumentParser
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.core.suggest import did_you_mean
 
 from .corpus import RecipeError, refusing
-from .options import COUNT, NOT_NEGATIVE, POSITIVE, option
 from .tasks import find_task
 
 CONTROL = "control"
+
+
+class Range:
+    """Numbers that a setting may be, as argparse's choices; neither NaN nor infinite."""
+
+    def __init__(self, words: str, holds: Callable[[float], bool]) -> None:
+        self.words, self.holds = words, holds
+
+    def __contains__(self, number: float) -> bool:
+        return math.isfinite(number) and self.holds(number)
+
+    def __iter__(self) -> Iterator[str]:  # what --help and errors show
+        yield self.words
+
+
+def at_least(least: float) -> Range:
+    return Range(f"at least {least}", lambda number: number >= least)
+
+
+def multiple_of(unit: int) -> Range:
+    """Widths that are cut into heads of one size."""
+    return Range(f"a multiple of {unit}", lambda number: number > 0 and number % unit == 0)
+
+
+COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
+POSITIVE = Range("above 0", lambda number: number > 0)
+SHARE = Range("above 0, at most 1", lambda number: 0 < number <= 1)
+RATE = Range("from 0 to below 1", lambda number: 0 <= number < 1)
+
+
+def option(default: Any, help: str, choices: Range | Collection | None = None) -> Any:
+    """A field: its default, or a function that makes it; what --help says; what it, or each of its items, may be."""
+    if isinstance(default, list):
+        default = default.copy
+    kind = "default_factory" if callable(default) else "default"
+    metadata = {"help": help} if choices is None else {"help": help, "choices": choices}
+    return field(**{kind: default}, metadata=metadata)
 
 
 @dataclass
@@ -120,69 +160,46 @@ def read_settings(
 ) -> Any:
     """Settings from flags, or from a YAML file followed by flags, which win.
 
-    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds, with the
-    other's range if it has none.
-
-    Args:
-        unused: settings that --help doesn't speak of.
-
-    Raises:
-        RecipeError: a flag, or a name in the file, isn't known or can't have this value, or the file can't be read.
+    Several dataclasses make one flat object; where two have a field of the same name, the first one's holds. --help
+    doesn't speak of the `unused` ones.
     """
     if isinstance(kinds, tuple):
         kinds = dataclass(type("Settings", kinds, {}))
-    bases = [base for base in reversed(kinds.__mro__) if is_dataclass(base)]
-    ranges = {f.name: f.metadata["choices"] for base in bases for f in fields(base) if "choices" in f.metadata}
     usage = "%(prog)s [CONFIG.yaml] [--flag value ...]"
     more = "CONFIG.yaml holds the same names; flags override it."
     parser = Parser(kinds, prog=recipe, usage=usage, description=about, epilog=more, allow_abbrev=False)
     for action in parser._actions:
-        action.choices = action.choices or ranges.get(action.dest)
         if action.dest in unused:
             action.help = argparse.SUPPRESS
     return kinds(**vars(parser.parse_args(spell_out(argv))))
 
 
 def read_run(argv: list[str], recipe: str, about: str = "", more: tuple[type, ...] = ()) -> Any:
-    """Settings of a recipe that trains: its own (`more`), the task's and training's.
-
-    Raises:
-        RecipeError: there is no such setting, or the YAML file can't be read.
-    """
+    """Settings of a recipe that trains: its own (`more`), the task's and training's."""
     flags = spell_out(argv)
     return read_settings((*more, chosen_task(flags).Config, RunConfig), flags, recipe, about)
 
 
 def chosen_task(flags: list[str]) -> Any:
-    """The class of the task that the flags name last; its own flags aren't known before.
-
-    Raises:
-        RecipeError: there is no such task.
-    """
+    """The class of the task that the flags name last; its own flags aren't known before."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task", default="lm")
     return find_task(parser.parse_known_args(flags)[0].task)
 
 
 def parse_variant(name: str) -> dict[str, str]:
-    """The keyword arguments of `patch_model` that a variant stands for: "rms+rope" is norm="rms", pos="rope".
-
-    Raises:
-        UnknownNameError: hfpatch knows no such scheme.
-        RecipeError: two schemes of one kind.
-    """
+    """The keyword arguments of `patch_model` that a variant stands for: "rms+rope" is norm="rms", pos="rope"."""
     request: dict[str, str] = {}
-    kinds = {"norm": NORMS, "pos": POSITIONS, "mlp": MLPS}
     for part in re.split(r"\+(?=[A-Za-z_])", name) if name != CONTROL else ():
         scheme = part.partition(":")[0]
+        kinds = {"norm": NORMS, "pos": POSITIONS, "mlp": MLPS}
         kind = next((kind for kind, registry in kinds.items() if scheme in registry), None)
         if kind is None:
-            near = difflib.get_close_matches(scheme, [*NORMS, *POSITIONS, *MLPS], n=1, cutoff=0.0)
-            next(registry for registry in kinds.values() if near[0] in registry)[scheme]  # raises, with a suggestion
-        elif kind in request:
+            near = did_you_mean(scheme, [*NORMS, *POSITIONS, *MLPS])
+            raise RecipeError(f"no norm, position scheme or MLP is called {scheme!r}.{near}")
+        if kind in request:
             raise RecipeError(f"variant {name!r} asks for two schemes of one kind: {request[kind]!r} and {part!r}")
-        else:
-            request[kind] = part
+        request[kind] = part
     return request
 
 

@@ -1,6 +1,7 @@
 """Models at the start of training: the unpatched one, and patched copies of it."""
 
 import warnings
+from itertools import product
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -38,8 +39,9 @@ class Baseline:
             switch_off_dropout(self.model)
         if config.compile:
             uncompile_model(compile_model(self.model))  # refused before anything is trained
-        for variant in variants:
-            check_patch(self.model, variant, config.start)
+        for variant, start in product(variants, getattr(config, "starts", [config.start])):
+            if variant != CONTROL:
+                plan_patch(self.model, **parse_variant(variant), **INIT.get(start, {}))
 
     def train(self, run: Run, name: str = "baseline") -> None:
         model, self.model = self.model, None
@@ -66,13 +68,3 @@ class Baseline:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
             return patch_model(model, **options)
-
-
-def check_patch(model: PreTrainedModel, variant: str, start: str) -> None:
-    """Try a patch out on paper.
-
-    Raises:
-        PatchError: hfpatch refuses it.
-    """
-    if variant != CONTROL:
-        plan_patch(model, **parse_variant(variant), **INIT.get(start, {}))

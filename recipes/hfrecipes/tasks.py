@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -17,7 +19,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from .corpus import RecipeError, refusing
 
 Batch = dict[str, torch.Tensor]
+Terms = tuple[torch.Tensor, torch.Tensor]  # of each item a sum, (B,), and how many terms it has, (B,)
 Figures = dict[str, float | None]
+Gather = Callable[[Any], Any]  # collects tensors of one batch over the processes
 
 
 class Task(ABC):
@@ -27,8 +31,9 @@ class Task(ABC):
     distillation takes, and `states(model, batch)`, (B, T, d), whose cosines are compared.
 
     Attributes:
-        Config: the dataclass of its settings, with their ranges (options.py); its `check`, if it has one, refuses what
+        Config: the dataclass of its settings, with their ranges (settings.py); its `check`, if it has one, refuses what
             can't work before anything is read.
+        tokenizer: or image processor, saved beside the models.
         main: the figure that tables and curves show, a key of `figures`.
         unit: what throughput counts.
         data: where the data came from and how much of it there is, for results.json.
@@ -45,6 +50,7 @@ class Task(ABC):
     heldout: Dataset
     curve: Dataset
     keep_head: bool = True
+    tokenizer: Any
 
     @abstractmethod
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
@@ -63,30 +69,29 @@ class Task(ABC):
         """An item to learn from: a function of (seed, number) and of nothing else."""
 
     @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
+        """The batch's loss is sum / sum."""
+
+    @abstractmethod
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
+        """A model's figures on all of a loader."""
+
     def inputs(self, batch: Batch) -> Batch:
         """What the model's forward takes, without labels: for repair and for distillation."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per item the summed loss, (B,), and the number of terms in it, (B,): the batch's loss is sum / sum."""
-
-    @abstractmethod
-    def figures(self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]) -> Figures:
-        """A model's figures on all of a loader; `gather` collects tensors of one batch over the processes."""
+        return {name: value for name, value in batch.items() if name != "labels"}
 
     def collate(self, items: list[Any]) -> Batch:
         return default_collate(items)
 
-    def per_item(
-        self, model: nn.Module, loader: DataLoader, gather: Callable[[Any], Any]
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """What two models are compared by, item by item: its name, per item its sum and the number of its terms."""
+    def per_item(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[str, Terms]:
+        """What two models are compared by, item by item, and its name."""
         seen = [gather(self.loss(model, batch)) for batch in loader]
         sums, counts = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        return "loss", sums, counts
+        return "loss", (sums, counts)
 
-    def save_extras(self, folder: Path) -> None:  # noqa: B027
-        """What belongs beside a saved model: its tokenizer or processor."""
+    def save_extras(self, folder: Path) -> None:
+        """What belongs beside a saved model."""
+        self.tokenizer.save_pretrained(folder)
 
     def size(self, batch: Batch) -> int:
         """How many units a batch holds."""
@@ -94,12 +99,72 @@ class Task(ABC):
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """AdamW's groups: matrices decay; vectors (gains, shifts, DyT's alpha) don't."""
-        matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
-        vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
-        return [
-            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
-            {"params": vectors, "lr": learning_rate, "weight_decay": 0.0},
-        ]
+        learnt = [p for p in model.parameters() if p.requires_grad]
+        groups = (weight_decay, [p for p in learnt if p.ndim >= 2]), (0.0, [p for p in learnt if p.ndim < 2])
+        return [{"params": own, "lr": learning_rate, "weight_decay": decay} for decay, own in groups]
+
+
+class LabelTask(Task):
+    """The likeliest label of an item, by a head on the model; one that wasn't made for the data's labels is replaced.
+
+    Attributes:
+        auto: transformers' class that opens a model with such a head.
+        labels: in the order of the model's outputs.
+        head: settings of a model for these labels.
+    """
+
+    auto: ClassVar[Any]
+    main = "accuracy"
+    higher_is_better = True
+
+    def choose_labels(self, names: list[str], multi: bool = False) -> Any:
+        """The data's labels, in the order of the given model's where it has the same. Returns its config, or None."""
+        source = self.config.model
+        given = load(transformers.AutoConfig, source) if source else None
+        known = getattr(given, "label2id", None) or {}
+        self.keep_head = set(known) == set(names)
+        self.labels = sorted(known, key=lambda name: known[name]) if self.keep_head else names
+        self.head = {
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: i for i, label in enumerate(self.labels)},
+            "problem_type": f"{'multi' if multi else 'single'}_label_classification",
+        }
+        return given
+
+    def baseline(self) -> PreTrainedModel:
+        return self.load(self.config.model) if self.config.model else self.small_model()
+
+    @abstractmethod
+    def small_model(self) -> PreTrainedModel:
+        """A model from scratch."""
+
+    def load(self, source: str) -> PreTrainedModel:
+        if source != self.config.model:
+            return load_whole(self.auto, source)
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, found = load(self.auto, source, **options, **self.head)
+        self.keep_head = self.keep_head and not (found["missing_keys"] or found["mismatched_keys"])
+        return model
+
+    def nats(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of each item, (B, 1)."""
+        return F.cross_entropy(logits.float(), labels, reduction="none")[:, None]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Terms:
+        terms = self.nats(model(**self.inputs(batch)).logits, batch["labels"])
+        return terms.sum(1), torch.full_like(terms[:, 0], terms.shape[1])
+
+    def answers(self, model: nn.Module, loader: DataLoader, gather: Gather) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (N, labels) and labels of all items of a loader."""
+        seen = [gather((model(**self.inputs(batch)).logits.float(), batch["labels"])) for batch in loader]
+        logits, labels = zip(*seen, strict=True)
+        return torch.cat(logits).cpu(), torch.cat(labels).cpu()
+
+    def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
+        """Cross-entropy in nats, and accuracy."""
+        logits, labels = self.answers(model, loader, gather)
+        accuracy = (logits.argmax(-1) == labels).double().mean().item()
+        return {"loss": self.nats(logits, labels).double().mean().item(), "accuracy": accuracy}
 
 
 class Drawn(Dataset):
@@ -145,11 +210,7 @@ def load(auto: Any, source: str, **options: Any) -> Any:
 
 
 def load_whole(auto: Any, source: str, **options: Any) -> Any:
-    """`load`, of a checkpoint that has every weight of the model: none is drawn at random.
-
-    Raises:
-        RecipeError: it was saved from another kind of model, as one without a head.
-    """
+    """`load`, of a checkpoint that has every weight of the model: none is drawn at random."""
     model, found = load(auto, source, dtype=torch.float32, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
         raise RecipeError(
@@ -157,6 +218,14 @@ def load_whole(auto: Any, source: str, **options: Any) -> Any:
             "was saved with its head, or another --task"
         )
     return model
+
+
+def longest_input(model: PreTrainedModel) -> int | None:
+    """Tokens that a model's positions reach; None where its config doesn't say. RoBERTa's begin behind its padding."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+    padding = [m.padding_idx for m in tables if isinstance(m, nn.Embedding) and m.padding_idx is not None]
+    return most and most - max((1 + index for index in padding), default=0)
 
 
 TASKS = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow.parquet
 
-from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, read_text_files, refusing
-from .options import COUNT, option
+from .corpus import Document, RecipeError, read_shakespeare, read_standard_library, refusing
+from .settings import COUNT, option
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 LIBRARY = "library"  # in place of a file's name
@@ -42,11 +42,7 @@ def is_path(source: str) -> bool:
 
 
 def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
-    """A description of the source, and its documents: a file, a row of a table, or a run of speeches.
-
-    Raises:
-        RecipeError: a source is missing, unreadable or empty, lacks the column, or two sources are given.
-    """
+    """A description of the source, and its documents: a file, a row of a table, or a run of speeches."""
     c = config
     if c.text and c.dataset:
         raise RecipeError("--text and --dataset are two sources: give one")
@@ -61,8 +57,12 @@ def read_texts(config: TextConfig) -> tuple[str, list[Document]]:
     for path in map(Path, c.text):
         if path.suffix.lower() in TABLES:
             documents += row_documents(path.name, read_tables(str(path))["train"], c.text_column)
-        else:
-            documents += read_text_files([str(path)])
+            continue
+        with refusing(f"can't read the text file {path}"):
+            text = path.read_text("utf-8")
+        if not text.strip():
+            raise RecipeError(f"the text file {path} is empty")
+        documents.append(Document(path.name, text))
     return ", ".join(Path(path).name for path in c.text), documents
 
 
@@ -91,9 +91,6 @@ def read_tables(
     Args:
         config, split: of a `datasets` id.
         count: stream so many rows, and download no others.
-
-    Raises:
-        RecipeError: it is missing, unreadable or empty.
     """
     path = Path(source).expanduser()
     if path.is_dir():

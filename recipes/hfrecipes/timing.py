@@ -23,29 +23,18 @@ AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated with
 
 @dataclass
 class Entrant:
-    """One of the things that are timed against one another, and what was measured of it.
+    """One of the things that are timed against one another, and what was measured of it."""
 
-    Attributes:
-        subject: what it is, as "rope" or "LayerNorm".
-        once: does the work once.
-        model: whose weights the work reads; compiled, if the mode says so, as `compile` says.
-        inside: seconds that parts of the work took, by name, to which it adds.
-        modules: how many modules are timed inside.
-        seconds: measured, of the work done once, sample after sample; inside_seconds: of the parts.
-        first_seconds: of the first call, compilation included.
-        failed: why there is nothing else.
-    """
-
-    subject: str
-    once: Callable[[], Any] | None = None
-    model: nn.Module | None = None
-    compile: dict[str, Any] = field(default_factory=dict)
-    inside: dict[str, float] = field(default_factory=dict)
-    modules: int | None = None
-    seconds: list[float] = field(default_factory=list)
-    inside_seconds: dict[str, list[float]] = field(default_factory=dict)
-    first_seconds: float | None = None
-    failed: str | None = None
+    subject: str  # as "rope" or "LayerNorm"
+    once: Callable[[], Any] | None = None  # does the work once
+    model: nn.Module | None = None  # whose weights the work reads; compiled, if the mode says so
+    compile: dict[str, Any] = field(default_factory=dict)  # how it is compiled
+    inside: dict[str, float] = field(default_factory=dict)  # seconds of parts of the work, by name, to which it adds
+    modules: int | None = None  # that are timed inside
+    seconds: list[float] = field(default_factory=list)  # measured, of the work done once, sample after sample
+    inside_seconds: dict[str, list[float]] = field(default_factory=dict)  # likewise of the parts
+    first_seconds: float | None = None  # of the first call, compilation included
+    failed: str | None = None  # why there is nothing else
 
     def measured(self) -> dict[str, Any]:
         names = ("subject", "modules", "seconds", "inside_seconds", "first_seconds", "failed")
@@ -55,10 +44,7 @@ class Entrant:
 def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int) -> list[dict[str, Any]]:
     """Time things that do the same work, in turn after runs that warm them up, each round in an order of its own.
 
-    One that fails is left out, with the reason.
-
-    Args:
-        entrants: the first is what the others are compared with.
+    The first is what the others are compared with. One that fails is left out, with the reason.
     """
     torch.compiler.reset()
     order, memory, running = random.Random(0), SharedMemory(), []
@@ -83,11 +69,7 @@ def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int) -> list[d
 
 
 def first_runs(entrant: Entrant, mode: str) -> float:
-    """Compile and warm up. Returns the seconds of a warm run.
-
-    Raises:
-        RuntimeError: what was compiled isn't what runs.
-    """
+    """Compile and warm up. Returns the seconds of a warm run."""
     if mode == "compiled":
         compile_model(entrant.model, **entrant.compile)
     entrant.first_seconds = clock(entrant.once)

@@ -3,7 +3,7 @@
 What is minimised is a `Method` (methods.py); what is learnt, from what data, is a `Task` (tasks.py).
 
     run = Run(config, command)
-    run.open_results()
+    run.begin()
     run.stage("model", build, steps=150, seed=0)        # build() returns a PreTrainedModel
 """
 
@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,13 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, parse_fla
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from hfpatch.compile import compile_model, compiled_calls, uncompile_model
+
 from .command import DivergedError, Stopped, progress, run_recipe, stop_requests
-from .compiled import compiled, require_compiled_calls
 from .corpus import RecipeError, refusing
 from .methods import Method
 from .results import OutputFolder
-from .settings import read_run
+from .settings import FREE_TO_CHANGE, read_run
 from .tasks import Drawn, Figures, find_task
 
 
@@ -38,19 +40,20 @@ class Run(OutputFolder):
 
     `stage` is one model. Finished stages are skipped by a run that is resumed, and a stage that was stopped goes on
     from its newest state.
-
-    Raises:
-        RecipeError: the settings don't fit the machine, or the task can't read its data.
     """
 
     def __init__(self, config: Any, command: str) -> None:
-        accelerator = make_accelerator(config)
-        task = find_task(config.task)(config, accelerator, Path(config.output_dir))
-        super().__init__(config, command, accelerator, task)
+        super().__init__(config, command, make_accelerator(config))
+        self.task = find_task(config.task)(config, self.accelerator, self.out)
         self.steps_taken = 0
         self.requests: list[float] = []  # times at which it was asked to stop
         if config.tracker != "none":
-            accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(config).items()})
+            self.accelerator.init_trackers("logs", {name: str(value) for name, value in asdict(config).items()})
+
+    def begin(self, free_to_change: set[str] = FREE_TO_CHANGE) -> None:
+        """Begin results.json, or take it up again."""
+        told = {name: getattr(self.task, name) for name in ("main", "higher_is_better", "data")}
+        self.open_results(free_to_change, task=self.task.name, **told, stages={})
 
     def stage(
         self,
@@ -182,6 +185,43 @@ class Run(OutputFolder):
         return self.accelerator.check_trigger()
 
 
+@contextmanager
+def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Inside, the model's blocks run as compiled code, and without a key-value cache, with which they wouldn't.
+
+    Raises:
+        UnsupportedError: there are no blocks.
+        RecipeError: they can't be captured as one graph, or be compiled.
+    """
+    if not wanted:
+        yield
+        return
+    config = model.config.get_text_config()
+    kept = getattr(config, "use_cache", None)
+    compile_model(model)
+    try:
+        if kept is not None:
+            config.use_cache = False
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(f"--compile: {type(model).__name__} can't be compiled ({reason}): leave it out") from error
+    finally:
+        uncompile_model(model)
+        if kept is not None:
+            config.use_cache = kept
+
+
+def require_compiled_calls(model: nn.Module) -> None:
+    """Refuse blocks that are compiled and were passed by while the model was measured."""
+    calls = compiled_calls(model)
+    if silent := [name for name in calls if not calls[name]]:
+        raise RecipeError(
+            f"--compile: {len(silent)} of {len(calls)} blocks of {type(model).__name__} ran uncompiled ({silent[0]}): "
+            "they are handed a key-value cache, or a wrapper's hooks go past their __call__. Leave it out"
+        )
+
+
 def checkpoint_activations(model: transformers.PreTrainedModel) -> None:
     """Have a model keep fewer activations for the backward pass, and compute the others again."""
     if not model.supports_gradient_checkpointing:
@@ -200,11 +240,7 @@ def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable
 
 
 def make_accelerator(config: Any) -> Accelerator:
-    """One that shares a batch among the processes, by the settings of a run.
-
-    Raises:
-        RecipeError: accelerate refuses the settings, or a batch can't be shared by the processes.
-    """
+    """One that shares a batch among the processes, by the settings of a run."""
     shard_on_cpu()
     with refusing("accelerate refuses"):  # a precision that the device lacks, for one
         accelerator = Accelerator(

@@ -48,11 +48,6 @@ class TestRun:
         assert seen["models", "vit", "eager"] == works[:2]
         assert seen["micro", "rotary, 64 float32", "compiled"] == ["forward", "forward and backward"]
         assert "* gpt2, forward, eager, rope:axes=2: " in text, "what couldn't be patched is said, with its reason"
-        headings = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| case" in line]
-        assert headings[0] == ["case", "work", "subject", "eager", "compiled", "eager / unpatched",
-                               "compiled / unpatched", "first call"]  # fmt: skip
-        assert headings[1][3:] == ["eager", "eager / unpatched", "modules", "before", "after"]
-        assert headings[2][5] == "eager / basis"
         assert (tmp_path / "benchmark.png").stat().st_size > 10_000
 
     def test_places(self, tmp_path):
@@ -67,63 +62,41 @@ class TestRun:
                 parts = zip(one["inside_seconds"][one["subject"]], one["seconds"], strict=True)
                 assert all(0 < part < whole for part, whole in parts)
 
-    def test_out_of_time(self, tmp_path):
-        found, table = run(tmp_path, "--parts", "micro", "--minutes", "0")
-        assert found["races"] == []
-        assert "* norm, 64 float32, forward, eager: out of time" in table
-        assert not (tmp_path / "benchmark.png").exists()
 
-    def test_ctrl_c_reports_what_was_measured(self, tmp_path, monkeypatch):
-        def interrupted(config, device):
-            first, (name, work, _), *_ = bench_micro.micro_cases(config, device)
-            yield first
-            yield name, work, lambda mode: (_ for _ in ()).throw(KeyboardInterrupt)
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_clocks_count_from_the_gradient_of_what_a_module_returns_to_that_of_what_it_is_given(monkeypatch):
+    class Wait(torch.autograd.Function):
+        """Takes a second forward and a hundred backward."""
 
-        monkeypatch.setitem(benchmark.PARTS, "micro", (interrupted, timing.MODES))
-        assert benchmark.main([*QUICK, "--parts", "micro", "--output_dir", str(tmp_path)]) == 130
-        assert "LayerNorm" in (tmp_path / "results.md").read_text()
-        assert len(json.loads((tmp_path / "results.json").read_text())["races"]) == 1
+        @staticmethod
+        def forward(ctx, x):
+            now[0] += 1
+            return x.clone()
 
+        @staticmethod
+        def backward(ctx, grad):
+            now[0] += 100
+            return grad
 
-class TestPlaces:
-    @pytest.mark.filterwarnings("ignore:Full backward hook")
-    def test_time_backward_is_from_the_gradient_of_what_a_module_returns_to_that_of_what_it_is_given(self, monkeypatch):
-        class Wait(torch.autograd.Function):
-            """Takes a second forward and a hundred backward."""
+    class Attention(nn.Module):
+        def forward(self, x, *, mask=None):
+            return wait(wait(x)), None
 
-            @staticmethod
-            def forward(ctx, x):
-                now[0] += 1
-                return x.clone()
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.norm, self.table = Attention(), nn.Linear(1, 1), nn.Embedding(2, 1)
 
-            @staticmethod
-            def backward(ctx, grad):
-                now[0] += 100
-                return grad
+        def forward(self, ids):
+            x = wait(self.table(ids))
+            return wait(self.norm(x + self.attention(x, mask=None)[0])).sum()
 
-        class Attention(nn.Module):
-            def forward(self, x, *, mask=None):
-                return wait(wait(x)), None
-
-        class Model(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.attention, self.norm, self.table = Attention(), nn.Linear(1, 1), nn.Embedding(2, 1)
-
-            def forward(self, ids):
-                x = wait(self.table(ids))
-                return wait(self.norm(x + self.attention(x, mask=None)[0])).sum()
-
-        now, wait = [0.0], Wait.apply
-        monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
-        model = Model()
-        model(torch.tensor([1])).backward()
-        expected = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        spent = bench_models.put_clocks(model, {"rope": {"attention"}, "rms": {"norm"}, "nope": {"table"}})
-        model(torch.tensor([1])).backward()
-        assert spent == {"rope": 202, "rms": 0, "nope": 0}
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    now, wait = [0.0], Wait.apply
+    monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
+    model = Model()
+    spent = bench_models.put_clocks(model, {"rope": {"attention"}, "rms": {"norm"}, "nope": {"table"}})
+    model(torch.tensor([1])).backward()
+    assert spent == {"rope": 202, "rms": 0, "nope": 0}
 
 
 def test_modules_are_those_of_patched_models_and_agree_with_their_references():
@@ -162,14 +135,6 @@ class TestRace:
         past = timed("compiled", past=True)
         assert "isn't called" in past["failed"]
         assert past["seconds"] == []
-
-    def test_one_that_fails_doesnt_stop_the_others(self):
-        def fail() -> None:
-            raise ValueError("no such kernel\nand more")
-
-        found = raced([("a", fail), ("b", lambda: None)], repeats=3)
-        assert found[0]["failed"] == "ValueError: no such kernel"
-        assert len(found[1]["seconds"]) == 3
 
     def test_samples_are_taken_in_turn(self, monkeypatch):
         monkeypatch.setattr(timing, "AT_LEAST", 0.0)

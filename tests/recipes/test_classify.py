@@ -94,15 +94,6 @@ class TestFigures:
         assert held["loss"] == pytest.approx(nats.mean(), abs=1e-5)
         assert held["macro_f1"] == pytest.approx(f1_score(true, test >= held["threshold"] - 1e-6, average="macro"))
 
-    def test_single_labels_by_hand(self, one):
-        torch.manual_seed(0)
-        model = one.baseline().eval()
-        logits, true = logits_of(model, one.heldout), targets(one.heldout)
-        shown = measure(one, model)
-        assert shown["accuracy"] == pytest.approx((logits.argmax(1) == true).float().mean().item())
-        assert shown["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, true).item(), abs=1e-5)
-        assert (one.main, "micro_f1" in shown) == ("accuracy", False)
-
     def test_threshold_comes_from_the_development_texts_alone(self, many, monkeypatch):
         torch.manual_seed(0)
         model = many.baseline()
@@ -117,11 +108,17 @@ class TestFigures:
     @pytest.mark.parametrize("kind", ["one", "many"])
     def test_loss_is_the_models_own(self, kind, request):
         task = request.getfixturevalue(kind)
-        batch = next(iter(loader(task, task.dev)))
+        batch = next(iter(DataLoader(task.heldout, len(task.heldout), collate_fn=task.collate)))
         model = task.baseline().eval()
         sums, counts = task.loss(model, batch)
-        assert sums.shape == counts.shape == (8,)
-        assert (sums.sum() / counts.sum()).item() == pytest.approx(model(**batch).loss.item(), abs=1e-6)
+        with torch.no_grad():
+            outputs = model(**batch)
+        figures = measure(task, model)
+        assert figures["loss"] == pytest.approx(outputs.loss.item(), abs=1e-5)
+        assert (sums.sum() / counts.sum()).item() == pytest.approx(outputs.loss.item(), abs=1e-6)
+        if kind == "one":
+            right = (outputs.logits.argmax(1) == batch["labels"]).float()
+            assert figures["accuracy"] == pytest.approx(right.mean().item())
 
 
 class TestHead:
@@ -181,13 +178,6 @@ class TestItems:
         assert epochs[0] != epochs[1]
         assert sum(drawn[i] == other[i] for i in range(n)) < n / 10
 
-    def test_long_texts_are_cut_off_and_told(self, folder, tmp_path):
-        task = make(tmp_path, folder / "many.json", max_length=8)
-        rows = json.loads((folder / "many.json").read_text())
-        long = sum(len(task.tokenizer(row["text"])["input_ids"]) >= 8 for row in rows)
-        assert sum(task.data["remarks"].values()) == long > 0
-        assert max(len(item["input_ids"]) for item in task.train_texts) == 8
-
     def test_tokenizer_has_seen_the_training_texts_alone(self, tmp_path):
         (tmp_path / "x").mkdir()
         for name, word in {"train": "qqq", "dev": "jjj", "test": "zzz"}.items():
@@ -200,19 +190,11 @@ class TestItems:
 
 
 class TestRuns:
-    def test_results(self, finished):
-        results = read_results(finished)
-        assert (results["main"], results["higher_is_better"]) == ("micro_f1", True)
-        stages = results["stages"]
-        assert set(stages["control"]["end"]) == {"loss", "micro_f1", "macro_f1", "threshold"}
-        assert stages["baseline"]["end"]["loss"] < stages["baseline"]["start"]["loss"]
-        assert stages["control"]["start"] == stages["baseline"]["end"]
-        assert sum(results["data"]["texts"].values()) == 240
-        simple = results["data"]["baselines"]["commonest labels"]["micro_f1"]
-        assert f"commonest labels: micro f1 {simple:.3f}" in (finished / "results.md").read_text("utf-8")
-
     def test_saved_model_has_the_reported_figures(self, finished, many):
         model = AutoModelForSequenceClassification.from_pretrained(finished / "rms")
         assert AutoTokenizer.from_pretrained(finished / "rms").get_vocab() == many.tokenizer.get_vocab()
         assert model.config.id2label == {0: "apple", 1: "pear", 2: "plum"}
-        assert measure(many, model) == pytest.approx(read_results(finished)["stages"]["rms"]["end"], abs=1e-5)
+        results = read_results(finished)
+        assert measure(many, model) == pytest.approx(results["stages"]["rms"]["end"], abs=1e-5)
+        simple = results["data"]["baselines"]["commonest labels"]["micro_f1"]
+        assert f"commonest labels: micro f1 {simple:.3f}" in (finished / "results.md").read_text("utf-8")

@@ -9,7 +9,7 @@ import compare
 import numpy as np
 import pandas as pd
 import pytest
-from hfrecipes import compare_report, curves, paired, report, settings
+from hfrecipes import compare_report, paired, report, settings
 from hfrecipes import training as run
 from hfrecipes.paired import Cell
 from run_files import ROOT, at_step, figures, read_results, tiny
@@ -147,13 +147,13 @@ class TestStatistics:
         results = planted({"dyt": 0.0}, seeds=3)
         results["stages"]["dyt-auto-finetune-20-seed-1"] = {"failed": "loss nan in step 3"}
         found = by_variant(results)["dyt"]
-        assert (found.failed, found.seeds, found.reason) == (1, 2, "loss nan in step 3")
-        assert "1 of 3 failed" in compare_report.compare_report(results)
+        assert (found.failed, found.seeds) == (1, 2)
+        assert "1 of 3 failed: loss nan in step 3" in compare_report.compare_report(results)
         for kind in ("dyt-auto-finetune-20", "control-20"):
             results["stages"] |= {f"{kind}-seed-{seed}": {"failed": "loss nan in step 3"} for seed in range(3)}
             assert by_variant(results)["dyt"].verdict == "failed"
-            compare.draw_reports(results, tmp_path / "curves.png")
-            assert "Failed: dyt (loss nan in step 3)." in (tmp_path / "report.html").read_text("utf-8")
+            compare_report.draw_reports(results, tmp_path / "curves.png")
+            assert "3 of 3 failed: loss nan in step 3" in (tmp_path / "report.html").read_text("utf-8")
 
     def test_ranking(self):
         results = planted({"dyt": 0.1, "rope": 0.2}, methods=("finetune", "distil"), noise=0, seeds=3)
@@ -173,10 +173,10 @@ class TestStatistics:
         assert list(ranks["best"]) == [4, 1], "what failed is last"
         assert list(paired.ranking(results | {"higher_is_better": True}, "method").index) == ["finetune", "distil"]
 
-    def test_sign_test_by_hand(self):
-        """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; zeros don't count."""
-        assert paired.sign_test(pd.Series([1, 1, 1, -2, 0])) == pytest.approx(10 / 16)
-        assert paired.sign_test(pd.Series([0.0])) == 1
+
+def test_sign_test_by_hand():
+    """Three of four, or one, or none, or all of them by chance: 2 (4 + 1) / 16; zeros don't count."""
+    assert paired.sign_test(pd.Series([1, 1, 1, -2, 0])) == pytest.approx(10 / 16)
 
 
 @pytest.fixture
@@ -189,32 +189,15 @@ class TestReport:
         text, found = compare_report.compare_report(results), by_variant(results)["dyt"]
         rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
         assert [row[1] for row in rows][2:8] == ["control", "rms", "rms", "dyt", "dyt", "start"]
-        assert {row[1] for row in rows[9:]} == {"auto", "copied"}
-        assert {f"{found.difference:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", "1.25 x (1.25 to 1.25)"} < {
-            cell for row in rows for cell in row
-        }
+        assert {"worse", f"{found.low:+.4f} to {found.high:+.4f}", "1.25 x (1.25 to 1.25)"} < set(rows[6])
         assert "method" not in rows[0], "there is one"
-        assert "The same as the control of equal budget, to ±1 % of the control's loss: rms (auto), rms (cop" in text
-        assert "Worse than the control of equal budget: dyt (auto), dyt (copied)." in text
-        for told in ("seeds 0, 1, 2", "`python recipes/compare.py`", "2 cores", "made up"):
-            assert told in text
         results["stages"].popitem()
         assert "Not finished: 14 of 15 models are there" in compare_report.compare_report(results)
-
-    def test_ways_that_rank_alike_are_in_no_order(self):
-        results = planted({"dyt": 0.1}, methods=("finetune", "distil"), noise=0, seeds=2)
-        for name in ("dyt-auto-distil-20-seed-0", "dyt-auto-finetune-20-seed-1"):
-            results["stages"][name]["end"]["loss"] -= 0.05
-        text = compare_report.compare_report(results)
-        assert re.search(r"Of the methods, (distil and finetune|finetune and distil) rank alike \(mean ranks:", text)
-        assert "ranks first" not in text
-        results["stages"]["dyt-auto-distil-20-seed-1"]["end"]["loss"] -= 0.1
-        assert "Of the methods, distil ranks first (best in 2 of 2" in compare_report.compare_report(results)
 
     def test_page_is_one_file_with_names_escaped(self, tmp_path):
         results = planted({"<script>alert(1)</script>": 0.1, 'a"b&c': 0.0}, seeds=2)
         results["data"]["source"] = results["command"] = results["config"]["model"] = "<img src=x onerror='y'>"
-        compare.draw_reports(results, tmp_path / "curves.png")
+        compare_report.draw_reports(results, tmp_path / "curves.png")
         page = (tmp_path / "report.html").read_text("utf-8")
         found = by_variant(results)['a"b&c']
         assert re.findall(r"<[^>]* (?:src|href|data|action)=.([^;>]*)", page) == ["data:image/png"], (
@@ -234,11 +217,6 @@ class TestReport:
         ends = [results["stages"][f"dyt-auto-finetune-20-seed-{seed}"]["end"]["loss"] for seed in range(3)]
         assert drawn[1].lines["auto"].loc[20].tolist() == pytest.approx(ends)
         assert drawn[1].control.loc[20, 1] == results["stages"]["control-20-seed-1"]["end"]["loss"]
-
-    def test_steps_that_not_all_seeds_have_are_left_out(self):
-        stages = {0: {"curve": [{"step": 0, "loss": 3.0}, {"step": 1, "loss": 2.0}]}}
-        stages[1] = {"curve": [{"step": 0, "loss": 4.0}]}
-        assert curves.curve_of(stages, "loss").to_dict("index") == {0: {0: 3.0, 1: 4.0}}
 
     def test_table_is_aligned(self):
         assert report.table([{"a": "bcd", "e": "1"}]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
@@ -260,9 +238,7 @@ class TestGrid:
             first = {stages[f"control-{steps}-seed-{seed}"]["train_loss"][0] for steps in (2, 3)}
             assert len(first) == 1, "the same first batch, whatever the budget"
         assert stages["control-2-seed-0"]["start"] != stages["control-2-seed-3"]["start"]
-        found = {path.name for path in finished.iterdir()}
-        assert {"report.html", "results.md", "results.json", "curves.png", "baseline-0", "baseline-3"} <= found
-        assert not [name for name in found if name.startswith(("dyt", "control", "state"))], "only figures are kept"
+        assert not [*finished.glob("dyt*"), *finished.glob("control*")], "only figures are kept"
 
     @pytest.mark.slow
     def test_more_seeds_come_on_top_and_models_are_kept_if_asked(self, finished, text, tmp_path):
@@ -313,16 +289,12 @@ class TestGrid:
         assert "after the swap" not in told
 
 
-class TestSettings:
-    def test_other_recipes_files_do(self):
-        def read(*argv):
-            return settings.read_run([str(a) for a in argv], "compare.py", "", (compare.CompareConfig,))
+def test_other_recipes_files_do():
+    def read(*argv):
+        return settings.read_run([str(a) for a in argv], "compare.py", "", (compare.CompareConfig,))
 
-        for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
-            config = read(ROOT / "recipes" / "configs" / name)
-            settings.check(config)
-            assert (config.seeds, config.starts) == ([0, 1, 2, 3, 4], ["repaired"])
-            assert "control" not in config.variants
-        config = read("--seed", 7, "--start", "copied", "--steps", 5, 10, 5)
-        assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])
-        assert read("--seeds", 3, "--starts", "auto", "--start", "copied").starts == ["auto"]
+    for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
+        config = read(ROOT / "recipes" / "configs" / name)
+        assert (config.seeds, config.starts, "control" in config.variants) == ([0, 1, 2, 3, 4], ["repaired"], False)
+    config = read("--seed", 7, "--start", "copied", "--steps", 5, 10, 5)
+    assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])

@@ -6,11 +6,8 @@ import json
 import finetune
 import heal
 import pytest
-import torch
-from hfrecipes import compiled
+from hfrecipes import training
 from run_files import read_results, tiny
-from safetensors.torch import load_file
-from transformers.activations import NewGELUActivation
 
 from hfpatch.compile import compile_model
 
@@ -44,7 +41,7 @@ class Graphs(list):
 @pytest.fixture
 def graphs(monkeypatch):
     found = Graphs()
-    monkeypatch.setattr(compiled, "compile_model", functools.partial(compile_model, backend=found))
+    monkeypatch.setattr(training, "compile_model", functools.partial(compile_model, backend=found))
     return found
 
 
@@ -55,12 +52,6 @@ def eager(text, tmp_path_factory):
     return out
 
 
-def test_the_real_backend(eager, text, tmp_path):
-    assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 0
-    ours, theirs = losses(tmp_path), losses(eager)
-    assert_close(ours, {name: theirs[name] for name in ours})
-
-
 class TestTogetherWith:
     def test_a_patch(self, eager, text, tmp_path, graphs):
         assert finetune.main(small(tmp_path, text, "--variants", "rms+rope", "--compile")) == 0
@@ -68,8 +59,6 @@ class TestTogetherWith:
         assert_close(ours, {name: theirs[name] for name in ours})
         # Two models; each has a graph for training and, of batches of 4, of any size and of 1, for measuring.
         assert 2 * 2 <= len(graphs) <= 2 * 4
-        ours, theirs = (load_file(out / "rms+rope" / "model.safetensors") for out in (tmp_path, eager))
-        assert {name: value.shape for name, value in ours.items()} == {name: v.shape for name, v in theirs.items()}
         configs = [json.loads((out / "rms+rope" / "config.json").read_text()) for out in (tmp_path, eager)]
         assert configs[0].pop("hfpatch").keys() == configs[1].pop("hfpatch").keys()
         assert configs[0] == configs[1], "use_cache too"
@@ -93,11 +82,6 @@ class TestTogetherWith:
 
 
 class TestRefused:
-    def test_without_blocks(self, text, tmp_path, capsys):
-        assert finetune.main(small(tmp_path, text, "--layers", 1, "--compile")) == 2
-        assert "UnsupportedError" in capsys.readouterr().err
-        assert not (tmp_path / "results.json").exists()
-
     def test_code_that_is_not_called(self, text, tmp_path, capsys, monkeypatch):
         """As by a wrapper that goes past a module's own call."""
 
@@ -111,20 +95,7 @@ class TestRefused:
                     module.__class__ = hasty(type(module))
             return model
 
-        monkeypatch.setattr(compiled, "compile_model", passed_by)
+        monkeypatch.setattr(training, "compile_model", passed_by)
         assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 2
         assert "RecipeError: --compile: 2 of 2 blocks" in capsys.readouterr().err
         assert read_results(tmp_path)["stages"] == {}
-
-    def test_graph_breaks(self, text, tmp_path, capsys, monkeypatch, graphs):
-        forward = NewGELUActivation.forward
-
-        def breaking(self, x):
-            torch._dynamo.graph_break()
-            return forward(self, x)
-
-        monkeypatch.setattr(NewGELUActivation, "forward", breaking)
-        assert finetune.main(small(tmp_path, text, "--variants", "control", "--compile")) == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("RecipeError: --compile: GPT2LMHeadModel can't be compiled")
-        assert "graph_break" in error

@@ -4,7 +4,6 @@ import json
 
 import compare
 import finetune
-import heal
 import pytest
 from hfrecipes import corpus as data
 from hfrecipes import training as run
@@ -14,12 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 pytestmark = pytest.mark.slow
 
 TINY = "--batch_size 4 --steps 1 --eval_every 1 --warmup_steps 1 --calibration 64 --tracker none --layers 1 --width 32"
-LM = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4"
-RECIPES = {
-    "finetune": (finetune, "--variants rms rope control"),
-    "heal": (heal, "--patch rms"),
-    "compare": (compare, "--variants rope --methods finetune distil --starts copied --seeds 0"),
-}
 
 
 @pytest.fixture
@@ -40,25 +33,22 @@ def rates(monkeypatch):
 def given(text, tmp_path_factory):
     """A GPT-2 of rate 0.1, with its tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
-    data.train_tokenizer(data.read_text_files([str(text)]), 300, folder)
+    data.train_tokenizer([data.Document("", text.read_text())], 300, folder)
     sizes = {"vocab_size": 300, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return str(folder)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_given_model_is_trained_without_unless_it_is_asked_for(recipe, rates, text, given, tmp_path):
-    module, flags = RECIPES[recipe]
-    for asked, rate in (("false", 0.0), ("true", 0.1)):
-        rates.clear()
-        out = tmp_path / asked
-        argv = [*LM.split(), *flags.split(), "--model", given, "--text", str(text), "--baseline_steps", "1"]
-        keep = ["--keep_models"] if module is compare else []
-        assert module.main([*argv, "--keep_dropout", asked, "--output_dir", str(out), *keep]) == 0
-        assert len(rates) >= 3, "the baseline, the control and a copy"
-        assert rates == {name: {rate} for name in rates}
-        saved = [json.loads(path.read_text()) for path in out.glob("*/config.json")]
-        assert {config["attn_pdrop"] for config in saved} == {0.1}, "it stays on record"
+@pytest.mark.parametrize(("asked", "rate"), [("false", 0.0), ("true", 0.1)])
+def test_a_given_model_is_trained_without_unless_it_is_asked_for(rates, text, given, tmp_path, asked, rate):
+    flags = f"{TINY} --block_size 16 --heldout_blocks 4 --curve_blocks 4 --variants rope --methods finetune distil"
+    flags += f" --starts copied --seeds 0 --baseline_steps 1 --keep_models --keep_dropout {asked}"
+    paths = ["--model", given, "--text", str(text), "--output_dir", str(tmp_path)]
+    assert compare.main([*flags.split(), *paths]) == 0
+    assert rates == {name: {rate} for name in rates}
+    assert len(rates) == 4, "the baseline, the control and two copies"
+    saved = [json.loads(path.read_text()) for path in tmp_path.glob("*/config.json")]
+    assert {config["attn_pdrop"] for config in saved} == {0.1}, "it stays on record"
 
 
 def test_what_is_made_from_scratch_keeps_the_tasks(rates, tmp_path):

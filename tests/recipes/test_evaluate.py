@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hfrecipes import corpus as data
-from hfrecipes import sweep
+from hfrecipes import lm, texts
 from run_files import read_results
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -73,19 +73,12 @@ class TestLanguageModels:
         assert control[0]["loss"] > 0
         assert control[1] == {"tokens": 64, "reason": "takes no 64 tokens (IndexError)"}
         tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
-        tokens, _ = data.encode(data.split_documents(data.read_text_files([str(text)]))[1], tokenizer)
+        tokens, _ = data.encode(data.split_documents(texts.read_texts(texts.TextConfig([str(text)]))[1])[1], tokenizer)
         ids = torch.from_numpy(tokens[: len(tokens) // 64 * 64]).long().view(-1, 64)
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(finished / "rms+rope").eval()(ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
         assert rope[1] == pytest.approx({"tokens": 64, "loss": loss, "perplexity": math.exp(loss)}, rel=1e-4)
-
-    def test_files(self, evaluated):
-        text = (evaluated / "results.md").read_text()
-        assert len([part for part in text.split("\n\n") if part.startswith("|")]) == 3
-        assert "takes no 64 tokens" in text
-        assert "python recipes/evaluate.py --models" in text
-        assert (evaluated / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
     def test_masked(self, bert, files, tmp_path):
         assert run(tmp_path, "--models", bert, "--text", *files, "--block_size 16 --lengths 16 48") == 0
@@ -98,13 +91,13 @@ class TestLanguageModels:
     @pytest.mark.parametrize("longest", [32, 1])
     def test_what_overflows_is_no_figure(self, finished, text, tmp_path, capsys, monkeypatch, longest):
         """Beyond the trained length it is the row's reason; on the held-out data it is refused."""
-        loss = sweep.LanguageModelling.loss
+        loss = lm.LanguageModelling.loss
 
         def overflowing(self, model, batch):
             sums, counts = loss(self, model, batch)
             return sums + (math.inf if batch["input_ids"].shape[1] > longest else 0), counts
 
-        monkeypatch.setattr(sweep.LanguageModelling, "loss", overflowing)
+        monkeypatch.setattr(lm.LanguageModelling, "loss", overflowing)
         flags = ["--models", finished / "rms+rope", "--text", text, "--block_size", 16, "--lengths", 16, 64]
         assert run(tmp_path, *flags) == (0 if longest == 32 else 2)
         if longest == 32:
@@ -135,17 +128,6 @@ def test_embeddings(folder, files, tmp_path):
 
 
 class TestBootstrap:
-    def test_interval_covers(self, monkeypatch):
-        """Of 100 experiments with no difference about 95 have zero inside."""
-        monkeypatch.setattr(evaluate, "RESAMPLES", 300)
-        random, inside = np.random.default_rng(0), 0
-        for _ in range(100):
-            common, ones = random.normal(size=60), np.ones(60)
-            pair = [(common + random.normal(size=60), ones) for _ in range(2)]
-            _, low, high = evaluate.paired_bootstrap(*pair)
-            inside += low <= 0 <= high
-        assert 88 <= inside <= 99
-
     def test_pairing_counts(self):
         random, ones = np.random.default_rng(0), np.ones(100)
         common = 10 * random.normal(size=100)
@@ -191,27 +173,12 @@ class TestClassifiers:
         assert "was saved without cls.predictions" in capsys.readouterr().err
 
 
-def test_help_leaves_out_what_is_of_training(capsys):
-    with pytest.raises(SystemExit):
-        evaluate.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--models " in shown
-    assert not any(f"--{name} " in shown for name in evaluate.UNUSED)
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--models MODEL --against /a/missing", "/a/missing"),
-        ("--models MODEL --lengths 4", "--lengths"),
         ("--models MODEL --task embed --lengths 64", "--task lm"),
-        ("--models MODEL --block_size 99999", "99999"),
         ("--models MODEL --block_size 32", "doesn't take the held-out data"),
-        ("--models bare", "bare"),
         ("--models broken", "broken: its weight transformer.wte.weight isn't finite"),
-        ("--models MODEL --against broken", "broken: its weight transformer.wte.weight isn't finite"),
-        ("--models MODEL --text missing.txt", "missing.txt"),
-        ("--models MODEL --output_dir MODEL/config.json", "output folder"),
     ],
 )
 def test_refused_in_one_line(finished, text, tmp_path, capsys, monkeypatch, flags, named):

