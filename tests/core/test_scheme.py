@@ -19,7 +19,7 @@ from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.learned import Learned
 from hfpatch.schemes.mlps import SwiGLU
-from hfpatch.schemes.norms import RMS, Derf, DyT, Layer, Norm
+from hfpatch.schemes.norms import RMS, BatchNorm, Derf, DyT, Layer, Norm
 from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
 
@@ -108,6 +108,13 @@ _OUTSIDE: list[tuple[Any, str, tuple[Any, ...]]] = [
     (lambda value: RoPE(pairing=value), "pairing", ("neox", "", 2, "HALF")),
     (lambda value: Derf(s=value), "Derf: s", (math.nan, math.inf, -math.inf, None, "0")),
     (lambda value: Layer(bias=value), "bias", (0, 1, None, "true")),
+    (lambda value: BatchNorm(momentum=value), "momentum", (0, 1.5, "x")),
+    (lambda value: RoPE(axes=value), "axes", (0, 4, True, "2")),
+    (lambda value: ALiBi(max_bias=value), "max_bias", (0, -1, math.inf, "8", None)),
+    (lambda value: Sinusoidal(layout=value), "layout", ("halves",)),
+    (lambda value: Sinusoidal(base=value), "base", (0,)),
+    (lambda value: Sinusoidal(scale=value), "scale", (-1.0,)),
+    (lambda value: Sinusoidal(max_positions=value), "max_positions", (0,)),
     # of more than 64 bits, of which torch raises an OverflowError in the midst of a patch
     *((make, r"1e\+30", (10**30,)) for make in (DyT, Derf, Sinusoidal, ALiBi, lambda value: Derf(0.5, value))),
     *((make, r"1e\+30", (10**30,)) for make in (lambda v: RoPE(theta=v), lambda v: SwiGLU(d_ff=v))),
