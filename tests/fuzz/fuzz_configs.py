@@ -20,12 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fuzz_models import FAMILIES, PLACE, Finding, Saved, fresh, opened, relative, run, same_bits
+from fuzz_models import FAMILIES, PLACE, Finding, Saved, fresh, opened, run, same_bits
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hfpatch.errors import FingerprintWarning
+from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, described
 from hfpatch.runtime.record import KEY
@@ -266,7 +267,7 @@ def _judged(one: Saved, status: str, tensors: dict[str, Tensor], outputs: dict[s
     outputs = {name: outputs[name] for name in one.outputs.keys() & outputs.keys()}
     if same_bits(one.outputs, outputs):
         return f"{status}, equal to the bit"
-    error = relative(one.outputs, outputs)
+    error = max_error(one.outputs, outputs)
     if error <= ROUNDING:
         return f"{status}, equal but for rounding"
     if status == "opened":

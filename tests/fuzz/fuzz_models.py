@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfpatch.checkpoint.auto_classes import USUAL, auto_classes_of
 from hfpatch.measure.float64 import outputs_in_float64
-from hfpatch.measure.outputs import deviations, outputs_of
+from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.lens import host_class
 
 PLACE = Path((_temporary := tempfile.TemporaryDirectory(prefix="fuzz-")).name)  # removed when the process ends
@@ -97,11 +97,6 @@ def run(model: nn.Module, inputs: Mapping[str, Any], throughout: bool = False) -
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return outputs_of(model, copy.deepcopy(dict(inputs)))
-
-
-def relative(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
-    """The largest difference of two models' outputs, each by its largest number; infinite if they can't be compared."""
-    return max(one.peak_error for one in deviations(old, new))
 
 
 def same_bits(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:

@@ -23,7 +23,6 @@ from fuzz_models import (
     fresh,
     opened,
     opener_of,
-    relative,
     run,
     same_bits,
     train,
@@ -33,6 +32,7 @@ from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 
 from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
+from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError, described
@@ -291,7 +291,7 @@ class Run:
                 return "ran: not at this length"
             raise Finding("doesn't run", described(error)) from error
         if self.preserved and self.truth is not None and not self.resized:
-            error = relative(self.truth, new)
+            error = max_error(self.truth, new)
             if not error <= EXACT:
                 raise Finding("silent", f"no warning, and the outputs are off by {error:.1e}")
             return "ran: equal to 1e-9"
@@ -335,7 +335,7 @@ class Run:
         except Exception:  # at another length than that of its inputs
             return "saved and opened"
         if not same_bits(old, run(other, self.inputs)):
-            off = relative(old, run(other, self.inputs))
+            off = max_error(old, run(other, self.inputs))
             if single and off < torch.finfo(torch.float32).eps:
                 return "saved and opened; what the unpatched model builds in float32 comes back in it"
             raise Finding("another model came back", f"its outputs are off by {off:.1e}")

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hfpatch.exact.fold import Centring
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64, outputs_in_float64
-from hfpatch.measure.outputs import Outputs, deviations
+from hfpatch.measure.outputs import Outputs, max_error
 from hfpatch.measure.quiet_forward import cast
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.runtime.edits import pattern_of
@@ -180,9 +180,9 @@ def as_written(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def largest_error(original: nn.Module, models: list[nn.Module], inputs: Any, run: Any = outputs_in_float64) -> float:
-    """Largest difference of an output from the original's, by the output's largest number."""
+    """Largest difference of an output from the original's, by the output's root mean square."""
     before = run(original, inputs)
-    return max(one.peak_error for model in models for one in deviations(before, run(model, inputs)))
+    return max(max_error(before, run(model, inputs)) for model in models)
 
 
 # --- all model types --------------------------------------------------------------------------------------------------
