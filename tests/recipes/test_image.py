@@ -107,6 +107,10 @@ class TestData:
         pixels, labels = task.collate([task.heldout[i] for i in range(4)]).values()
         assert pixels.shape == (4, 3, 8, 8), "at its size"
         assert torch.equal(pixels.mean((1, 2, 3)) > 0, labels == 1)
+        with torch.no_grad():
+            answers = model.eval()(pixels).logits.argmax(1)
+            found = task.figures(model, [{"pixel_values": pixels, "labels": answers}], lambda tensors: tensors)
+        assert found["accuracy"] == 1
         digits = task_of("--model", tmp_path)
         assert digits.baseline().classifier.out_features == 10, "other classes need another head"
 
