@@ -16,7 +16,7 @@ import torch
 from tiny_models import changes, fingerprint, patch, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BatchEncoding, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from hfpatch import patch_model, read_batches, repair, repair_report, verify
 from hfpatch.core.transaction import Transaction
@@ -178,6 +178,11 @@ def test_padding_counts_for_nothing() -> None:
             torch.testing.assert_close(model(**batch).logits[i, : len(ids)], alone, rtol=1e-4, atol=1e-5)
 
 
+class Strict(GPT2LMHeadModel):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, attention_mask=attention_mask)
+
+
 def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
     rows = [{"input_ids": ids, "labels": ids, "token_type_ids": [1] * len(ids)} for ids in IDS]
     [batch] = read_batches(rows, model)
@@ -187,6 +192,9 @@ def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
     given = BatchEncoding({"input_ids": torch.ones(2, 3).long(), "special_tokens_mask": torch.ones(2, 3).long()})
     [batch] = read_batches(given, tiny("distilbert"))
     assert "input_ids" in batch
+    # other columns of rows, where the forward takes nothing but its inputs
+    [batch] = read_batches([{"input_ids": ids, "idx": 7} for ids in IDS], Strict(model.config))
+    assert set(batch) == {"input_ids", "attention_mask"}
     # an encoder-decoder reads texts on both sides
     [batch] = read_batches(TEXTS, tiny("bart", "AutoModelForSeq2SeqLM"), make_tokenizer())
     assert torch.equal(batch["decoder_input_ids"][:, 1:], batch["input_ids"][:, :-1])

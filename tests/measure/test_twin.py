@@ -104,6 +104,14 @@ class TestChain:
         with pytest.raises(UnsupportedError, match="GPT2Model"):
             twin(tiny("gpt2"), {"input_ids": torch.ones(1, 4)})
 
+    def test_a_forward_that_gives_no_numbers_is_refused(self) -> None:
+        class Broken(transformers.GPT2Model):
+            def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+                return {"states": super().forward(input_ids).last_hidden_state * float("nan")}
+
+        with pytest.raises(UnsupportedError, match="its states isn't a number"):
+            twin(Broken(tiny_config("gpt2")))
+
     def test_a_patched_model(self) -> None:
         model = patch(tiny("gpt2", n_layer=4), pos="rope")
         record = dict(model.config.hfpatch)
