@@ -63,11 +63,7 @@ def measured(request: dict[str, Any], layers: int) -> tuple[int, int]:
     return size, peak - forward - added
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [{"norm": "rms"}, {"pos": "rope"}, {"norm": "dyt"}, {"norm": "rms", "pos": "rope"}, {"mlp": "swiglu"}],
-    ids=str,
-)
+@pytest.mark.parametrize("request_", [{"norm": "rms", "pos": "rope"}, {"mlp": "swiglu"}], ids=str)
 def test_a_patch_adds_a_twentieth_at_most(request_: dict[str, Any]) -> None:
     size, more = measured(request_, layers=36)
     assert more < 0.05 * size
