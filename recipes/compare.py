@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from hfrecipes.command import DivergedError
 from hfrecipes.compare_report import compare_report, draw_reports

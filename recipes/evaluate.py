@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import matplotlib.pyplot as plt
 import pandas as pd

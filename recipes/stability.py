@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
 import pandas as pd
