@@ -6,7 +6,6 @@ The *host* is the transformers class that is patched. What these classes share w
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
@@ -23,7 +22,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..errors import FingerprintWarning, OptionError
-from ..runtime.classes import PatchedConfig, PatchedModel
+from ..runtime.classes import AS_SAVED, PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
@@ -38,10 +37,8 @@ from .stored_config import (
     checked_config,
     checkpoint_name,
     config_digest,
-    require_effect,
     require_its_architecture,
     same_settings,
-    settings_of,
     with_config_digest,
     without_disk_only_entry,
     without_harmless,
@@ -125,11 +122,10 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             edited = fingerprint is not None and fingerprint.config != config_digest(config_dict)
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
-            overridden = any(hasattr(config, name) for name in without_harmless(kwargs))
-            as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = Opened(fingerprint, settings_of(as_saved), edited, config_dict[KEY].get(REPORT))
+            saved = without_harmless(vars(config)[AS_SAVED])
+            config.__dict__[OPENED] = Opened(fingerprint, saved, edited, config_dict[KEY].get(REPORT))
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -198,9 +194,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if opened.report is not None and name is not None:
                 model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
             if check_fingerprint:
-                as_saved = same_settings(opened.settings, now := settings_of(model.config))
-                if not as_saved:
-                    require_effect(opened.settings, now, model, name)
+                as_saved = same_settings(opened.settings, without_harmless(model.config.to_dict()))
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:

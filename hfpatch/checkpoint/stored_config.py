@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.host_rotary import ROPE_SETTINGS_PATH, Unrotated
-from ..runtime.lens import lens_of
-from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
-from ..runtime.refuse_host import parts
-from ..runtime.rotary import RotaryEmbedding
 from .auto_classes import model_types_of
 from .files import is_plain_name
 from .fingerprint import CONFIG, Fingerprint
@@ -72,83 +65,6 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
             )
 
 
-def require_effect(saved: Mapping[str, Any], now: Mapping[str, Any], model: PreTrainedModel, where: Any) -> None:
-    """Refuse a setting overridden at opening that modules of the patch don't read, since their edits fix it.
-
-    Args:
-        saved, now: the settings on disk, and the opened model's.
-
-    Raises:
-        CheckpointError: there is one.
-    """
-    modules = list(_by_part(model))
-    for path, _ in parts(model.config):
-        before, after = _at(saved, path), _at(now, path)
-        inside = [module for module, own in modules if own == path]
-        for names, ignores in _FIXED_BY_EDITS.items():
-            changed = [name for name in names if name in after and before.get(name, after[name]) != after[name]]
-            for name in changed:
-                if not ignores(inside, name, before[name], after[name]):
-                    continue
-                raise CheckpointError(
-                    f"{where} was opened with {'.'.join((*path, name))}={after[name]!r:.200}, which has no effect: the "
-                    f"patch put modules in that don't read it ({before[name]!r:.200} on disk). {_INSTEAD[names]} Or "
-                    "open it without that."
-                )
-
-
-def _by_part(model: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """All modules, with the path in the model's config of the part that is theirs, or that of a module around them."""
-    paths = {id(part): path for path, part in parts(model.config)}
-    found: dict[str, tuple[str, ...]] = {}
-    for name, module in model.named_modules():
-        around = found.get(name.rpartition(".")[0], ())
-        found[name] = paths.get(id(vars(module).get("config")), around)
-        read = vars(module).get(ROPE_SETTINGS_PATH)
-        yield module, found[name] if read is None else read
-
-
-def _at(settings: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    for name in path:
-        settings = settings.get(name) or {}
-    return settings
-
-
-def _ignore_rotation(modules: list[nn.Module], name: str, before: Any, after: Any) -> bool:
-    """Whether a rotation isn't by that setting: made again with another, hfpatch's own, or dropped."""
-    for module in modules:
-        config = module.__dict__.get("config")
-        if ROPE_SETTINGS_PATH in vars(module) and getattr(config, name, after) != after:
-            return True
-        lens = lens_of(module, Unrotated)
-        dropped = () if lens is None else lens.layer_types
-        by_layer_type = None not in dropped and isinstance(before, dict) and isinstance(after, dict)
-        if by_layer_type and any(before.get(kind) != after.get(kind) for kind in dropped):
-            return True
-        if isinstance(module, RotaryEmbedding) or (dropped and not by_layer_type):
-            return True
-    return False
-
-
-def _ignore_eps(modules: list[nn.Module], name: str, before: Any, after: Any) -> bool:
-    """Whether norms of the patch have the eps on disk, other than those without any while the host's own follow."""
-    ours = [module for module in modules if isinstance(module, AffineNorm) and module.eps == before]
-    follow = any(vars(one).get(own) == after for one in modules for own in ("eps", "variance_epsilon", "epsilon"))
-    return bool(ours) and not (follow and all(isinstance(one, DynamicTanh | DynamicErf) for one in ours))
-
-
-_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "partial_rotary_factor")
-_EPS = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "rms_norm_eps", "norm_eps", "norm_epsilon", "eps")
-_FIXED_BY_EDITS: dict[tuple[str, ...], Callable[[list[nn.Module], str, Any, Any], bool]] = {
-    _ROTATION: _ignore_rotation,
-    _EPS: _ignore_eps,
-}
-_INSTEAD = {
-    _ROTATION: "For another rotation: patch_model(original, ..., pos=RoPE(theta=..., scaling={...})).",
-    _EPS: "For another eps: set it in the original's config, open the original with that, and patch it again.",
-}
-
-
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
@@ -173,11 +89,6 @@ def _is_reference(value: Any) -> bool:
 
 
 # What may change in it, and its digest
-
-
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """The settings that may change what a model computes."""
-    return without_harmless(config.to_dict())
 
 
 def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ architecture: vLLM and SGLang look it up in their registries, whose own classes 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Sequence
@@ -25,12 +26,14 @@ from .gated import initialise_fresh
 from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
+from .overridden import require_effect
 from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
 from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
+AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
 
@@ -61,7 +64,15 @@ class PatchedConfig:
             settings["architectures"] = names_on_disk(architectures)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
-        return super().from_dict(settings, **kwargs)  # type: ignore[misc]
+        found = super().from_dict(settings, **kwargs)  # type: ignore[misc]
+        config = found[0] if isinstance(found, tuple) else found
+        overridden = any(hasattr(config, name) for name in kwargs)
+        as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config  # type: ignore[misc]
+        vars(config)[AS_SAVED] = as_saved.to_dict()
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != AS_SAVED}  # type: ignore[misc]
 
     def to_json_string(self, use_diff: bool = True) -> str:
         return json.dumps(self.settings_on_disk(use_diff), indent=2, sort_keys=True) + "\n"
@@ -128,9 +139,19 @@ class PatchedModel(UnlimitedGeneration):
         require_plain_linears(self)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the host's.
+
+        Raises:
+            CheckpointError: a setting was overridden that has no effect, since the patch's modules don't read it.
+        """
         with opened_patched():
-            return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+            opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
+        model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
+        saved = vars(model.config).pop(AS_SAVED, None)
+        if saved is not None:
+            require_effect(saved, model, name)
+        return opened
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.

@@ -122,6 +122,19 @@ def probe_host_with_patched_config(model: Any, case: dict[str, Any]) -> Any:
     return found
 
 
+def probe_overridden_settings(model: Any, case: dict[str, Any]) -> Any:
+    """One that the patch's norms don't read, one as it is on disk, and one that the host's own modules read."""
+    auto, found = getattr(transformers, case["auto"]), []
+    settings: list[dict[str, Any]] = [{"layer_norm_epsilon": 0.5}, {"layer_norm_epsilon": 1e-5}, {"attn_pdrop": 0.5}]
+    for changed in settings:
+        try:
+            auto.from_pretrained(case["folder"], trust_remote_code=True, **changed)
+            found.append("opened")
+        except ValueError as error:
+            found.append("refused" if "which has no effect" in str(error) else str(error))
+    return found
+
+
 def probe_another_version(model: Any, case: dict[str, Any]) -> Any:
     """A host whose modules have other names than when the file was written."""
     cls = type(model)
