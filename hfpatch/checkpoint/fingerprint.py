@@ -253,7 +253,7 @@ class Fingerprint:
     def require(self, model: PreTrainedModel, where: str, info: Mapping[str, Any]) -> None:
         """Refuse a model that isn't the one that was saved, as far as they can be compared.
 
-        Of another head than was saved the base is compared; nothing, where it was opened in other shapes.
+        Of another head than was saved the base is compared.
 
         Args:
             model: the loaded one.
@@ -267,9 +267,6 @@ class Fingerprint:
         one = model.base_model if mismatched or type(model).__name__ not in self.classes else model
         recorded = self.classes.get(type(one).__name__)
         if recorded is None or _obstacle(model) is not None or not isinstance(one, PreTrainedModel):
-            return
-        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-        if any(key.startswith(prefix) for key, *_ in mismatched):
             return
         same_head = not mismatched and type(model).__name__ in saved_from(model.config)
         if missing and same_head:

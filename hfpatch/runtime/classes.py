@@ -68,7 +68,7 @@ class PatchedConfig:
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)
         as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config  # type: ignore[misc]
-        vars(config)[AS_SAVED] = as_saved.to_dict()
+        config.__dict__[AS_SAVED] = as_saved.to_dict()
         return found
 
     def to_dict(self) -> dict[str, Any]:

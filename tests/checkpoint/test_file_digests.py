@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel, GPT2Model
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.checkpoint.file_digests import compare, variant_of
+from hfpatch.checkpoint.file_digests import compare, variant_of, write_digests
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError
 
@@ -120,6 +120,7 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
         model.half().save_pretrained(tmp_path / "part", variant="fp16.ema", max_shard_size=shard)
         assert full(tmp_path, subfolder="part", variant="fp16.ema").dtype == torch.float16
         full(tmp_path, subfolder="part", dtype=torch.float32)
+    write_digests(tmp_path / "part")  # as one folder that is uploaded: each has its own
     names = {path.name: variant_of(path.name) for path in (tmp_path / "part").iterdir()}
     assert names["model.safetensors"] == ""
     assert names["model.safetensors.index.fp16.ema.json"] == ".fp16.ema"
@@ -127,6 +128,7 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
     assert names["config.json"] is None
     assert variant_of("model-00001-of-00002.safetensors") == variant_of("model.safetensors.index.json") == ""
     assert variant_of("adapter_model.safetensors") is None
+    full(tmp_path, subfolder="part", variant="fp16.ema")
     flip(tmp_path / "part", 20_001, "model.fp16*")
     full(tmp_path, subfolder="part")
     with pytest.raises(CheckpointError, match=r"fp16\.ema\.json: wte\.weight \(changed\)"):

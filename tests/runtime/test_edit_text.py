@@ -5,6 +5,7 @@ Texts that are no edits are refused in checkpoint/test_security.py and test_chec
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,15 @@ def test_names_are_those_inside_the_base_model() -> None:
 def test_a_name_that_the_class_lacks_is_an_error_where_it_was_saved_from() -> None:
     model = tiny("gpt2")
     model.config.architectures = ["GPT2Model"]
-    edit = Edit.of("h.*.no_such_norm.ln", Call.of(RMSNorm, eps=1e-5))
-    with pytest.raises(CheckpointError, match=r"h\.\*\.no_such_norm\.ln"):
-        apply([edit], model, fresh=True)
+    edits = [Edit.of(name, Call.of(RMSNorm, eps=1e-5)) for name in ("h.*.no_such_module.ln", "h.*.no_such_norm")]
+    for edit in edits:
+        with pytest.raises(CheckpointError, match=rf"has no {re.escape(edit.at[0])}"):
+            apply([edit], model, fresh=True)
     with pytest.raises(CheckpointError, match=r"h\.\*\.attn\.no_such_switch"):
         apply([Edit.of("h.*.attn.no_such_switch", False)], model, fresh=True)
     assert apply([Edit.of("h.*.attn.no_such_switch", None)], model, fresh=True) == 0  # dropped by a later patch
     model.config.architectures = ["GPT2LMHeadModel"]
-    assert apply([edit], model, fresh=True) == 0
+    assert apply(edits, model, fresh=True) == 0
 
 
 @pytest.mark.parametrize("arguments", ["0", "8, theta=-1.0", "8, pairing='x'", "8, axes=5"])
