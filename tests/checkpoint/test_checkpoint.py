@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import pickle
 from collections.abc import Iterator
@@ -29,10 +28,8 @@ from tiny_models import (
     randomise,
     reload,
     tiny,
-    tiny_config,
     without_outcomes,
 )
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.auto import modeling_auto
 
@@ -200,12 +197,6 @@ def test_from_config_builds_a_patched_model() -> None:
     assert difference(again.eval(), fresh) > 0.1  # control: it was random
 
 
-def test_from_config_starts_offset_gains_as_the_host_does() -> None:
-    model = patch(tiny("nemotron"), norm="rms")
-    fresh, host = AutoModel.from_config(model.config), AutoModel.from_config(tiny_config("nemotron"))
-    assert torch.equal(fresh.norm.weight, host.norm.weight)
-
-
 # How it is loaded
 
 
@@ -239,17 +230,6 @@ def test_what_the_file_lacks_starts_at_the_schemes_value(norm: Any, dtype: torch
             assert not hasattr(module, "s") or module.s.item() == 0.75
     gain = model.ln_f.facts.gain
     assert torch.equal(getattr(again.ln_f, gain), getattr(model.ln_f, gain).to(dtype))
-
-
-# Beside other files
-
-
-def test_a_tokenizer_that_is_found_by_the_models_type(tmp_path: Path) -> None:
-    """Old repositories have vocabulary files and no tokenizer_config.json; the type in config.json then decides."""
-    patch(tiny("gpt2", GPT2LMHeadModel), **BOTH).save_pretrained(tmp_path)
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    assert "GPT2" in type(transformers.AutoTokenizer.from_pretrained(tmp_path)).__name__
 
 
 # Families of one's own
@@ -413,30 +393,3 @@ def test_a_record_that_doesnt_fit_its_model(text: str, folder: Path) -> None:
     with pytest.raises(PatchError) as caught:
         AutoModel.from_pretrained(folder)
     assert text.partition(" = ")[0] in str(caught.value)
-
-
-def test_loading_in_any_order_of_auto_classes(tmp_path: Path) -> None:
-    """Registration is lazy; no Auto class may go by the config's name and build the unpatched model."""
-    model = patch(tiny("roberta", "AutoModelForMaskedLM"), norm="rms", pos="rope")
-    model.save_pretrained(tmp_path)
-    autos = ["AutoModelForSequenceClassification", "AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM"]
-    for auto in itertools.chain(autos, reversed(autos)):
-        loaded = getattr(transformers, auto).from_pretrained(tmp_path)
-        assert not norms_of(loaded.base_model, nn.LayerNorm), auto
-
-
-@pytest.mark.parametrize("model_type", ["exaone", "sarvam_moe", "internlm3", "glmga"])
-def test_a_family_whose_model_is_another_familys_class(model_type: str, tmp_path: Path) -> None:
-    """InternLM3 is a LlamaModel with a config of its own: the whole of its model, not a part.
-
-    Opened by the class as well: transformers looks up the names of its weights on disk by the model type.
-    """
-    if model_type not in zoo.model_types():
-        pytest.skip("not in this version of transformers")
-    model, given = zoo.tiny(model_type)
-    patch(model, norm="dyt", init="copy").save_pretrained(tmp_path)
-    for opening in (type(model), AutoModel):
-        opened = load(tmp_path, opening)
-        assert difference(outputs(model, **given), outputs(opened, **given)) == 0
-        assert opened.config.model_type == model_type
-    assert type(opened.config) is type(model.config)

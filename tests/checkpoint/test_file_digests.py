@@ -181,21 +181,6 @@ def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
                 opening(folder)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_files_of_a_distributed_save_come_first(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
-    full(folder)
-    flip(folder, 50_001, "shard*")
-    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
-        full(folder)
-
-
-def test_the_quick_check_comes_on_top(folder: Path) -> None:
-    with_config(folder, activation_function="relu")
-    with pytest.raises(CheckpointError, match="outputs"):
-        full(folder)
-
-
 def test_a_checkpoint_without_a_fingerprint_is_opened_with_a_warning(saved: Path, tmp_path: Path) -> None:
     """Once each time, where it is opened, and not where no check was asked for."""
     model = AutoModel.from_pretrained(saved / "whole")
@@ -209,13 +194,3 @@ def test_a_checkpoint_without_a_fingerprint_is_opened_with_a_warning(saved: Path
     flip(tmp_path, 50_001)
     with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
         full(tmp_path)
-
-
-@pytest.mark.filterwarnings("error::hfpatch.errors.FingerprintWarning")
-def test_no_warning_where_nothing_is_missing(saved: Path, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(saved / "whole")
-    AutoModel.from_pretrained(saved / "shards", config=model.config)
-    type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
-    with pytest.warns(FingerprintWarning):
-        model.save_pretrained(tmp_path, state_dict=model.state_dict())
-    AutoModel.from_pretrained(tmp_path, check_fingerprint=False)

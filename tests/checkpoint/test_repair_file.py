@@ -7,21 +7,18 @@ import json
 import math
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_edits import stored_in, with_record
-from tiny_models import inputs, load, patch, peft_of_transformers, tiny
-from transformers import AutoModel, PreTrainedModel
+from checkpoint_edits import with_record
+from tiny_models import load, patch, peft_of_transformers, tiny
+from transformers import PreTrainedModel
 
 from hfpatch import export_model
 from hfpatch.checkpoint.repair_file import REPAIR_FILE, digest_of
-from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model, repair_report, unpatch_model
-from hfpatch.repairs.repair import repair
 from hfpatch.repairs.report import RepairReport, Step
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.record import KEY, REPAIR
@@ -76,29 +73,7 @@ def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
     assert same(load(tmp_path / "b"))
 
 
-def test_it_is_opened_from_a_subfolder_and_from_the_cache(tmp_path: Path) -> None:
-    saved(tmp_path / "a" / "b")
-    assert same(AutoModel.from_pretrained(tmp_path / "a", subfolder="b"))
-    repository = tmp_path / "models--me--x"
-    (repository / "refs").mkdir(parents=True)
-    for revision, commit, report in (("main", "1" * 40, REPORT), ("old", "2" * 40, RepairReport(3, 1))):
-        (repository / "refs" / revision).write_text(commit)
-        saved(repository / "snapshots" / commit, report)
-        found = AutoModel.from_pretrained("me/x", revision=revision, cache_dir=tmp_path, local_files_only=True)
-        assert same(found, report)
-
-
 # Never another's
-
-
-def test_a_model_without_one_takes_an_older_file_away(tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "mine.json").write_text("{}")
-    saved(tmp_path, None)
-    assert not (tmp_path / REPAIR_FILE).exists()
-    assert "repair_report" not in stored_in(tmp_path)[KEY]
-    assert (tmp_path / "mine.json").exists()
-    assert repair_report(load(tmp_path)) is None
 
 
 def test_an_adapter_leaves_it(tmp_path: Path) -> None:
@@ -124,17 +99,6 @@ def test_a_later_patch_has_none(tmp_path: Path) -> None:
     reverted = model(reversible=True)
     unpatch_model(reverted)
     assert repair_report(reverted) is None
-
-
-def test_a_repair_by_itself_has_the_latest_report(tmp_path: Path) -> None:
-    original = tiny("gpt2", LM, n_layer=1)
-    opened = load(saved(tmp_path), LM)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPreservedWarning)
-        report = repair(opened, original, [inputs(original, seed) for seed in range(4)])
-    assert same(opened, report)
-    opened.save_pretrained(tmp_path)
-    assert same(load(tmp_path), report)
 
 
 # Damaged

@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -222,24 +221,6 @@ def test_a_second_interrupt_while_files_are_moved_back(
 
 
 # save_pretrained itself
-
-
-@needs_fork
-@pytest.mark.parametrize("limit", [100, 60_000])
-def test_a_full_disk(limit: int, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """The system's limit on files' sizes breaks writes off as a full disk does: of a config, of weights."""
-    old = checkpoints[f"{WHOLE} 1"]
-    folder, other = shutil.copytree(old, tmp_path / "model"), model(2)
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        other.save_pretrained(folder)
-
-    assert in_child(limited) == (4 if limit == 100 else 5)  # of Python; of safetensors, which has no number
-    assert files(folder) == files(old)
-    assert hidden(folder) == []
-    assert in_child(lambda: other.save_pretrained(folder)) == 0  # control
-    assert files(folder).keys() == files(checkpoints[f"{WHOLE} 2"]).keys()
 
 
 def test_files_of_an_older_save_are_replaced(tmp_path: Path) -> None:

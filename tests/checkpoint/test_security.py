@@ -233,17 +233,6 @@ def test_indexes(damage: Damage, says: str, shards: Path, saved: Path, tmp_path:
     assert files(tmp_path) == before
 
 
-def test_an_index_in_a_subfolder_and_of_a_variant(saved: Path, tmp_path: Path) -> None:
-    model = AutoModel.from_pretrained(saved / "one")
-    model.save_pretrained(tmp_path / "inner", max_shard_size="20KB", variant="fp16")
-    options = {"subfolder": "inner", "variant": "fp16"}
-    assert difference(AutoModel.from_pretrained(tmp_path, **options), model) < 1e-5
-    path = tmp_path / "inner/model.safetensors.index.fp16.json"
-    path.write_text(path.read_text().replace("model.fp16-00001", "../model.fp16-00001"))
-    with pytest.raises(CheckpointError, match=ELSEWHERE):
-        AutoModel.from_pretrained(tmp_path, **options)
-
-
 @pytest.mark.parametrize("to", ["../../../outside.safetensors", "pytorch_model.bin"])
 def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) -> None:
     revision = "0123456789abcdef0123456789abcdef01234567"
@@ -261,7 +250,6 @@ def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) 
 
 
 # Headers of safetensors files
-
 
 # what safetensors makes of other headers is its own matter
 HEADERS: dict[str, Callable[[bytes], bytes]] = {

@@ -132,17 +132,6 @@ def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_unpatching_restores_what_is_in_the_files(tmp_path: Path) -> None:
-    folder = sharded(tiny("opt", CAUSAL), tmp_path / "model")
-    model = stored(folder)
-    hfpatch.patch_model(model, norm="rms", reversible=True)
-    name = "model.decoder.layers.0.fc2.weight"
-    assert not torch.equal(model.get_parameter(name).read(), weights_of(folder)[name])
-    hfpatch.unpatch_model(model)
-    assert all(torch.equal(value, weights_of(folder)[key]) for key, value in model.named_parameters())
-    assert name in in_files(model)
-
-
 def setting(**changes: Any) -> Callable[[Path], Any]:
     return lambda folder: with_config(folder, **changes)
 
@@ -210,27 +199,6 @@ def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_pa
     with pytest.raises(CheckpointError, match=r"lacks \d+ weights .* which would be random") as caught:
         by_name.opened(str(tmp_path), asked or None, False, stored=streamed)
     assert glob.strip("*") in str(caught.value)
-
-
-FRESH: dict[str, tuple[str, str, str, str, dict[str, Any], str]] = {
-    "another head": ("llama", CAUSAL, "", "AutoModelForSequenceClassification", {}, "score of LlamaForSequenceCla"),
-    "a head on a base": ("llama", "AutoModel", "", "", {"architectures": None}, "lm_head of LlamaForCausalLM"),
-    "of an unknown class": ("llama", CAUSAL, "lm_head.*", "", {"architectures": ["My"]}, "lm_head of LlamaForC"),
-    "a pooler": ("bert", MASKED, "", "AutoModel", {}, "pooler.dense of BertModel"),
-}
-
-
-@either_way
-@pytest.mark.parametrize("case", FRESH)
-def test_a_fresh_head_is_named_in_a_warning(case: str, streamed: bool, tmp_path: Path) -> None:
-    family, head, glob, asked, settings, named = FRESH[case]
-    tiny(family, head).save_pretrained(tmp_path)
-    with_config(tmp_path, **settings)
-    if glob:
-        without(tmp_path, glob)
-    with pytest.warns(FreshHeadWarning, match=f"has no weights for {named}") as warned:
-        by_name.opened(str(tmp_path), asked or None, False, stored=streamed)
-    assert len(warned) == 1
 
 
 def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:

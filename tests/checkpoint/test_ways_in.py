@@ -24,10 +24,8 @@ from tiny_models import difference, load, logged, patch, peft_of_transformers, t
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from hfpatch import export_model
 from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import FingerprintWarning
-from hfpatch.patch import unpatch_model
 
 CAUSAL = "AutoModelForCausalLM"
 WEIGHTS = "model.safetensors"
@@ -210,19 +208,3 @@ def test_it_is_in_files_and_not_in_models(saved: Saved, tmp_path: Path) -> None:
         assert names is None or list(one.state_dict()) == names
     index = json.loads((saved.folder / "shards/model.safetensors.index.json").read_text())
     assert MARKER in index["weight_map"]
-
-
-def test_what_needs_no_hfpatch_has_no_marker(saved: Saved, tmp_path: Path) -> None:
-    """Remote and native exports of a model that was opened from a marked checkpoint, and an unpatched model."""
-    model = load(saved.folder, CAUSAL)
-    export_model(model, tmp_path / "remote", to="remote", verify=False)
-    assert MARKER not in weights_of(tmp_path / "remote")
-    load(tmp_path / "remote", CAUSAL).save_pretrained(tmp_path / "back")
-    assert MARKER in weights_of(tmp_path / "back")  # control: what needs it again
-    back = unpatch_model(patch(copy.deepcopy(saved.plain), pos="nope", reversible=True))
-    back.save_pretrained(tmp_path / "unpatched")
-    assert weights_of(tmp_path / "unpatched").keys() == weights_of(saved.plain_folder).keys()
-    pos = "rope:theta=500" if back.config.model_type == "llama" else "nope"  # which the host's own class can be
-    patch(back, pos=pos).save_pretrained(tmp_path / "stock")
-    export_model(load(tmp_path / "stock", CAUSAL), tmp_path / "native", to="native")
-    assert MARKER not in weights_of(tmp_path / "native")

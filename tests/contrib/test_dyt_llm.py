@@ -91,33 +91,6 @@ def test_attentions_and_others(family: str) -> None:
     assert found == {name: 0.8 if name in attentions else 0.2 for name in found}
 
 
-def test_an_encoder_decoder() -> None:
-    """T5's sublayers are `layer.0` and `layer.1`, and in its decoder `layer.1` is an attention as well."""
-    model = start(wide("t5"))
-    found = alphas(model)
-    for name, alpha in found.items():
-        parts = name.split(".")
-        last = {"encoder": "1", "decoder": "2"}[parts[0]]
-        assert alpha == (0.2 if "final" in name or parts[4] == last else 0.8), name
-    assert len(found) == 12
-    scales = sorted(name for name, _ in model.named_parameters() if name.endswith(SCALE))
-    assert scales == [f"decoder.embed_tokens.{SCALE}", f"encoder.embed_tokens.{SCALE}"]
-
-
-def test_the_plan_tells() -> None:
-    model = wide("opt")
-    before = fingerprint(model)
-    plan = plan_patch(model, norm="dyt:alpha=llm", init="reset")
-    rows = {row.module: row for row in plan.rows}
-    block = "model.decoder.layers.0"
-    assert rows[f"{block}.self_attn_layer_norm"].reason == "alpha0 = 0.8, norm of an attention"
-    assert rows[f"{block}.final_layer_norm"].reason == "alpha0 = 0.2"
-    stream = rows["model.decoder.embed_tokens"]
-    assert (stream.kind, stream.becomes) == ("stream", "Embedding x stream_scale")
-    assert stream.reason == "stream_scale is learned and starts at sqrt(4096) = 64"
-    assert not changes(before, fingerprint(model))
-
-
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
@@ -172,15 +145,6 @@ def test_what_the_model_scales_itself_isn_t_scaled_twice(family: str) -> None:
         assert any(name.endswith(SCALE) for name, _ in start(make(family, "AutoModel")).named_parameters())
 
 
-def test_dtype_and_frozen_weights() -> None:
-    model = make("llama").to(torch.bfloat16).requires_grad_(False)
-    start(model)
-    scale = model.model.embed_tokens.stream_scale
-    assert scale.dtype is torch.bfloat16
-    assert not scale.requires_grad
-    assert model(**inputs(model)).logits.dtype is torch.bfloat16
-
-
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
@@ -219,16 +183,6 @@ def test_the_config_builds_the_same_start(family: str) -> None:
     assert starts == [0.2] * 4 + [0.8] * 3
 
 
-def test_a_checkpoint_without_them_starts_them(tmp_path: Path) -> None:
-    """`from_pretrained` builds on the meta device; what a checkpoint doesn't hold gets its starting value then."""
-    model = start(make("gpt2"))
-    state = {name: value for name, value in model.state_dict().items() if not name.endswith((SCALE, "alpha"))}
-    model.save_pretrained(tmp_path, state_dict=state)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert learned(again) == learned(model)
-    assert difference(again, model) == 0
-
-
 def test_lora_on_the_embedding_merges() -> None:
     """What LoRA adds to the matrix is scaled as the matrix is."""
     model = start(make("llama"))
@@ -257,12 +211,6 @@ def test_in_two_steps_the_embedding_is_scaled_once(tmp_path: Path) -> None:
 # --- requests and records ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", ["LLM", "", "0.5", 0.0, float("nan"), True, None])
-def test_alpha_is_a_number_or_llm(alpha: Any) -> None:
-    with pytest.raises(OptionError, match="alpha"):
-        DyT(alpha)
-
-
 @pytest.mark.parametrize(
     ("family", "init", "error", "says"),
     [
@@ -282,11 +230,3 @@ def test_nothing_left_to_do() -> None:
     model = patch(make(), norm="dyt")
     with pytest.raises(NothingToPatchError, match="dyt"):
         plan_patch(model, norm=DyT("llm"), init="reset")
-
-
-def test_random_weights_keep_their_values() -> None:
-    """Only norms start afresh: the model's own initial weights are the user's."""
-    model = make("llama")
-    state = {n: v.clone() for n, v in model.state_dict().items() if "norm" not in n}
-    start(model)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())

@@ -23,7 +23,6 @@ from hfpatch.patch import unpatch_model
 from hfpatch.runtime.attention import HostOrder
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import lens_of
-from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.pairing import pairing_of
@@ -94,15 +93,6 @@ def test_save_and_load(model_type: str, tmp_path: Path) -> None:
     assert Record.of(loaded.config).pos[-1].scheme.pairing == pairing
 
 
-def test_the_record_keeps_the_settings_of_an_earlier_patch_and_doesnt_grow() -> None:
-    model, given, _ = make("gpt2")
-    for pairing in ("interleaved", "half", "interleaved"):
-        convert_pairing(model, pairing, example_inputs=given)
-        schemes = {RoPE.of(module) for module in model.modules() if isinstance(module, RotaryEmbedding)}
-        assert schemes == {RoPE(theta=500.0, partial=0.5, pairing=pairing, axes=1)}
-        assert [part.scheme.theta for part in Record.of(model.config).pos] == [500.0, None]
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_unpatch(model_type: str) -> None:
     model, given = zoo.tiny(model_type)
@@ -112,14 +102,6 @@ def test_unpatch(model_type: str) -> None:
     unpatch_model(model)
     assert difference(run(model, given), before) == 0
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_a_part_of_the_attentions() -> None:
-    model, given = zoo.tiny("gpt2")
-    patched(model, pos=RoPE(theta=500.0), only=["h.0.attn"])
-    before = run(model, given)
-    convert_pairing(model, "interleaved", example_inputs=given)
-    assert difference(run(model, given), before) <= 1e-4
 
 
 def test_what_isnt_the_same_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +132,3 @@ def test_refusals() -> None:
         empty = AutoModel.from_config(zoo.tiny_config("llama"))
     with pytest.raises(UnsupportedError, match="weights"):
         convert_pairing(empty, "interleaved")
-
-
-def test_inputs_are_made() -> None:
-    model, _ = zoo.tiny("llama")
-    convert_pairing(model, "interleaved")

@@ -8,7 +8,7 @@ import benchmark
 import pytest
 import torch
 from benchmark import against_basis
-from hfrecipes import bench_micro, bench_models, timing
+from hfrecipes import bench_micro, timing
 from hfrecipes.timing import Entrant
 from torch import nn
 
@@ -63,42 +63,6 @@ class TestRun:
                 assert all(0 < part < whole for part, whole in parts)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook")
-def test_clocks_count_from_the_gradient_of_what_a_module_returns_to_that_of_what_it_is_given(monkeypatch):
-    class Wait(torch.autograd.Function):
-        """Takes a second forward and a hundred backward."""
-
-        @staticmethod
-        def forward(ctx, x):
-            now[0] += 1
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            now[0] += 100
-            return grad
-
-    class Attention(nn.Module):
-        def forward(self, x, *, mask=None):
-            return wait(wait(x)), None
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.norm, self.table = Attention(), nn.Linear(1, 1), nn.Embedding(2, 1)
-
-        def forward(self, ids):
-            x = wait(self.table(ids))
-            return wait(self.norm(x + self.attention(x, mask=None)[0])).sum()
-
-    now, wait = [0.0], Wait.apply
-    monkeypatch.setattr(bench_models.time, "perf_counter", lambda: now[0])
-    model = Model()
-    spent = bench_models.put_clocks(model, {"rope": {"attention"}, "rms": {"norm"}, "nope": {"table"}})
-    model(torch.tensor([1])).backward()
-    assert spent == {"rope": 202, "rms": 0, "nope": 0}
-
-
 def test_modules_are_those_of_patched_models_and_agree_with_their_references():
     x = torch.randn(1024, 128)
     made = {
@@ -144,25 +108,6 @@ class TestRace:
         rounds = ["".join(order[i : i + 2]) for i in range(6, 22, 2)]
         assert set(rounds) == {"ab", "ba"}, "who comes first changes"
 
-    def test_weights_lie_in_the_same_memory(self, monkeypatch):
-        monkeypatch.setattr(timing, "AT_LEAST", 0.0)
-        models = {"plain": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "patched": nn.Sequential(nn.Linear(2, 2))}
-        values = {name: [p.detach().clone() for p in model.parameters()] for name, model in models.items()}
-        turns: dict[str, list[list[int]]] = {name: [] for name in models}
-
-        def work(name: str) -> None:
-            turns[name].append([p.data_ptr() for p in models[name].parameters()])
-            with torch.no_grad():
-                for parameter in models[name].parameters():
-                    parameter.add_(1)  # as training does
-
-        raced([Entrant(name, lambda name=name: work(name), model) for name, model in models.items()])
-        assert all(places == turns["plain"][0] for places in turns["plain"])
-        assert all(places == turns["plain"][0][:2] for places in turns["patched"])
-        assert len(set(turns["plain"][0])) == 4
-        for name, model in models.items():
-            assert all(map(torch.equal, model.parameters(), values[name])), "and are the model's own again"
-
 
 class TestFigures:
     def test_a_ratio_is_that_of_runs_of_the_same_round(self):
@@ -170,12 +115,3 @@ class TestFigures:
         one, other = base | {"seconds": [2.0, 20.0, 3.0]}, base | {"seconds": [1.0, 10.0, 3.0]}  # slower in between
         assert against_basis(one, other) == (2.0, 1.0, 2.0)
         assert against_basis(other, other) is None
-
-    def test_a_model_of_which_only_the_replaced_modules_changed(self):
-        plain = {"seconds": [10.0, 11.0, 9.0], "inside_seconds": {"rms": [1.0, 2.0, 1.0], "rope": [3.0, 3.0, 3.0]}}
-        patched = {"subject": "rms", "seconds": [20.0, 10.0, 10.0], "inside_seconds": {"rms": [1.5, 2.5, 1.4]}}
-        assert against_basis(patched, plain) == pytest.approx((1.05, 1.04, 1.05)), "over the median whole"
-
-    def test_the_interval_of_a_median(self):
-        assert timing.middle([float(x) for x in range(21)]) == (10.0, 5.0, 15.0), "as in Conover's table"
-        assert timing.middle([1.0, 3.0, 2.0]) == (2.0, 1.0, 3.0), "too few for one: the range"

@@ -122,11 +122,6 @@ class TestFigures:
 
 
 class TestHead:
-    def test_answers_begin_at_how_often_each_label_occurs(self, many, one):
-        assert torch.allclose(many.baseline().classifier.bias.sigmoid(), targets(many.train_texts).mean(0))
-        share = torch.bincount(targets(one.train_texts)) / len(one.train_texts)
-        assert torch.allclose(one.baseline().classifier.bias.softmax(0), share, atol=1e-6)
-
     def test_a_checkpoint_without_a_head(self, many, folder, tmp_path):
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
         encoder = BertModel(BertConfig(vocab_size=len(many.tokenizer), max_position_embeddings=24, **sizes))
@@ -157,14 +152,6 @@ class TestHead:
         task = make(tmp_path, tmp_path / "figs.json", model=str(tmp_path / "m"))
         assert not torch.equal(task.baseline().classifier.weight, model.classifier.weight)
         assert "its last layer starts afresh" in capsys.readouterr().out
-
-    def test_embeddings_take_longer_steps(self, many):
-        model = many.baseline()
-        groups = many.parameter_groups(model, 0.1, 0.01)
-        words = model.get_input_embeddings().weight
-        (own,) = [group for group in groups if any(p is words for p in group["params"])]
-        assert own["lr"] == pytest.approx(0.3)
-        assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 class TestItems:

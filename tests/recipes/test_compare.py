@@ -9,10 +9,10 @@ import compare
 import numpy as np
 import pandas as pd
 import pytest
-from hfrecipes import compare_report, paired, report, settings
+from hfrecipes import compare_report, paired, settings
 from hfrecipes import training as run
 from hfrecipes.paired import Cell
-from run_files import ROOT, at_step, figures, read_results, tiny
+from run_files import at_step, figures, read_results, tiny
 from scipy import stats
 
 GRID = "--variants dyt control --starts copied repaired --seeds 0 3 --steps 2 3"
@@ -208,19 +208,6 @@ class TestReport:
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
         assert f"{found.difference:+.4f}" in page
 
-    def test_curves(self, results, monkeypatch):
-        drawn = []
-        monkeypatch.setattr(compare_report, "draw_panels", lambda panels, path: drawn.extend(panels))
-        compare_report.draw_grid(results, None)
-        assert [panel.title for panel in drawn] == ["rms", "dyt"]
-        assert list(drawn[1].lines) == ["auto", "copied"]
-        ends = [results["stages"][f"dyt-auto-finetune-20-seed-{seed}"]["end"]["loss"] for seed in range(3)]
-        assert drawn[1].lines["auto"].loc[20].tolist() == pytest.approx(ends)
-        assert drawn[1].control.loc[20, 1] == results["stages"]["control-20-seed-1"]["end"]["loss"]
-
-    def test_table_is_aligned(self):
-        assert report.table([{"a": "bcd", "e": "1"}]) == ["| a   | e |", "|-----|--:|", "| bcd | 1 |"]
-
 
 class TestGrid:
     @pytest.mark.slow
@@ -287,14 +274,3 @@ class TestGrid:
         assert not (tmp_path / "baseline-0").exists(), "nothing was trained there"
         assert "distilled from itself" in told
         assert "after the swap" not in told
-
-
-def test_other_recipes_files_do():
-    def read(*argv):
-        return settings.read_run([str(a) for a in argv], "compare.py", "", (compare.CompareConfig,))
-
-    for name in ("lm.yaml", "vision.yaml", "gpu.yaml"):
-        config = read(ROOT / "recipes" / "configs" / name)
-        assert (config.seeds, config.starts, "control" in config.variants) == ([0, 1, 2, 3, 4], ["repaired"], False)
-    config = read("--seed", 7, "--start", "copied", "--steps", 5, 10, 5)
-    assert (config.seeds, config.starts, config.steps) == ([7, 8, 9, 10, 11], ["copied"], [5, 10])

@@ -194,15 +194,6 @@ class TestOptions:
         assert stages["layer"]["train_loss"] == pytest.approx(stages["control"]["train_loss"], abs=1e-5)
         assert stages["dyt"]["end"] != stages["control"]["end"]
 
-    def test_tensorboard(self, text, tmp_path):
-        assert finetune.main(tiny(tmp_path, text, "--tracker tensorboard", variants="control")) == 0
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(tmp_path / "logs")).Reload()
-        logged = [event.value for event in events.Scalars("control/loss")]
-        assert logged == pytest.approx(figures(tmp_path)["control"]["train_loss"])
-        assert "control/heldout_loss" in events.Tags()["scalars"]
-
     @pytest.mark.slow
     def test_masked_model(self, bert, text, tmp_path):
         argv = tiny(tmp_path, text, "--model", bert, "--learning_rate 1e-2 --baseline_steps 0")
@@ -241,11 +232,6 @@ class TestSettings:
     )
     def test_ranges(self, choices, taken, refused):
         assert [number in choices for number in [*taken, *refused]] == [True] * len(taken) + [False] * len(refused)
-
-    def test_variants_are_registered_names(self):
-        assert settings.parse_variant("rms+rope") == {"norm": "rms", "pos": "rope"}
-        assert settings.parse_variant("rope+dyt:alpha=1e+0") == {"norm": "dyt:alpha=1e+0", "pos": "rope"}
-        assert settings.parse_variant("control") == {}
 
 
 class TestOwnFolder:

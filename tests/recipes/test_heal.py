@@ -6,8 +6,7 @@ import signal
 
 import heal
 import pytest
-from hfrecipes import report, settings, start
-from hfrecipes import training as run
+from hfrecipes import report, start
 from run_files import figures, read_results, tiny
 
 
@@ -33,12 +32,6 @@ class TestFigures:
         assert stages["control"]["start"] == stages["baseline"]["end"]
         assert stages["healed"]["start"] == stages["swapped"]["start"]
         assert stages["healed"]["end"]["loss"] < stages["swapped"]["end"]["loss"]
-
-    def test_saved_models_have_the_reported_loss(self, finished, text):
-        of_run = run.Run(settings.read_run(small(finished, text), "heal.py", "", (heal.HealConfig,)), "")
-        for name in ("swapped", "healed", "control"):
-            loss = of_run.measure(of_run.task.load(str(finished / name)), of_run.loader(of_run.task.heldout))["loss"]
-            assert loss == pytest.approx(read_results(finished)["stages"][name]["end"]["loss"], abs=1e-5)
 
     def test_agreement_and_report(self, finished):
         agreement = read_results(finished)["agreement"]

@@ -1,6 +1,5 @@
 """Images: what is read, drawn and measured, and a run of seconds."""
 
-import shutil
 from pathlib import Path
 
 import datasets
@@ -72,19 +71,6 @@ class TestRun:
 
 
 class TestData:
-    def test_folder(self, folder):
-        task = task_of("--data", folder)
-        assert task.data["images"] == {"train": 16, "heldout": 4}
-        assert task.data["sha256"] == task_of("--data", folder, "--heldout_images", 2).data["sha256"]
-        pixels, labels = task.collate([task.heldout[i] for i in range(4)]).values()
-        assert pixels.shape == (4, 3, 32, 32)
-        assert torch.equal(pixels.mean((1, 2, 3)) > 0, labels == 0), "levels from -1 to 1, the right class"
-
-    def test_folder_with_a_split_of_its_own(self, folder, tmp_path):
-        for part in ("train", "test"):
-            shutil.copytree(folder, tmp_path / part)
-        assert [len(part) for part in image.read_images(str(tmp_path))] == [20, 20]
-
     def test_dataset(self, folder, monkeypatch):
         files = sorted(folder.glob("*/*.png"))
         features = datasets.Features({"kind": datasets.ClassLabel(names=["day", "night"]), "picture": datasets.Image()})

@@ -1,7 +1,5 @@
 """Labelled texts: the hidden words, files and datasets, splits that leak nothing, and what is refused."""
 
-import random
-
 import pytest
 from hfrecipes import labelled
 from hfrecipes.corpus import Document, RecipeError
@@ -47,28 +45,6 @@ class TestHiddenWords:
 class TestFormats:
     """How tables are read is in test_texts.py."""
 
-    def test_columns_and_lists_of_labels(self, tmp_path):
-        rows = [{"sentence": row["text"], "kind": row["label"]} for row in SINGLE]
-        found = read(write_table(tmp_path / "x.csv", rows), text_column="sentence", label_column="kind")
-        assert everything(found) == {(row["text"], (row["label"],)) for row in SINGLE}
-        rows = [{"text": f"text {i}", "labels": [n for n, k in (("b", 3), ("a", 2)) if i % k == 0]} for i in range(80)]
-        found = read(write_table(tmp_path / "x.parquet", rows))
-        assert everything(found) == {(row["text"], tuple(sorted(row["labels"]))) for row in rows}
-
-    def test_labels_that_are_numbers(self, tmp_path):
-        """In their order; in a csv file as they are written."""
-        for name, form in (("x.jsonl", "{}"), ("x.csv", "{:02}")):
-            rows = [{"text": f"text {i}", "label": i % 12 if form == "{}" else form.format(i % 12)} for i in range(200)]
-            texts = labelled.read_labelled(labelled.DataConfig(data=write_table(tmp_path / name, rows)))[1]
-            assert labelled.names_of(texts) == [form.format(i) for i in range(12)]
-
-    def test_folder(self, tmp_path):
-        for name, rows in {"train": SINGLE[:40], "valid": SINGLE[40:60], "test": SINGLE[60:], "notes": SINGLE}.items():
-            write_table(tmp_path / f"{name}.csv", rows)
-        splits = read(tmp_path)
-        assert {name: len(items) for name, items in splits.items()} == {"train": 40, "dev": 20, "test": 20}
-        assert splits["test"][0][0] == SINGLE[60]["text"]
-
     def test_datasets_id(self, monkeypatch):
         import datasets
 
@@ -97,14 +73,6 @@ class TestFormats:
 
 
 class TestSplits:
-    def test_neither_order_nor_company_moves_a_text(self, tmp_path):
-        rows = [{"text": f"text {i}", "label": i % 2} for i in range(500)]
-        once = read(write_table(tmp_path / "x.jsonl", rows[:400]))
-        random.Random(0).shuffle(rows)
-        more = read(write_table(tmp_path / "x.jsonl", rows))
-        assert all(set(items) <= set(more[name]) for name, items in once.items())
-        assert all(0.05 < len(more[name]) / 500 < 0.15 for name in ("dev", "test"))
-
     def test_what_is_told(self, tmp_path):
         write_table(tmp_path / "train.json", [*SINGLE[:40], {"text": " ", "label": "good"}])
         write_table(tmp_path / "dev.json", SINGLE[40:60])

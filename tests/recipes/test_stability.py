@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import stability
 import torch
-import yaml
-from run_files import ROOT, read_results
+from run_files import read_results
 from torch import nn
 
 TINY = "--width 16 --block_size 8 --batch_size 2 --steps 3 --depths 1 3 --seeds 0"
@@ -69,12 +68,6 @@ class TestFigures:
             assert stage["grad_norm"][0] == pytest.approx(total, rel=1e-3)
             assert len(stage["loss"]) == len(stage["grad_norm"]) == 3
 
-    def test_unigram_model_by_hand(self, finished, text):
-        stream = text.read_bytes()
-        batch = stability.draw_batches(np.frombuffer(stream, np.uint8), parse(*TINY.split()), 0)[2]
-        nats = [-math.log(stream.count(byte) / len(stream)) for row in batch.tolist() for byte in row[1:]]
-        assert read_results(finished)["unigram_loss"]["0"][2] == pytest.approx(np.mean(nats), abs=1e-4)
-
     def test_verdict_is_against_the_unigram_model(self):
         start, unigram = [6.0] * 18, [0.0] * 18 + [2.5, 3.5]
 
@@ -121,9 +114,3 @@ def test_ctrl_c_keeps_finished_models_and_resuming_gives_the_same(finished, text
     assert stability.main(tiny(tmp_path, text, "--resume", "--learning_rate", 1)) == 2, "other settings"
     assert stability.main(tiny(tmp_path, text, "--resume")) == 0
     assert figures(tmp_path) == figures(finished)
-
-
-def test_yaml_spells_out_the_defaults():
-    path = ROOT / "recipes" / "configs" / "stability.yaml"
-    assert parse(str(path)) == parse() == stability.StabilityConfig()
-    assert set(yaml.safe_load(path.read_text("utf-8"))) == set(stability.StabilityConfig.__dataclass_fields__)

@@ -93,15 +93,6 @@ class TestSplit:
 
 
 class TestTokens:
-    def test_bytes_of_the_tokens_add_up(self, tmp_path):
-        tokenizer = corpus.train_tokenizer(read()[1][:3], 300, tmp_path)
-        documents = [corpus.Document("a", "naïve — 𝒳 ok"), corpus.Document("b", "plain")]
-        tokens, sizes = corpus.encode(documents, tokenizer)
-        assert len(tokens) == len(sizes)
-        assert sizes.sum() == len("naïve — 𝒳 okplain".encode())
-        assert (tokens == tokenizer.eos_token_id).sum() == 2
-        assert (sizes[tokens == tokenizer.eos_token_id] == 0).all()
-
     def test_held_out_blocks_do_not_overlap(self):
         blocks = corpus.HeldOutBlocks(np.arange(100, dtype=np.int32), np.ones(100), corpus.Objective(8), count=99)
         seen = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])

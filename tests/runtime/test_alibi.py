@@ -146,13 +146,6 @@ def test_an_attention_that_would_lose_the_bias_is_refused(added: Any, message: s
     assert not plan_patch(with_attentions(lambda _, mask: mask), pos="alibi").empty  # control
 
 
-def test_an_attention_without_a_mask_argument_is_refused() -> None:
-    model = with_attentions(lambda _, mask: 0.0)
-    type(model.transformer.h[0].attn).forward = lambda self, hidden_states: hidden_states
-    with pytest.raises(UnsupportedError, match=r"h\.0\.attn: Odd takes no mask of the shape"):
-        plan_patch(model, pos="alibi")
-
-
 INSTEAD = r"has relative biases of its own and .*pos='alibi'\. pos='rope' replaces those, pos='nope' drops them"
 ROTATES = r"rope:theta=\.\.\.' changes that rotation, pos='nope' drops it"
 

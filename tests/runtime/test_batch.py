@@ -15,8 +15,8 @@ from tiny_models import inputs, norms_of, patch, randomise, reload, tiny
 from torch import Tensor, nn
 
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.batch_norm import MaskedBatchNorm, kept_positions
-from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.batch_norm import MaskedBatchNorm
+from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import NormFacts
 from hfpatch.schemes.norms import BatchNorm
 
@@ -89,21 +89,6 @@ def test_padding_counts_for_nothing(family: str) -> None:
         for one in (given, others):  # control
             del one["attention_mask"]
         assert error(encoded(others), encoded(given)) > 1e-3
-
-
-def test_masks() -> None:
-    keep = torch.tensor([[True, True, False], [True, True, True]])
-    square = keep[:, None, None, :].expand(2, 1, 3, 3)
-    additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
-    for mask in (keep.long(), square, square.long(), additive, additive.masked_fill(~square, -torch.inf)):
-        found = kept_positions(mask)
-        assert found is not None
-        assert torch.equal(found, keep)
-    assert kept_positions(None) is None
-    with pytest.raises(PositionError, match="sdpa"):
-        kept_positions(object())
-    with pytest.raises(PositionError, match="sdpa"):
-        kept_positions(keep[None])
 
 
 @pytest.mark.parametrize("placement", [None, "pre"])

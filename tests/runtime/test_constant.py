@@ -11,8 +11,6 @@ from tiny_models import patch, reload, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hfpatch.patch import patch_model
-
 TABLES = {  # table, its first row that holds a position
     "gpt2": ("wpe.weight", 0),
     "roberta": ("embeddings.position_embeddings.weight", 2),
@@ -41,23 +39,6 @@ def test_the_mean_of_the_tables_rows_stays(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         left.add_(1.0)
     assert torch.equal(constant(reload(model, tmp_path), table), left)
-
-
-def test_it_is_added_to_every_token() -> None:
-    model, inputs = zoo.tiny("gpt2")
-    patch(model, pos="nope")
-    embedded = model.drop(model.wte(inputs["input_ids"]) + constant(model, "wpe.weight"))
-    seen: list[Tensor] = []
-    model.h[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    model(**inputs)
-    assert torch.equal(seen[0], embedded)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "vit"])
-def test_a_fresh_start_has_none(family: str) -> None:
-    model = zoo.tiny(family)[0]
-    patch_model(model, pos="rope", init="reset")
-    assert not constant(model, TABLES[family][0]).any()
 
 
 def test_a_second_swap_keeps_what_training_made_of_it() -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from position_checks import changed_positions, difference, require_the_same_with_checkpointing, states
+from position_checks import changed_positions, difference, states
 from tiny_models import patch
 from torch import Tensor
 from transformers import AutoModel
 
 from hfpatch.errors import OptionError
-from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
@@ -111,14 +110,6 @@ def test_options() -> None:
 # --- what only differences of rows and columns mean -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [(10, 0), (0, 10)], ids=["rows", "columns"])
-@pytest.mark.parametrize("size", [WIDE, TALL])
-def test_shifts_of_either_axis_change_nothing(shift: tuple[int, int], size: tuple[int, int]) -> None:
-    model, given = patched("ijepa"), image(*size)  # it has patches only
-    moved = with_positions(model, given, lambda p: p + torch.tensor(shift))
-    assert difference(moved, states(model, given)) <= 1e-4
-
-
 @pytest.mark.parametrize("model_type", ["ijepa", "vit", "siglip2_vision_model"])
 def test_each_axis_counts(model_type: str) -> None:
     model, given = patched(model_type), zoo.tiny(model_type)[1]
@@ -199,17 +190,6 @@ def test_masked_patches_keep_their_places(pos: RoPE) -> None:
     assert torch.equal(states(model, {**given, "noise": noise}), drawn), "the host would have drawn other noise"
 
 
-def test_refused_by_the_plan() -> None:
-    for model_type, message in (
-        ("gpt2", "GPT2Model isn't known"),
-        ("timesformer", "TimesformerModel isn't known"),
-        ("vivit", "has 3 axes, not 2"),
-        ("blip", "BlipTextModel isn't known.*only="),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            plan_patch(zoo.tiny(model_type)[0], pos=GRID)
-
-
 def test_refused_by_the_forward() -> None:
     """An encoder that is called past its owner, and an owner that drops a token."""
     model, given = patched("vit"), image(*WIDE)
@@ -267,11 +247,6 @@ def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
         assert difference(states(compiled, image(*size)), states(model, image(*size))) <= 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["vit", "dpt"])
-def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
-    require_the_same_with_checkpointing(patched(model_type), [image(*WIDE), image(*TALL)])
-
-
 def test_beside_norms_that_stand_elsewhere() -> None:
     """Lenses of norms and of positions are on the same layers, and each replaces what is in the same attention."""
     model, given = patched("dpt", LINE, norm="deepnorm"), image(*WIDE)
@@ -287,13 +262,3 @@ def test_one_scheme_after_another() -> None:
     for pos in (GRID, "nope", RoPE(axes=2, theta=50.0)):
         patch(model, pos=pos)
         assert torch.equal(states(model, given), states(patched("dpt", pos), given))
-
-
-def test_a_subclass_of_an_owner_is_told_as_well() -> None:
-    from transformers import ViTModel
-
-    class Mine(ViTModel):
-        pass
-
-    model = patch(zoo.tiny("vit", auto_class=Mine)[0], pos=GRID)
-    assert torch.equal(states(model, image(*WIDE)), states(patched("vit"), image(*WIDE)))

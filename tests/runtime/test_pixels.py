@@ -7,10 +7,9 @@ from typing import Any
 import proof
 import pytest
 import torch
-from proof import EXACT, HOMES, STACKS
+from proof import HOMES, STACKS
 from sampled import slow_but
 from tiny_models import patch
-from torch import Tensor
 
 from hfpatch.runtime.grid import Grid
 
@@ -53,17 +52,3 @@ def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
         assert not any("rel_pos" in name for name in model.state_dict())
     for attention in proof.stack_of(model, owner).attentions.values():
         assert not any(getattr(attention, name) for name, value in STACKS[owner].in_attention if value is False)
-
-
-def test_a_window_of_equal_patches_is_blind_without_positions() -> None:
-    """SAM's encoder on one color: whatever told patches apart would show."""
-    for pos, blind in (("nope", True), ("keep", False)):
-        model, inputs = proof.tiny("sam_vision_model")
-        if pos == "nope":
-            patch(model, pos=pos)
-        encoder = proof.stack_of(model, "SamVisionEncoder").owner
-        seen: list[Tensor] = []
-        encoder.layers[-1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))  # type: ignore
-        proof.run(model, {"pixel_values": torch.ones_like(inputs["pixel_values"])})
-        states = seen[0].flatten(1, 2)
-        assert (proof.difference({"s": states}, {"s": states[:, :1].expand_as(states)}) <= EXACT) is blind

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from position_checks import changed_positions, difference, patched, require_the_same_with_checkpointing, zoo
+from position_checks import changed_positions, difference, patched, zoo
 from sampled import slow_but
 from torch import Tensor
 from transformers import AutoModel
 
 from hfpatch.runtime.attention import POSITION_IDS
-from hfpatch.runtime.errors import PositionError
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
 from hfpatch.sites.records import decoders, encoders
@@ -135,14 +134,6 @@ def test_control_without_the_lens_they_have_no_effect(model_type: str) -> None:
         assert difference(case.states(case.counted * 2), case.states()) > 1e-3, "position_ids have no effect"
 
 
-def test_refused_where_attentions_see_another_number_of_tokens() -> None:
-    case = Case("canine")
-    with pytest.raises(PositionError, match="3 tokens and 12 positions"):
-        case.states(case.counted)
-    with pytest.raises(PositionError, match="per token"):
-        Case("distilbert").states(torch.arange(5))
-
-
 @pytest.mark.parametrize(
     ("model_type", "request_"),
     [
@@ -168,13 +159,6 @@ def test_compiles_without_graph_breaks(model_type: str) -> None:
     compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
     for positions in (case.counted * 2, None):
         assert difference(case.states(positions, compiled), case.states(positions)) <= 1e-5
-
-
-@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert"])
-def test_gradient_checkpointing_changes_nothing(model_type: str) -> None:
-    case = Case(model_type)
-    given = [{"input_ids": case.tokens, case.name: ids[None]} for ids in (case.counted, case.counted * 2)]
-    require_the_same_with_checkpointing(case.model, given)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo", "xlm", "longformer", "git"])

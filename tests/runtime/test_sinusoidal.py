@@ -129,24 +129,6 @@ def test_half_precision_rounds_rows_and_not_angles() -> None:
     assert table_of(model).weight.dtype == torch.float32
 
 
-def test_rows_without_a_position_are_zeros() -> None:
-    roberta = table_of(patched(make("roberta"), pos="sinusoidal"))  # its padding index is 0, so it counts from 1
-    assert roberta.first == 1
-    assert not roberta(torch.tensor([[0]])).any()
-    assert torch.equal(roberta(torch.tensor([[1]])), Sinusoidal().rule().rows(torch.tensor([[0]]), 32))
-    bart = table_of(patched(make("bart"), pos="sinusoidal"))
-    assert bart.first == 2
-
-
-def test_initialising_weights_again_keeps_the_rows() -> None:
-    model = patched(make("whisper"), pos="sinusoidal")
-    before = table_of(model).weight.clone()
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.init_weights()
-    assert torch.equal(table_of(model).weight, before)
-
-
 # --- what it can't serve ----------------------------------------------------------------------------------------------
 
 
@@ -163,14 +145,3 @@ def test_a_table_that_is_gone_is_refused(pos: str) -> None:
         plan_patch(zoo.tiny("voxtral_encoder")[0], pos="sinusoidal")  # which adds its table's rows one by one
     with pytest.raises(NothingToPatchError):
         plan_patch(model, pos="sinusoidal", keep="*attn*")
-
-
-def test_rope_after_sines_is_rope() -> None:
-    model = patched(patched(make("gpt2"), pos="sinusoidal"), pos="rope")
-    direct = patched(make("gpt2"), pos="rope")
-    given: Tensor = tokens(2, 9)
-    mean = Sinusoidal().rule().rows(torch.arange(32), 32).mean(0)
-    assert torch.allclose(model.transformer.wpe.constant, mean, atol=1e-5)
-    direct.transformer.wpe.constant.data = model.transformer.wpe.constant.data
-    with torch.no_grad():
-        assert torch.equal(model(given).logits, direct(given).logits)

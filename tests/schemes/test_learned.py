@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from position_checks import difference, generated, generator, patched, tokens
-from position_families import inputs, logits, make
+from position_checks import patched, tokens
+from position_families import make
 from torch import nn
 
 from hfpatch.checkpoint.classes import patched_model_class
@@ -35,33 +35,7 @@ def test_methods() -> None:
     assert rows("tile", 5) == rows("linear", 5) == [0, 1, 2, 3, 4]
 
 
-def test_half_precision_is_interpolated_in_float32() -> None:
-    table = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    resized = Learned(max_positions=120, method="linear").resized(table)
-    assert resized.dtype == torch.bfloat16
-    wide = Learned(max_positions=120, method="linear").resized(table.float())
-    assert torch.equal(resized, wide.bfloat16())
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
-
-
-def test_whisper_takes_as_many_frames_as_its_new_table() -> None:
-    model = patched(make("whisper"), pos=Learned(max_positions=48, method="linear"))
-    assert model.config.max_source_positions == model.config.max_target_positions == 48
-    assert logits(model, inputs("whisper", 48)).shape[1] == 48
-    with pytest.raises(IndexError):
-        logits(model, inputs("whisper", 49))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bart"])
-def test_decoding_beyond_the_old_length(name: str) -> None:
-    model, prompt = generator(name, "learned:max_positions=300")
-    steps = {"max_new_tokens": 12, "min_new_tokens": 12}
-    plain = generated(model, prompt, use_cache=False, **steps)
-    assert difference(generated(model, prompt, **steps), plain) <= 1e-4
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert difference(generated(model, prompt, **static, **steps), plain) <= 1e-4
 
 
 @pytest.mark.parametrize(

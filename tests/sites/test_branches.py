@@ -100,18 +100,6 @@ def test_branches(name: str) -> None:
         assert branch.cross == crossing
 
 
-def test_calls_readers_and_blocks_that_run_several_times() -> None:
-    assert [branch.call for branch in found("vit")] == [0, 1, 0, 1], "one dropout for both"
-    readers = {branch.norm: branch.readers for branch in found("bert")}
-    assert readers["attention.output.LayerNorm"] == ("attention.self",)
-    assert readers["output.LayerNorm"] == ("intermediate",)
-    assert all(not branch.readers for branch in found("gpt2"))
-    shared = find_branches(*double(tiny("albert", num_hidden_layers=3)))
-    assert [(branch.placement, branch.shared) for branch in shared] == [("post", True)] * 2
-    sequential = find_branches(*double(neox(parallel=False)))  # the names of parallel branches
-    assert {branch.placement for branch in sequential} == {"pre"}
-
-
 def norm_as_the_stream(m: Any, x: Tensor) -> Tensor:
     """With a last branch that no norm reads."""
     x = m.norms.a(x)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch.errors import NotPreservedWarning, OptionError, PatchError
+from hfpatch.errors import OptionError, PatchError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
@@ -98,7 +98,6 @@ def test_the_depth_is_read_off_the_model(family: str, options: dict, alphas: set
 
 # --- initialisation ---------------------------------------------------------------------------------------------------
 
-
 # the weights that are scaled, and in a fused projection from (d, 3d) or (3d, d) to q, k and v
 # (which weights those are in other families: tests/sites/test_branches.py)
 SCALED: dict[str, tuple[tuple[str, ...], dict[str, Callable[[Tensor], tuple[Tensor, ...]]]]] = {
@@ -138,14 +137,6 @@ def test_gains_of_projections(family: str) -> None:
     assert found == {round(beta, 5) for beta in betas}
 
 
-def test_trained_weights_are_not_scaled_and_that_is_said() -> None:
-    model = tiny("gpt2")
-    old = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    with pytest.warns(NotPreservedWarning, match=r"LN\(1.414 x \+ f\(x\)\)"):
-        patch_model(model, norm="deepnorm")
-    assert all(torch.equal(parameter, old[key]) for key, parameter in model.named_parameters())
-
-
 # --- preserve ---------------------------------------------------------------------------------------------------------
 
 
@@ -182,11 +173,6 @@ def once_patched(**request: Any) -> Any:
 def test_refused(make_model: Callable[[], Any], request_: dict[str, Any], message: str) -> None:
     with pytest.raises(PatchError, match=message):
         plan_patch(make_model(), **request_)
-
-
-def test_one_branch_after_another_is_no_parallel_residual() -> None:
-    """Control: the same class with another setting."""
-    assert plan_patch(zoo.tiny("gpt_neox", use_parallel_residual=False)[0], norm="deepnorm").losses()
 
 
 @pytest.mark.parametrize("options", [{"alpha": 0}, {"alpha": "2"}, {"beta": -1.0}, {"preserve": 1}])

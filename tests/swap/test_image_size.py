@@ -148,15 +148,6 @@ def test_of_a_composite_the_tower_alone(tmp_path: Path) -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_frames_are_interpolated_one_by_one() -> None:
-    original, model = (zoo.tiny("vivit")[0] for _ in range(2))
-    patched(model, pos=Learned(image_size=NEW))
-    old, new = (table_of(m)[0, 1:].unflatten(0, (2, -1)) for m in (original, model))
-    for before, after in zip(old, new, strict=True):
-        alone = Learned(image_size=NEW).interpolated(before.view(1, 4, 4, -1), 6, 6)
-        assert torch.equal(alone.flatten(0, 2), after)
-
-
 @pytest.mark.parametrize("method", [None, *GRID_METHODS])
 def test_rows_are_rows(method: str | None) -> None:
     """What differs along one axis alone goes on doing so, in the same order."""
@@ -171,26 +162,7 @@ def test_rows_are_rows(method: str | None) -> None:
     assert torch.equal(scheme.interpolated(half, 7, 9), scheme.interpolated(half.float(), 7, 9).bfloat16())
 
 
-def test_fresh_rows() -> None:
-    original, model = make("vit"), make("vit")
-    patched(model, pos="learned:image_size=80", init="reset")
-    table = table_of(model)[0].detach()
-    assert torch.equal(table[:1], table_of(original)[0, :1])
-    assert table[1:].std().item() == pytest.approx(0.4, rel=0.05)
-    assert abs(float(table[1:].mean())) < 0.05
-
-
 # --- requests ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_number_of_patches() -> None:
-    by_number = patched(make("vit"), pos="learned:max_positions=36")
-    by_size = patched(make("vit"), pos="learned:image_size=24")
-    assert torch.equal(table_of(by_number), table_of(by_size))
-    assert by_number.config.image_size == 24
-    text = str(plan_patch(make("vit"), pos="learned:image_size=[24, 32]"))
-    assert "Learned(6 x 8 patches, bicubic)  approximate" in text
-    assert "image_size=(24, 32); its 4 x 4 positions are stretched over 6 x 8" in text
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,12 @@ from position_checks import difference, generated, patched, states, tokens
 from position_families import make
 from tiny_models import word_tokenizer
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from typer.testing import CliRunner
 
-from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.export.native import native_model
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.classes import is_unlimited
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.rotary import AdaptiveRotaryEmbedding
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.stacks import find_stacks, first_row, max_positions
@@ -53,12 +48,6 @@ def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -
     assert numbers(proof.opened(model, tmp_path)) == [300 + m for m in more]
     unpatch_model(model)
     assert numbers(model) == before
-
-
-def test_without_it_the_config_keeps_its_number() -> None:
-    model = patched(make("gpt2"), pos="rope")
-    assert model.config.n_positions == 32
-    assert Record.of(model.config).pos[0].scheme.max_positions is None
 
 
 def test_asked_again_it_changes_nothing_and_another_length_composes() -> None:
@@ -110,15 +99,6 @@ def test_the_old_length_cuts_nothing_and_warns_of_nothing(pos: str, caplog: pyte
     for length in (20, 32, 40):
         assert run(patched(make("gpt2"), pos=pos), length, caplog) == 20
     assert run(patched(make("gpt2"), pos=pos), 30, caplog, max_new_tokens=9) == 9
-
-
-def test_control_the_old_length(caplog: pytest.LogCaptureFixture) -> None:
-    assert run(make("gpt2"), 20, caplog) == 12
-    with pytest.raises((AssertionError, ValueError, IndexError)):
-        run(make("gpt2"), 40, caplog)
-    kept = patched(make("gpt2"), pos="rope", keep="*wpe*")  # its table still ends
-    assert not is_unlimited(kept)
-    assert run(kept, 20, caplog) == 12
 
 
 @pytest.mark.parametrize("pos", ["rope:max_positions=48", "learned:max_positions=48", "alibi:max_positions=48"])
@@ -228,27 +208,6 @@ def test_a_stack_of_one_length_has_a_scale() -> None:
 
 
 @by_length
-@pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 500])
-def test_frequencies_are_transformers_own(scaling: dict[str, Any], length: int) -> None:
-    rotary = RoPE(theta=500.0, scaling=scaling).rotation(8, 32).make()
-    assert isinstance(rotary, AdaptiveRotaryEmbedding)
-    config = hf.LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=32)
-    config.rope_parameters = {**scaling, "rope_theta": 500.0}
-    if scaling is LONGROPE:
-        config.rope_parameters["original_max_position_embeddings"] = 32
-    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, None, seq_len=length)
-    assert torch.allclose(rotary.frequencies_for(torch.arange(length)[None]), expected, rtol=1e-6)
-    assert rotary.attention_scaling == factor
-    positions = torch.arange(length)[None]
-    cos, sin = rotary(positions)
-    host = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
-    host_cos, host_sin = host(torch.zeros(1), positions)
-    assert torch.allclose(cos[0, :, 0], host_cos[0], atol=1e-4)
-    assert torch.allclose(sin[0, :, 0, 4:], host_sin[0, :, 4:], atol=1e-4)
-    assert torch.equal(sin[..., :4], -sin[..., 4:])
-
-
-@by_length
 def test_generating_beyond_the_old_length_is_what_gpt_neox_does(scaling: dict[str, Any]) -> None:
     """With a cache keys keep the frequencies of their time, in transformers' own model of the same function as here."""
     model = patched(make("gpt2"), pos=RoPE(scaling=scaling))
@@ -315,23 +274,4 @@ def test_packed_sequences_stay_apart_where_the_host_s_mask_goes_by_position_ids(
         assert (second_apart(model) <= 1e-5) is host
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
-def test_packed_sequences_with_a_mask_of_blocks(pos: str) -> None:
-    """What every host takes: a mask (B, 1, T, T) of the caller's own."""
-    blocks = torch.block_diag(torch.ones(9, 9), torch.ones(7, 7)).tril()[None, None].bool()
-    assert second_apart(patched(make("opt"), pos=pos), attention_mask=blocks) <= 1e-5
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
-
-
-def test_the_command_line_tells_model_and_tokenizer(tmp_path: Path) -> None:
-    make("gpt2").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    request = ["--pos", 'rope:max_positions=64,scaling={"rope_type":"linear"}', "--calibration", "none"]
-    result = CliRunner().invoke(app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), *request])
-    assert result.exit_code == 0, result.output
-    assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 64
-    config = hf.AutoConfig.from_pretrained(tmp_path / "out")
-    assert config.n_positions == 64
-    assert Record.of(config).pos[0].scheme.scaling == {"rope_type": "linear", "factor": 2.0}

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from by_hand import MODELS, POST, RATES, STEPS, deepnorm, error, every_model, make, run, seeded, with_dropout
-from rope_proof import decodes_alike
 from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, tiny
 from torch import Tensor
-from typer.testing import CliRunner
 
-from hfpatch.cli import app
 from hfpatch.errors import NothingToPatchError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
@@ -188,23 +185,3 @@ def test_norms_and_placement_together(tmp_path: Path) -> None:
     assert error(run(both), run(patch(make("gpt2"), placement="post"))) > 1e-3  # control
     sandwich = patch(patch(make("gpt2"), placement="sandwich"), norm="rms", init="copy")
     assert error(run(reload(sandwich, tmp_path / "sandwich", dtype=torch.float64)), run(sandwich)) < 1e-14
-
-
-def test_generating_with_a_cache_is_generating_without() -> None:
-    model = patch(tiny("gpt2", "AutoModelForCausalLM"), placement="sandwich")
-    assert decodes_alike(model, {**inputs(model), "pad_token_id": 0}) <= 1e-4
-
-
-def test_attentions_and_hidden_states_are_recorded() -> None:
-    """The host's own hooks go on working through the views."""
-    model = patch(make("bert", attn_implementation="eager"), placement="pre")
-    output = model(**inputs(model), output_attentions=True, output_hidden_states=True)
-    assert len(output.attentions) == 2
-    assert len(output.hidden_states) == 3
-
-
-def test_on_the_command_line() -> None:
-    result = CliRunner().invoke(app, ["plan", "config:gpt2", "--placement", "post"])
-    assert result.exit_code == 0, result.output
-    assert "h.{0-11}.ln_{1-2}  x24" in result.output
-    assert "LN(x + f(x))" in result.output
