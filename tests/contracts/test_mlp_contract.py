@@ -189,10 +189,11 @@ def test_fresh_weights_start_as_the_host_starts_its_own(family: str, options: An
     [("swiglu:d_ff=40", 40), ("swiglu:ratio=0.5", 64), ("swiglu:bias=false", 88), ("geglu:d_ff=3", 3)],
 )
 def test_options_of_fresh_weights(scheme: str, width: int) -> None:
-    model = patch(tiny("gpt2"), mlp=scheme, init="reset")
+    model = patch(tiny("gpt2").to(torch.bfloat16), mlp=scheme, init="reset")
     linear, last = gated(model)[0], model.h[0].mlp.c_proj
     for module in (linear.up, linear.gate, last):
         assert module.weight.numel() == 32 * width
+        assert module.weight.dtype == torch.bfloat16
         assert (module.bias is None) == ("false" in scheme)
 
 

@@ -122,6 +122,8 @@ def test_refusals() -> None:
         convert_pairing(model, "neox")
     with pytest.raises(NothingToPatchError, match="'half'"):
         convert_pairing(model, "half", example_inputs=given)
+    with pytest.raises(ValueError, match="input_ids"):  # the model's own error: these inputs are what is checked
+        convert_pairing(model, "interleaved", example_inputs={"attention_mask": torch.ones(1, 4)})
     with changing(model), pytest.raises(UnsupportedError, match="another thread"):
         convert_pairing(model, "interleaved", example_inputs=given)
     with pytest.raises(UnsupportedError, match="rotates no"):

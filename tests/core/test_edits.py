@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,28 +114,6 @@ def test_mode_and_hooks_of_every_kind_move_to_the_new_module() -> None:
     assert run() == everything - {"forward"}
     edits.undo()
     assert run() == everything - {"forward"}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_log_copies_together_with_its_model(copied) -> None:
-    model = tree()
-    edits = Transaction()
-    edits.set_module(model, "norm", nn.Identity())
-    edits.set_parameter(model, "table", None)
-    edits.set_attribute(model, "limit", 9)
-    edits.set_module(model.inner, "1", None)
-    edits.set_values(model, "scale", torch.zeros(3))
-    edits.rewrite(model.last, "weight", "centre", axis=1)
-    model.__dict__["undo_record"] = edits
-    patched, plain = copy.deepcopy(model.state_dict()), tree().state_dict()
-    other = copied(model)
-    other.__dict__.pop("undo_record").undo()
-    assert isinstance(other.norm, nn.LayerNorm)
-    assert other.limit == 4
-    assert list(other.state_dict()) == list(plain)
-    assert all(torch.equal(value, plain[name]) for name, value in other.state_dict().items())
-    assert isinstance(model.norm, nn.Identity)  # the original is still patched
-    assert all(torch.equal(value, patched[name]) for name, value in model.state_dict().items())
 
 
 def test_values_of_a_parameter_change_and_come_back() -> None:

@@ -142,27 +142,3 @@ def test_what_isnt_dense_stays_in_memory() -> None:
     assert not is_on_disk(edits)
     edits.undo()
     assert torch.equal(bits(module.value), before)
-
-
-@every_place
-def test_the_memory_of_old_values_is_given_back_where_they_are_on_disk(place: Any) -> None:
-    module, edits = holder((40, 30), torch.float32), Transaction(place())
-    old = module.value.untyped_storage()._weak_ref()
-    edits.rewrite(module, "value", "centre", axis=0)
-    assert torch.UntypedStorage._expired(old) == (place is Journal)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_the_arithmetic_takes_little_memory_at_once(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float64 numbers of one piece; tests/test_patch_memory.py measures all that a process takes."""
-    sizes, calculated = [], edits_module._calculated
-
-    def counting(kind: str, x: Tensor, *rest: Any) -> Tensor:
-        sizes.append(x.untyped_storage().nbytes())
-        return calculated(kind, x, *rest)
-
-    monkeypatch.setattr(edits_module, "_calculated", counting)
-    module = holder((1024, 2048), torch.float32)
-    rewrite(module, "centre", axis, Transaction())
-    assert len(sizes) > 1
-    assert max(sizes) <= 8 * edits_module._PIECE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from hfpatch import outcomes, patch_model, plan_patch, read_batches, unpatch_model, verify
 from hfpatch.core.holders import model_inside
-from hfpatch.errors import NotPreservedWarning, WrappedModelError
+from hfpatch.errors import WrappedModelError
 from hfpatch.measure.outputs import max_error, outputs_of_texts
 from hfpatch.runtime import classes
 from hfpatch.runtime.errors import UnsupportedError
@@ -90,19 +89,6 @@ def test_a_module_that_keeps_a_length_of_its_own_is_told() -> None:
     assert own["max_seq_length"] == 96
     unpatch_model(encoder)
     assert own["max_seq_length"] == LENGTH
-
-
-def test_the_warning_is_of_the_caller_and_as_an_error_leaves_the_length() -> None:
-    encoder = sentence_encoder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NotPreservedWarning)
-        with pytest.raises(NotPreservedWarning):
-            patch_model(encoder, pos=ROPE)
-    assert encoder.max_seq_length == LENGTH
-    with pytest.warns(NotPreservedWarning) as caught:
-        patch_model(encoder, pos=ROPE)
-    assert caught[0].filename == __file__
-    assert encoder.max_seq_length == 96
 
 
 @pytest.mark.slow

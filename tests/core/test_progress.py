@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.core import progress
 from hfpatch.core.progress import ProgressBar, show_progress
-from hfpatch.repairs.sample import sample_batches
 
 LOGGER = logging.getLogger("hfpatch")
 STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done(?P<left>, about [\d:]+ left)?: (?P<what>.+)")
@@ -29,64 +27,6 @@ STEP = re.compile(r"(?P<task>.+), (?P<done>\d+) of (?P<total>\d+) done(?P<left>,
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny("gpt2", "AutoModelForCausalLM")
-
-
-def test_so_does_a_model_that_draws_sequences(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="hfpatch"):
-        sample_batches(model, sequences=40, length=6)
-    starts = [message.partition(" done")[0] for message in caplog.messages]
-    assert starts == [f"own sequences, {done} of 40" for done in (0, 32, 40)]
-
-
-class Clock:
-    """Seconds that pass only when they are told to."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(progress, "monotonic", clock := Clock())
-    return clock
-
-
-def test_the_time_that_is_left(
-    clock: Clock, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Four parts, the first of which tells nothing of the others, between two measurements of equal length."""
-    with show_progress(), ProgressBar("own sequences", 256) as bar:
-        bar.step(0, "drawing")
-        clock.now += 10
-        bar.step(32, "drawing")
-    assert "32/256 [00:00, about 01:10 left, drawing]" in capfd.readouterr().err, "equal parts"
-
-    def said() -> str:
-        found = STEP.fullmatch(caplog.messages[-1])
-        assert found
-        return found["left"] or ""
-
-    caplog.set_level(logging.INFO, logger="hfpatch")
-    with ProgressBar("repair", 4) as bar:
-        bar.step(0, "distance before")
-        clock.now += 20
-        bar.step(0, "embedding")
-        clock.now += 1
-        bar.step(1, "block 0")
-        bar.begin_parts(1)
-        clock.now += 60
-        bar.step(1, "still block 0")
-        assert said() == "", "nothing is known before a block is done"
-        bar.begin_parts(2)  # a later block changes nothing
-        bar.step(2, "block 1")
-        assert said() == ", about 02:21 left"  # two parts and the last measurement
-        clock.now += 1000
-        bar.step(2, "still block 1")
-        assert said() == ", about 00:00 left"
-        bar.step(4, "distance after")
-        assert said() == ""
 
 
 def draw() -> None:

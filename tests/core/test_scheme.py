@@ -41,14 +41,6 @@ def kind(scheme: Any) -> Any:
     return Norm if isinstance(scheme, Norm) else Position
 
 
-def test_every_registered_scheme_has_defaults_and_round_trips() -> None:
-    for registry, base in ((NORMS, Norm), (POSITIONS, Position)):
-        for name, cls in registry.items():
-            assert cls().name == name
-            assert base.resolve(name) == cls()
-            assert str(cls()) == name
-
-
 @pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
 def test_text_round_trip(scheme: Any) -> None:
     again = kind(scheme).resolve(str(scheme))
@@ -189,23 +181,6 @@ def test_options_that_a_third_party_declares() -> None:
 def test_scaling_errors(scaling: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         RoPE(scaling=scaling)
-
-
-def test_options_of_none_are_the_papers_without_a_model() -> None:
-    assert RoPE().resolved() == RoPE(theta=10_000.0, partial=1.0, pairing="half", axes=1)
-    assert RoPE(theta=5.0).resolved().theta == 5.0
-    assert RoPE().describe(8) == "RoPE(theta=10000, half)"
-
-
-def test_scaling_is_copied_and_default_is_none() -> None:
-    scaling = dict(YARN)
-    scheme = RoPE(scaling=scaling)
-    before = scheme.rotation(8, 64).make().inv_freq
-    scaling["factor"] = 32.0
-    assert torch.equal(scheme.rotation(8, 64).make().inv_freq, before)
-    assert scheme == RoPE(scaling=YARN)
-    default = RoPE(scaling={"rope_type": "default"})
-    assert torch.equal(default.rotation(8, 64).make().inv_freq, RoPE().rotation(8, 64).make().inv_freq)
 
 
 _VALUES = st.recursive(

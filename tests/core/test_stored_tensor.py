@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hfpatch.core import stored_tensor
-from hfpatch.core.stored_tensor import StoredTensor, is_plain, load_stored
+from hfpatch.core.stored_tensor import StoredTensor, load_stored
 from hfpatch.core.transaction import Transaction
 
 VALUES = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
@@ -36,22 +36,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read = stored_tensor._read
     monkeypatch.setattr(stored_tensor, "_read", lambda path, key: (found.append(key), read(path, key))[1])
     return found
-
-
-def test_it_is_read_for_every_operation_and_for_no_alias(stored: StoredTensor, reads: list[str]) -> None:
-    module = linear(stored)
-    assert isinstance(module.weight, StoredTensor)
-    assert isinstance(module.weight, nn.Parameter)
-    assert module.weight.detach()[...].to("cpu", torch.float32).shape == (5, 7)
-    module.weight.data = stored.changed(torch.neg).data
-    assert is_plain(module.weight)
-    assert reads == []
-    x = torch.randn(3, 7)
-    for count in (1, 2):
-        assert type(module(x)) is Tensor
-        assert torch.equal(module(x).detach(), x @ -VALUES.T)
-        assert len(reads) == 2 * count
-    assert torch.equal(stored.double(), VALUES.double())  # the one that it was made of
 
 
 @pytest.mark.parametrize(

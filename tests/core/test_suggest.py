@@ -7,29 +7,12 @@ from typing import Any
 import pytest
 from tiny_models import tiny
 
-from hfpatch.checkpoint.by_name import config_of
 from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
-from hfpatch.core.suggest import did_you_mean, nearest
 from hfpatch.errors import NoMatchError, OptionError, UnknownNameError
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.mlps import MLP
 from hfpatch.schemes.norms import Norm
 from hfpatch.schemes.positions import Position
-
-
-def test_nearest() -> None:
-    assert nearest("GPT-NEO", ["gpt2", "gpt_neo", "bert"]) == "gpt_neo"
-    assert nearest("gtp2", ["gpt2", "gpt_neo"]) == "gpt2"
-    assert nearest("rotary", {"rope": "rope", "Rotary": "rope"}) == "rope"
-    assert nearest("bert-base", ["roberta", "bert"]) == "bert"
-    assert nearest("quux", ["gpt2"]) is None
-    assert nearest("", ["gpt2"]) is None
-    assert nearest("pixel_values_videos", ["pixel_values"]) == "pixel_values"
-    assert nearest("pixel_values_videos", ["pixel_values"], cutoff=0.85) is None
-    assert nearest("pixel_vales", ["pixel_values"], cutoff=0.85) == "pixel_values"
-    assert did_you_mean("GPT2", ["gpt2"]) == " Did you mean 'gpt2'?"
-    assert did_you_mean("quux", ["gpt2"]) == ""
 
 
 @pytest.mark.parametrize(
@@ -98,10 +81,3 @@ def test_globs(option: str, glob: str, meant: str | None) -> None:
     assert f"could change.{hint} Their names look like: " in str(caught.value)
     if meant:
         plan_patch(model, norm="rms", only=meant)
-
-
-@pytest.mark.parametrize(("family", "meant"), [("gtp2", "gpt2"), ("xyzzy", None)])
-def test_families_with_random_weights(family: str, meant: str | None) -> None:
-    with pytest.raises(PatchError, match=f"no family '{family}'") as caught:
-        config_of(f"config:{family}", False)
-    assert str(caught.value).endswith(f"Did you mean {meant!r}?" if meant else f"{family!r}.")

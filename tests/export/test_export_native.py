@@ -19,7 +19,7 @@ from hfpatch.cli import app
 from hfpatch.errors import OptionError, UnknownNameError, VerificationError
 from hfpatch.export import export_model, layouts, write
 from hfpatch.export.equality import compare
-from hfpatch.export.native import Candidate, _refusal, candidates
+from hfpatch.export.native import candidates
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.runtime.record import MODEL_TYPE
 
@@ -93,19 +93,6 @@ def test_what_is_not(case: Case, tmp_path: Path) -> None:
         export_model(model, tmp_path / "out", "native")
     assert f"\n  {case.family}: " in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_refusal_lists_every_architecture_once(tmp_path: Path) -> None:
-    """A Llama is tried in two ways, of which the one that came furthest is named: as its own class, as a target."""
-    model = patch(tiny("llama", LM), norm="dyt")
-    assert [each.model_type for each in candidates(model, "llama")] == ["llama", "llama"]
-    with pytest.raises(UnsupportedError) as caught:
-        export_model(model, tmp_path / "out", "native")
-    names = [line.partition(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
-    assert names[0] == "llama"
-    assert len(names) == len(set(names))
-    far, near = Candidate("x", reason="no such norm"), Candidate("x", model, measured=compare(model, model), reason="b")
-    assert "  x: b.\n" in str(_refusal(model, [far, near, Candidate("x", reason="c")]))
 
 
 def test_windows_that_short_texts_dont_show() -> None:
@@ -197,16 +184,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"pad_token": "<p>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<u>"}
     return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
-
-
-def test_the_tokenizer_opens_beside_it(tmp_path: Path) -> None:
-    """Though the Auto class goes by the model's type as well."""
-    model, ours = patch(tiny("gpt2", LM), pos="rope"), tokenizer()
-    export_model(model, tmp_path / "out", "native", architecture="starcoder2", tokenizer=ours)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "The quick brown fox jumps"
-    assert theirs(text)["input_ids"] == ours(text)["input_ids"] == [4, 5, 3, 6, 7]
-    assert theirs.eos_token_id == 2
 
 
 def test_a_tokenizer_that_splits_texts_in_another_way_is_refused(tmp_path: Path) -> None:

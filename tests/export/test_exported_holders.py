@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import cross_encoder, embedded, sentence_encoder, sparse_encoder, t5_encoder, transformer
+from sentence_encoders import cross_encoder, sentence_encoder, sparse_encoder, t5_encoder, transformer
 from tiny_models import patch
 from transformers import AutoConfig
 
@@ -66,18 +66,6 @@ def test_what_lies_in_the_folder(to: str, tmp_path: Path, jobs: list[dict[str, A
     assert job["plugin"] == (to == "plugin")
     assert job["class"] == exported.architecture
     assert "save_pretrained" not in vars(encoder[0].auto_model)
-
-
-def test_a_native_export_opens_by_itself(tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    encoder = patch(sentence_encoder(), pos="rope")
-    export_model(encoder, tmp_path / "out", "native")
-    again = SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    assert type(again[0].auto_model).__module__.startswith("transformers.models.jina")
-    for options in ({}, {"prompt_name": "query"}, {"truncate_dim": 5}):
-        torch.testing.assert_close(embedded(again, **options), embedded(encoder, **options), rtol=0, atol=1e-6)
-    assert again.similarity_fn_name == "dot"
 
 
 @pytest.mark.parametrize(

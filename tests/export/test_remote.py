@@ -104,14 +104,6 @@ EXPECTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("form", "options"), [("plugin", {}), ("remote", {"verify": False})])
-def test_no_registry_knows_the_architecture(form: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Converters and servers that go by the name in config.json would take the host's class, which has all weights."""
-    export_model(patch(tiny("llama", "AutoModelForCausalLM"), pos="nope"), tmp_path / form, form, **options)
-    (name,) = json.loads((tmp_path / form / "config.json").read_text())["architectures"]
-    assert name == "HfpatchLlamaForCausalLM"
-
-
 @pytest.mark.slow
 class TestWithoutHfpatch:
     """In a process that can't import hfpatch."""

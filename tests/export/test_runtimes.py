@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_cases import LM, MASKED, NO_SHIFT, NOPE, ROPE, case
-from tiny_models import patch, tiny
+from native_cases import LM, NO_SHIFT, NOPE, ROPE, case
 
 from hfpatch.export import export_model, native_model
 from hfpatch.runtime.errors import UnsupportedError
@@ -62,9 +61,3 @@ def test_serve_refuses_with_the_reason(asked: Any, options: dict[str, Any], reas
     with pytest.raises(UnsupportedError) as caught:
         native_model(made(*asked, **options), serve="llama.cpp")
     assert reason in str(caught.value)
-
-
-def test_encoders_arent_served_by_llama_cpp(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"llama\.cpp isn't known to take a JinaEmbeddingsV3ForMaskedLM"):
-        export_model(patch(tiny("bert", MASKED), pos="rope"), tmp_path / "out", "native", serve="llama.cpp")
-    assert list(tmp_path.iterdir()) == []

@@ -92,16 +92,6 @@ def test_what_it_says(folder: Checkpoint) -> None:
     assert "`mit`, carried over from the base model's card." in text
 
 
-def test_what_is_not_known_is_said_and_left_out(folder: Checkpoint) -> None:
-    text, notes = card(facts(folder), None)
-    assert not {"license", "base_model", "base_model_relation", "language"} & set(parsed(text).data.to_dict())
-    assert "Not known: the base model's card wasn't at hand." in text
-    assert [note for note in notes if "license=" in note or "base_model=" in note] == notes != []
-    text, _ = card(facts(folder, base_model="a/b", base_card=ModelCardData(tags=["x"])), None)
-    assert "license" not in parsed(text).data.to_dict()
-    assert "Not known: the base model's card names none." in text
-
-
 def test_a_named_licence_comes_with_its_name_and_link(folder: Checkpoint) -> None:
     theirs = ModelCardData(license="other", license_name="their-terms", license_link="LICENSE")
     text, _ = card(facts(folder, base_model="a/b", base_card=theirs), None)

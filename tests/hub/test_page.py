@@ -172,25 +172,6 @@ def drawn(found: Sketches) -> list[tuple[str, ...]]:
     return [(one.formula, *(" ".join(piece.lines) for piece in one.pieces)) for one in branches]
 
 
-def test_sketch_of_a_pre_norm_model() -> None:
-    found = sketched(patch(tiny("gpt2", HEAD), norm="rms", pos="rope"))
-    ((names, before, after),) = found.pairs
-    assert names == "transformer.h.{0-1}"
-    assert [piece.lines for piece in before[0].pieces] == [("LayerNorm(32)",), ("GPT2Attention",)]
-    rotated = "GPT2Attention queries and keys rotated: RoPE(theta=10000, half)"
-    assert drawn(found) == [
-        ("x + f(norm(x))", "RMSNorm(32)", rotated),
-        ("x + f(norm(x))", "RMSNorm(32)", "32 → 128, NewGELUActivation"),
-    ]
-    assert before[1].pieces[1] == after[1].pieces[1]  # control: what the patch left alone
-
-
-def test_blocks_that_differ_are_drawn_apart() -> None:
-    found = sketched(patch(tiny("gpt2"), norm="dyt", only="h.0.*"))
-    norms = [(names, after[0].pieces[0].lines) for names, _, after in found.pairs]
-    assert norms == [("h.0", ("DynamicTanh(32)",)), ("h.1", ("LayerNorm(32)",))]
-
-
 @pytest.mark.parametrize(
     ("family", "request_", "first"),
     [

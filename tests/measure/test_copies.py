@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 from tiny_models import tiny
-from torch import Tensor, nn
+from torch import Tensor
 
-from hfpatch.measure.blocks import listed_modules, repeated_blocks
 from hfpatch.measure.copies import copy_with
 
 LM = "AutoModelForCausalLM"
@@ -26,18 +25,3 @@ def test_a_copy_takes_other_tensors_and_keeps_what_is_shared() -> None:
     assert copied.transformer.ln_f.bias is model.transformer.ln_f.bias
     assert copied.config is model.config
     assert set(names) >= {"transformer.wte.weight", "transformer.ln_f.bias"}
-
-
-class Stage(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-
-
-def test_repeated_and_listed_modules() -> None:
-    """Stages of different widths: the blocks in them repeat; the outermost lists are those of the stages."""
-    model = nn.Module()
-    model.stages = nn.ModuleList(map(Stage, (2, 3)))
-    model.heads = nn.ModuleList([nn.Linear(2, 1)])
-    assert [name for name, _ in repeated_blocks(model)] == [f"stages.{i}.blocks.{j}" for i in (0, 1) for j in (0, 1)]
-    assert listed_modules(model) == {"stages.0": "stages", "stages.1": "stages", "heads.0": "heads"}

@@ -66,14 +66,6 @@ def test_reproducible_without_a_trace_and_without_special_tokens() -> None:
     classifier(**example_inputs(classifier))
 
 
-def test_on_meta_they_are_real() -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(transformers.ViTConfig())
-        made = example_inputs(model)
-    assert made["pixel_values"].device.type == "cpu"
-    assert made["pixel_values"].shape == (2, 3, 224, 224)
-
-
 def test_an_unknown_input_and_a_module_without_config_are_refused() -> None:
     with torch.device("meta"):
         config = transformers.TimeSeriesTransformerConfig(prediction_length=4)

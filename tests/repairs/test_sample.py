@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tiny_models import PAD, changes, fingerprint, patch, tiny
 from torch import Tensor
 
@@ -37,25 +36,6 @@ def test_a_draw_repeats_and_leaves_no_trace(family: str, head: str) -> None:
     torch.manual_seed(99)
     assert same(first, sample_batches(model, sequences=5, length=8))
     assert not same(first, sample_batches(model, sequences=5, length=8, seed=1))
-
-
-def test_transformers_doesnt_remind_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sequences start with the pad token here, and have a mask of ones, which generate() drops."""
-    model = tiny("gpt2", LM, bos_token_id=1, eos_token_id=None, pad_token_id=1)
-    reminders: list[str] = []
-    monkeypatch.setattr(transformers.modeling_utils.logger, "warning_once", reminders.append)
-    sample_batches(model, sequences=2, length=6)
-    assert not reminders
-    model.generate(torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), max_new_tokens=1)  # control
-    assert "attention_mask" in reminders[0]
-
-
-def test_shapes_and_number() -> None:
-    model = tiny("gpt2", LM, eos_token_id=None)
-    data = sample_batches(model, sequences=35, length=6)
-    assert [tuple(batch["input_ids"].shape) for batch in data] == [(32, 6), (3, 6)]
-    assert all(batch["attention_mask"].all() for batch in data)
-    assert all((batch["input_ids"][:, 0] == 1).all() for batch in data)  # bos
 
 
 def test_it_is_the_models_distribution() -> None:

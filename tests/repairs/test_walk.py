@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import zoo
 from tiny_models import changes, fingerprint, inputs, tiny
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -76,20 +75,6 @@ def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) ->
     assert not torch.equal(walk.run(1, outputs=["h.1"])["h.1"], other)
 
 
-def test_segments_are_in_forward_order_with_shared_modules_apart(tmp_path: Path) -> None:
-    model = tiny("bart", "AutoModelForSeq2SeqLM")
-    segments, several = segments_of(walk_of(model, tmp_path), norms_in(model))
-    blocks = [segment.block for segment in segments if segment.block]
-    assert blocks == [f"model.{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)]
-    assert segments[0].modules == ["model.encoder.layernorm_embedding"]
-    assert not several
-    albert = tiny("albert")
-    (tmp_path / "other").mkdir()
-    segments, several = segments_of(walk_of(albert, tmp_path / "other"), norms_in(albert))
-    assert not [segment for segment in segments if segment.block]
-    assert any("full_layer_layer_norm" in name for name in several)
-
-
 def test_linear_maps() -> None:
     assert is_linear_map(nn.Linear(3, 4))
     assert is_linear_map(Conv1D(3, 4))
@@ -138,19 +123,6 @@ def test_rows_of_activations(tmp_path: Path) -> None:
         data.rows(0, torch.Size([3, 7]), decoder=False)
 
 
-def test_stored_batches_hold_what_was_given_and_no_more(tmp_path: Path) -> None:
-    model = tiny("gpt2")
-    big = torch.arange(400_000).reshape(-1, 8) % 90
-    given = {"position_ids": torch.arange(8)[None], "input_ids": big[4:6], "labels": big[4:6], "use_cache": True}
-    data = Batches([given], model, tmp_path)
-    stored = data.inputs(0)
-    assert torch.equal(stored["input_ids"], big[4:6])
-    assert "labels" not in stored
-    assert stored["use_cache"] is False
-    assert data.sequences == 2  # as the main input says
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20_000  # not the tensor that it is a view of
-
-
 def test_labels_become_a_decoders_input() -> None:
     model = tiny("bart", "AutoModelForSeq2SeqLM")
     ids, labels = torch.ones(2, 5).long(), torch.tensor([[9, 8, 2], [7, 2, -100]])
@@ -160,19 +132,6 @@ def test_labels_become_a_decoders_input() -> None:
     assert "labels" not in given
     [alone] = read_calibration({"input_ids": ids}, model)
     assert alone["decoder_input_ids"][:, 0].tolist() == [3, 3]
-
-
-def test_streams_are_tried_on_their_first_batch_only() -> None:
-    model, asked = tiny("gpt2"), []
-
-    def stream() -> Iterator[Tensor]:
-        for i in range(3):
-            asked.append(i)
-            yield torch.full((1, 4), i + 5)
-
-    batches = tried(read_calibration(stream(), model), model)
-    assert asked == [0]
-    assert [int(batch["input_ids"][0, 0]) for batch in batches] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
