@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import changes, difference, fingerprint, inputs, load, outputs, patch, reload, tiny, tiny_config
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GraniteConfig
 
 from hfpatch.contrib.dyt_llm import llm_alpha
 from hfpatch.errors import NothingToPatchError, OptionError
@@ -133,16 +133,22 @@ def test_it_is_learned() -> None:
     assert held == {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("family", ["gemma", "bart"])
-def test_what_the_model_scales_itself_isn_t_scaled_twice(family: str) -> None:
-    options = {"scale_embedding": True} if family == "bart" else {}
-    model = make(family, "AutoModel", **options)
+GRANITE = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SCALED = {
+    "in the embedding": lambda scaled: make("bart", "AutoModel", scale_embedding=scaled),
+    "behind it": lambda scaled: AutoModel.from_config(GraniteConfig(**GRANITE, embedding_multiplier=12.0**scaled)),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED)
+def test_what_the_model_scales_itself_isn_t_scaled_twice(scaling: Any) -> None:
+    model = scaling(True)
     row = next(row for row in plan_patch(model, norm=DyT("llm"), init="reset").rows if row.kind == "stream")
     assert (row.action, row.reason) == ("keep", "the model multiplies its output itself")
     start(model)
     assert not any(name.endswith(SCALE) for name, _ in model.named_parameters())
-    if family == "bart":  # control
-        assert any(name.endswith(SCALE) for name, _ in start(make(family, "AutoModel")).named_parameters())
+    control = start(scaling(False))
+    assert any(name.endswith(SCALE) for name, _ in control.named_parameters())
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------
