@@ -20,6 +20,7 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import AffineNorm
 from hfpatch.schemes.norms import DeepNorm
+from hfpatch.sites import branches
 
 
 def own(name: str) -> str:
@@ -157,6 +158,15 @@ def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
 def test_refused(make_model: Callable[[], Any], request_: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         plan_patch(make_model(), **request_)
+
+
+@pytest.mark.parametrize("request_", [{"placement": "post"}, {"norm": "deepnorm", "init": "reset"}], ids=str)
+def test_blocks_that_give_other_outputs_with_joins_are_refused(
+    request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(branches, "max_error", lambda before, after: 1e-3)
+    with pytest.raises(UnsupportedError, match="give other outputs"):
+        plan_patch(tiny("gpt2"), **request_)
 
 
 def test_reset_starts_the_norms_afresh() -> None:
