@@ -353,11 +353,3 @@ def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:
     called("verify", str(tmp_path / "again"))
     report = called("verify", str(tmp_path / "out"), str(tmp_path / "in"))
     assert "5 converted" in report
-
-
-def test_an_error_without_words_is_told_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object, **kwargs: object) -> None:
-        raise ValueError
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
-    assert refused("plan", "some/model", "--norm", "rms") == "Error: ValueError\n"

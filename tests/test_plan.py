@@ -119,23 +119,6 @@ def table(plan: Plan) -> list[str]:
     return [re.sub(r" {2,}", " | ", line) for line in str(plan).splitlines()]
 
 
-def test_the_table_of_gpt2() -> None:
-    lines = table(plan_patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos="rope"))
-    assert lines[0] == "module | now | becomes | expected | note"
-    body = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines[2:-1]}
-    assert body["transformer.h.{0-1}.ln_{1-2}"][:4] == ["x4", "LayerNorm(32)", "RMSNorm(32)", "exact"]
-    assert body["transformer.ln_f"][:3] == ["LayerNorm(32)", "RMSNorm(32)", "exact"]
-    assert body["transformer.h.{0-1}.mlp.c_proj"] == ["x2", "Conv1D", "centred", "exact"]
-    assert body["transformer.drop"] == ["Dropout", "centred in every forward", "exact"]
-    assert body["transformer.wpe"][:3] == ["Embedding(64, 32)", "its mean row", "approximate"]
-    assert body["transformer.h.{0-1}.attn"][:3] == ["x2", "GPT2Attention", "RoPE(theta=10000, half)"]
-    assert set(body) - {"transformer.h.{0-1}.attn.c_proj"} == {
-        *("transformer.h.{0-1}.ln_{1-2}", "transformer.ln_f", "transformer.h.{0-1}.mlp.c_proj"),
-        *("transformer.drop", "transformer.wpe", "transformer.h.{0-1}.attn"),
-    }
-    assert lines[-1] == "GPT2LMHeadModel: 14 of 14 modules change."
-
-
 def test_the_table_says_what_is_kept_and_why() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     plan = plan_patch(model, norm="layer:bias=false", keep="*.layer.1.output.LayerNorm", only=["bert.*"])
@@ -149,14 +132,6 @@ def test_the_table_says_what_is_kept_and_why() -> None:
         ("LayerNorm(32)", "LayerNorm(32, bias=False)")
     }
     assert table(plan)[-1] == "BertForMaskedLM: 4 of 6 modules change."
-
-
-@pytest.mark.parametrize("pos", ["nope", "sinusoidal", "learned:max_positions=128"])
-def test_attentions_that_a_position_scheme_leaves_alone(pos: str) -> None:
-    """They are in the plan all the same, since globs name them: the table that feeds them goes, or stays."""
-    plan = plan_patch(tiny("gpt2"), pos=pos, only="h.*.attn")
-    assert {row.reason for row in plan.rows if row.module.endswith("attn")} == {"has no positions of its own"}
-    assert [row.module for row in plan.rows if row.action == "replace"] == ["wpe"]
 
 
 def test_groups_show_gaps() -> None:

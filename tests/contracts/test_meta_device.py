@@ -19,7 +19,6 @@ from tiny_models import CONFIGS, inputs, patch, tiny, tiny_config
 from torch import Tensor
 
 from hfpatch.errors import PatchError
-from hfpatch.runtime.norms import RMSNorm
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 # those whose forward is another one's are left out
@@ -100,14 +99,6 @@ def test_patched_models_run_where_no_value_is_known(family: str) -> None:
             wrong[request] = found
     assert not wrong
     assert tried >= 3
-
-
-def test_control_a_value_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch(built("gpt2"), norm="rms", init="copy")
-    assert not obstacles(model)
-    real = RMSNorm.forward
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: real(self, x) * (1.0 if x.sum() > 0 else 2.0))
-    assert obstacles(model).keys() == {"evaluated", "trained", "decoded"}
 
 
 def test_control_a_tensor_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
