@@ -1,5 +1,5 @@
-"""Values of Parameters changed by arithmetic: the formulas, the way back to the bit from memory or from a rollback
-journal on disk, and the memory that both take."""
+"""Values of Parameters changed by arithmetic: the formulas, and the way back to the bit from memory or from a rollback
+journal on disk."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import inputs, norms_of, patch, tiny
+from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from hfpatch.exact.check import Reference, Verdict
+from hfpatch.exact.check import Reference, Verdict, run
 from hfpatch.measure.quiet_forward import fitting, quiet
 
 LM = "AutoModelForCausalLM"
@@ -71,6 +71,22 @@ def test_means_of_wide_models_in_half_precision() -> None:
     assert copied.mean > copied.mean_tolerance  # control
 
 
+def leave_traces(model: Any) -> None:
+    assert not model.transformer.h[0].training
+    model.transformer.h[0].register_forward_hook(lambda *a: None)
+    torch.rand(3)
+    raise ZeroDivisionError
+
+
+def test_quiet_restores_everything_after_an_error() -> None:
+    model = tiny("gpt2", LM).train()
+    model.transformer.drop.eval()
+    before = fingerprint(model)
+    with pytest.raises(ZeroDivisionError), quiet(model):
+        leave_traces(model)
+    assert not changes(before, fingerprint(model))
+
+
 def test_torchs_own_hooks_go_on_running() -> None:
     """Weight norm of the old kind computes its weight in a pre-hook."""
     layer = nn.Linear(4, 4, bias=False)
@@ -82,6 +98,15 @@ def test_torchs_own_hooks_go_on_running() -> None:
     with quiet(model):
         y = model(x)
     assert torch.equal(y, model(x))
+
+
+def test_means_are_relative_to_the_standard_deviation() -> None:
+    model = nn.Sequential(nn.LayerNorm(4, eps=0.0)).double()
+    model.config = None
+    x = torch.tensor([[1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]]).double()
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    ratios = run(model, {"x": x}, ["0"]).means["0"]
+    torch.testing.assert_close(ratios, torch.tensor([2.0, 0.0], dtype=torch.float64))
 
 
 def test_inputs_are_moved_and_cast_to_the_models_dtype() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import inputs, tiny
-from torch import nn
+from torch import Tensor, nn
 
-from hfpatch.measure.outputs import Deviation, Outputs, last_bit, noise_floor, outputs_of
+from hfpatch.measure.outputs import Deviation, Outputs, deviations, last_bit, max_error, noise_floor, outputs_of
 
 INF, NAN, LOWEST = math.inf, math.nan, torch.finfo(torch.float32).min
 
@@ -20,6 +20,14 @@ def deviation(truth: Any, output: Any, mask: Any = None, equal_nan: bool = False
 
 
 class TestOutputs:
+    def test_tensors_by_name_caches_aside(self) -> None:
+        x, states = torch.ones(2), (torch.ones(1), torch.zeros(1))
+        names = ("past_key_values", "mems", "state", "decoder_cache", "cache_params", "cross_attentions")
+        caches = {name: [x] for name in names}
+        found = Outputs.of({"logits": x, "inner": {"parts": (x, [x])}, "encoder_hidden_states": states, **caches})
+        assert list(found.tensors) == ["logits", "inner.parts[0]", "inner.parts[1][0]"]
+        assert {name: len(layers) for name, layers in found.streams.items()} == {"encoder_hidden_states": 2}
+
     def test_names_of_caches_for_tensors_what_holds_no_numbers_and_what_has_no_name(self) -> None:
         named = {"hidden_states": torch.ones(1), "last_hidden_state": torch.ones(1)}
         assert list(Outputs.of(named).tensors) == list(named)
@@ -29,6 +37,36 @@ class TestOutputs:
 
 
 class TestDeviation:
+    def test_its_reductions(self) -> None:
+        found = deviation([3.0, -5.0, 2.0, 0.0], [3.0, -5.0, 2.0, 0.5])
+        rms, spread = (38 / 4) ** 0.5, (38 / 4) ** 0.5
+        assert found.max_error == pytest.approx(0.5 / rms)
+        assert found.rms_error == pytest.approx(0.25 / rms)
+        assert found.spread_error == pytest.approx(0.5 / spread)
+
+    def test_the_spread_is_about_the_mean(self) -> None:
+        truth = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1000
+        found = deviation(truth.tolist(), (truth + 1).tolist())
+        assert found.spread_error == pytest.approx(1 / float(truth.std(correction=0)))
+        assert deviation([4.0, 4.0], [4.0, 5.0]).spread_error == 0.25, "nothing spreads: by the size"
+
+    def test_batches_add_up(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        truth, output = (torch.randn(6, 5, generator=generator) * 3 + 2 for _ in range(2))
+        parts, whole = Deviation(), Deviation()
+        whole.add(truth, output)
+        for piece in zip(truth.split(4), output.split(4), strict=True):
+            parts.add(*piece)
+        for name in ("max_error", "rms_error", "spread_error"):
+            assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+    def test_a_mask_over_the_leading_axes(self) -> None:
+        truth, output = torch.ones(1, 3, 2), torch.tensor([[[1.0, 1.0], [1.5, 1.0], [9.0, 9.0]]])
+        found, everything = Deviation(), Deviation()
+        found.add(truth, output, torch.tensor([[True, True, False]]))
+        everything.add(truth, output)
+        assert (found.max_error, found.rms_error, everything.max_error) == (0.5, 0.25, 8)
+
     @pytest.mark.parametrize(
         ("truth", "output", "error"),
         [
@@ -56,6 +94,12 @@ class TestDeviation:
         assert deviation([1.0, NAN], [1.0, NAN], equal_nan=True).max_error == 0
         assert deviation([1.0, 2.0], [1.0, NAN], equal_nan=True).max_error == INF
 
+    def test_of_all_outputs(self) -> None:
+        x, y = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.5])
+        assert max_error({"a": x, "b": x}, {"a": x, "b": y}) == 0.5
+        assert [one.max_error for one in deviations({"a": x}, {"a": y})] == [0.5]
+        assert max_error({"a": x}, {"b": x}) == max_error({"a": x}, {"a": x, "b": x}) == max_error({}, {}) == INF
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_noise_floor_is_of_the_size_of_the_last_bit(dtype: torch.dtype) -> None:
@@ -68,3 +112,11 @@ def test_the_noise_floor_is_of_the_size_of_the_last_bit(dtype: torch.dtype) -> N
     assert not any(module._forward_hooks for module in model.modules())
     eight_bits = nn.Linear(2, 2).requires_grad_(False).to(torch.float8_e4m3fn)  # they have no last bit of their own
     assert last_bit(eight_bits) == torch.finfo(torch.float32).eps
+
+
+def test_noise_that_no_output_feels() -> None:
+    class Constant(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.new_tensor([1.0])
+
+    assert noise_floor(nn.Sequential(Constant(2, 2), nn.ReLU()), {"input": torch.ones(2)}) < 1e-6

@@ -1,4 +1,4 @@
-"""Blocks run by themselves: what they return, and what moves when an output does."""
+"""Blocks run by themselves, found by their names."""
 
 from __future__ import annotations
 
