@@ -194,11 +194,10 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if opened.report is not None and name is not None:
                 model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
             if check_fingerprint:
-                as_saved = same_settings(opened.settings, without_harmless(model.config.to_dict()))
                 if opened.fingerprint is None:
                     _warn_of_no_fingerprint(cls.__name__, name)
                 else:
-                    if as_saved:
+                    if same_settings(opened.settings, without_harmless(model.config.to_dict())):
                         opened.fingerprint.require(model, name, info)
                     if opened.edited:
                         nothing_known = not opened.fingerprint.knows(model)

@@ -6,7 +6,7 @@ values in the edits, so the config would say what isn't so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,11 +15,11 @@ from .errors import CheckpointError
 from .host_rotary import ROPE_SETTINGS_PATH, Unrotated
 from .lens import lens_of
 from .norms import AffineNorm, DynamicErf, DynamicTanh
-from .refuse_host import parts
+from .refuse_host import parts, settings_at
 from .rotary import RotaryEmbedding
 
 
-def require_effect(saved: Mapping[str, Any], model: Any, where: Any) -> None:
+def require_effect(saved: dict[str, Any], model: Any, where: Any) -> None:
     """Refuse a setting overridden at opening that modules of the patch don't read, since their edits fix it.
 
     Args:
@@ -32,7 +32,7 @@ def require_effect(saved: Mapping[str, Any], model: Any, where: Any) -> None:
     """
     modules, now = list(_by_part(model)), model.config.to_dict()
     for path, _ in parts(model.config):
-        before, after = _at(saved, path), _at(now, path)
+        before, after = settings_at(saved, path) or {}, settings_at(now, path) or {}
         inside = [module for module, own in modules if own == path]
         for names, ignores in _FIXED_BY_EDITS.items():
             changed = [name for name in names if name in after and before.get(name, after[name]) != after[name]]
@@ -55,12 +55,6 @@ def _by_part(model: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         found[name] = paths.get(id(vars(module).get("config")), around)
         read = vars(module).get(ROPE_SETTINGS_PATH)
         yield module, found[name] if read is None else read
-
-
-def _at(settings: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    for name in path:
-        settings = settings.get(name) or {}
-    return settings
 
 
 def _ignore_rotation(modules: list[nn.Module], name: str, before: Any, after: Any) -> bool:

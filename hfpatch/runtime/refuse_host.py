@@ -83,7 +83,7 @@ def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, An
     guarded = copy.deepcopy(dict(stored))
     kept = {}
     for path, part in parts(config):
-        settings = _at(guarded, path)
+        settings = settings_at(guarded, path)
         name = _refused_as_text(part) if settings is not None else None
         if settings is not None and name is not None:
             kept[".".join((*path, name))] = vars(part)[name]
@@ -129,7 +129,7 @@ def _is_setting(item: tuple[Any, Any]) -> bool:
     return named and isinstance(value, bool | int | float) and abs(value) < _LARGEST
 
 
-def _at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
+def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
     """The settings of a part of the config; None if there are none."""
     for name in path:
         inner = settings.get(name)
