@@ -60,12 +60,13 @@ def plan_moved_shifts(
         raise OptionError(
             f"fold_bias writes to the layers that read a norm, which init={part.init!r} doesn't touch. Use init='auto'."
         )
-    if inexact is not None:
-        return planned
     norms = [change for change in planned.changes if change.row.kind == "norm" and change.changes]
     described = [(change, describe(model.get_submodule(change.row.module))) for change in norms]
     shifted = [(change, facts) for change, facts in described if facts is not None and facts.shift]
-    readers = _readers_of(model, [change.row.module for change, _ in shifted], conversion) if shifted else {}
+    names = [change.row.module for change, _ in shifted]
+    readers: Mapping[str, Readers | str] = dict.fromkeys(names, "the conversion failed its check")
+    if names and inexact is None:
+        readers = _readers_of(model, names, conversion)
     for change, facts in shifted:
         found = readers[change.row.module]
         if isinstance(found, str):

@@ -212,8 +212,8 @@ class Report(SavedResult):
 
 
 def title_of(class_name: str, record: Record) -> str:
-    """What a report calls a model: its class and the schemes of its patch."""
-    schemes = [f"{kind}={part.scheme.name}" for kind in KINDS for part in getattr(record, kind)]
+    """What a report calls a model: its class and the schemes of its patch, with their options."""
+    schemes = [f"{kind}={part.asked.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 
 

@@ -36,7 +36,7 @@ from hfpatch.exact.check import run
 from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
-from hfpatch.plan import plan_patch
+from hfpatch.plan import checked_request, make_plan, plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
@@ -505,6 +505,19 @@ def test_fold_bias_leaves_bias_free_norms(tmp_path: Path) -> None:
     assert distance(model, again) == 0
     unpatch_model(model)
     assert not changes(before, fingerprint(model))
+
+
+def test_shifts_stay_where_the_conversion_failed_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, change = WRONG["a writer that was forgotten"]
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: change(find_centring(*a)))
+    model = tiny(family, LM)
+    copied = patch(copy.deepcopy(model), norm="rms", init="copy")
+    with pytest.warns(NotPreservedWarning, match="failed its check"):
+        patch_model(model, norm=RMS(fold_bias=True))
+    assert all(map(torch.equal, answers(model), answers(copied)))
+    request = checked_request({"norm": RMS(fold_bias=True)}, None, None, "auto")
+    rows = make_plan(tiny(family, LM), request, inexact="it differs").rows
+    assert {row.reason for row in rows} == {"keeps its shift: the conversion failed its check"}
 
 
 def with_its_own_dropout() -> Any:

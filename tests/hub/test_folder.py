@@ -165,11 +165,12 @@ def test_a_config_that_isnt_the_one_that_was_saved(folder: Path, edit: str) -> N
 
 
 def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
-    """Not of this patch, or class: not for a folder, nor for a model in memory, in any form."""
+    """Not of this patch, its options, or this class: not for a folder, nor for a model in memory, in any form."""
     original, model = tiny("gpt2", "AutoModelForCausalLM"), patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms")
     own, other = verify(AutoModelForCausalLM.from_pretrained(folder), original), verify(model, original)
     push_patched(folder, "me/model", report=own, dry_run=True)
-    for report in (other, verify(AutoModel.from_pretrained(folder), tiny("gpt2"))):
+    milder = verify(patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt:alpha=0.8"), original)
+    for report in (other, milder, verify(AutoModel.from_pretrained(folder), tiny("gpt2"))):
         with pytest.raises(OptionError, match=r"report is of .*, and this model is GPT2LMHeadModel \(norm=dyt\)"):
             push_patched(folder, "me/model", report=report, dry_run=True)
     for form in (None, "native"):

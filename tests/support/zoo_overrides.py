@@ -108,6 +108,7 @@ MASK_DECODER = {
 
 FORECAST = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 2}
 FULL_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+PYRAMID = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
 SAM = {"prompt_encoder_config.image_embedding_size": 4, "vision_config.num_pos_feats": 32}
 FEW_QUERIES = {"num_queries": 4, "group_detr": 2, "init_std": 0.05}  # wider weights overflow the boxes' exponential
 MIXED_MAMBA = {
@@ -455,6 +456,7 @@ OVERRIDES: dict[str, Override] = {
     "rf_detr": Override(FEW_QUERIES),
     "sam": Override(SAM, POINTS),
     "sam2_video": SESSION,
+    "sam2_vision_model": Override(PYRAMID),
     "sam3_detr_decoder": Override(inputs=DETR_DECODER),
     "sam3_detr_encoder": Override(inputs=DETR_ENCODER),
     "sam3_lite_text_detr_decoder": Override(inputs=DETR_DECODER),
@@ -463,6 +465,7 @@ OVERRIDES: dict[str, Override] = {
     "sam3_mask_decoder": Override(inputs=MASK_DECODER),
     "sam3_tracker_video": SESSION,
     "sam3_video": SESSION,
+    "sam3_vision_model": Override(PYRAMID),
     "sam_hq": Override(SAM, POINTS),
     "sapiens2": Override({"num_key_value_heads_per_layer": [4, 2]}),
     "seggpt": Override(
