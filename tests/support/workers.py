@@ -75,9 +75,9 @@ class Sweep:
         return found
 
     def to_json(self, results: list[Any]) -> str:
-        """A line for each type of which there is more to say than its name."""
+        """A line for each type."""
         head = json.dumps({"transformers": transformers.__version__, **self.totals(results)})
-        lines = ",\n  ".join(json.dumps(row) for row in map(as_json, results) if len(row) > 1)
+        lines = ",\n  ".join(json.dumps(as_json(result)) for result in results)
         return f'{head[:-1]}, "rows": [\n  {lines}\n]}}\n'
 
     def main(self) -> None:
