@@ -227,7 +227,7 @@ def _tables(model: nn.Module, calls: _Calls, others: _Calls) -> Iterator[str]:
         if module._modules or not stored or isinstance(call.output, tuple) or name not in others:
             continue
         a, b = _first(call.output), _first(others[name].output)
-        if a is None or b is None or a.dim() < 2 or a.shape[-1] != stored[0].shape[-1] or not _same(a, b):
+        if a is None or b is None or a.dim() < 2 or a.shape[-1] != stored[0].shape[-1] or not torch.equal(a, b):
             continue
         if a.dim() >= 3 and a.shape[-3] == a.shape[-2]:  # a row for each two positions
             continue
@@ -249,10 +249,6 @@ def _row_in(stored: list[Tensor], row: Tensor) -> int | None:
             if len(equal):
                 return int(equal[0])
     return None
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 def _attentions(model: nn.Module, calls: _Calls) -> Iterator[_Attention]:

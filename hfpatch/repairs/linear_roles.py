@@ -79,9 +79,9 @@ class Roles:
                 roles.writers[name] = point
             else:
                 read = base.inputs[calls[name]]
-                same = (one for one in roles.readers if _equal(base.inputs[calls[one]], read))
+                same = (one for one in roles.readers if torch.equal(base.inputs[calls[one]], read))
                 roles.readers.setdefault(next(same, name), []).append(name)
-        ends_in_norm = bool(points) and _equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
+        ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
         return roles
 
@@ -127,7 +127,7 @@ class Roles:
         if self.encoder is None or self.encoder not in self.replay.modules:
             return False
         seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])
-        return self.encoder in seen and _equal(seen[name], seen[self.encoder])
+        return self.encoder in seen and torch.equal(seen[name], seen[self.encoder])
 
 
 def _drowning_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
@@ -141,7 +141,3 @@ def _is_near(change: Tensor, added: Tensor) -> bool:
     """Whether a change equals the tensor that was added; some hosts run their MLP on (B T, d)."""
     change, added = change.flatten(0, -2), added.flatten(0, -2)
     return change.shape == added.shape and bool((change - added).abs().max() <= _ADDEND_TOLERANCE * added.abs().max())
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
