@@ -23,7 +23,6 @@ from .apply import apply
 from .attention import BIAS, ROTARY
 from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
-from .host_rotary import ROPE_SETTINGS_PATH, refill
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .overridden import require_effect
@@ -42,6 +41,11 @@ class PatchedConfig:
 
     _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
     transformers_weights = FileOfWeights()
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the host's: in configs of others' own code transformers 5.17 renames the types of layers."""
+        return next(base for base in cls.__mro__ if not issubclass(base, PatchedConfig)).is_custom_code()  # type: ignore[attr-defined]
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +196,7 @@ class PatchedModel(UnlimitedGeneration):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return False
+        return cls.hfpatch_host.is_custom_code()  # type: ignore[attr-defined]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -279,8 +283,6 @@ def start_values(model: nn.Module) -> None:
         for one in (*added, *([module] if isinstance(module, ComputedPositions) else [])):
             if hasattr(one, "reset"):
                 one.reset()
-        if ROPE_SETTINGS_PATH in vars(module):
-            refill(module)
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):
             values[SCALE] = vars(module)[SCALED]

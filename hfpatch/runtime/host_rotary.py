@@ -107,13 +107,3 @@ class Unrotated:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             return torch.ones_like(output[0]), torch.zeros_like(output[1])
         raise PositionError(f"a rotary module returned {type(output).__name__}, and no cos and sin.")
-
-
-def refill(module: nn.Module) -> None:
-    """Fill a rebuilt rotation's buffers again, where they are: loading leaves them empty."""
-    with torch.device("cpu"):
-        fresh = host_class(type(module))(module.config)
-    for name in module._non_persistent_buffers_set:
-        buffer, value = module._buffers.get(name), fresh._buffers.get(name)
-        if buffer is not None and value is not None:
-            module._buffers[name] = value.to(buffer.device if not buffer.is_meta else "cpu", buffer.dtype)

@@ -172,6 +172,8 @@ def test_auto_config(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is type(model.config)
     assert isinstance(config, GPT2Config)
+    assert not config.is_custom_code()
+    assert not model.is_custom_code()
     assert config.model_type == config.to_dict()["model_type"] == "gpt2"
     assert config.hfpatch == model.config.hfpatch
     assert type(HfpatchConfig.from_pretrained(tmp_path)) is type(config)
@@ -272,6 +274,8 @@ def test_a_model_of_a_repositorys_own_code(tmp_path: Path, monkeypatch: pytest.M
     original = AutoModel.from_pretrained(hub, trust_remote_code=True).eval()
     host = type(original)
     model = patch(original, norm="dyt")
+    assert model.is_custom_code()
+    assert model.config.is_custom_code()
     model.save_pretrained(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "hfpatch_weights.json", "model.safetensors"]
     assert "auto_map" not in stored_in(saved)
