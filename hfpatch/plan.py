@@ -21,6 +21,7 @@ from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
+from .measure.batches import require_example
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
@@ -207,6 +208,7 @@ def make_plan(
     """
     require_bare(model)
     require_unquantized(model)
+    require_example(example_inputs, model)
     record = Record.of(model.config)
     plan = Plan(type(model).__name__, record)
     _require_same_init(parts, record)

@@ -161,7 +161,7 @@ LN_1, LN_2 = {"h.0.ln_1", "h.1.ln_1"}, {"h.0.ln_2", "h.1.ln_2"}
         (NORM, {"only": ("transformer.h.0.*",)}, {"h.0.ln_1", "h.0.ln_2"}),  # as the head calls them
         (NORM, {"only": ["*"], "keep": ["*.ln_2", "ln_f"]}, LN_1),
         (NORM, {"only": (name for name in ["*.ln_1"])}, LN_1),
-        (NORM, {"only": []}, LN_1 | LN_2 | {"ln_f"}),
+        (NORM, {"keep": []}, LN_1 | LN_2 | {"ln_f"}),
         (POS, {"only": ["h.0.*"]}, {"wpe", "h.0.attn"}),
         (POS, {"keep": ["h.0.attn"]}, {"wpe", "h.1.attn"}),
         (POS, {"keep": ["wpe"]}, {"h.0.attn", "h.1.attn"}),
@@ -241,6 +241,11 @@ REFUSED: list[tuple[dict[str, Any], type[PatchError], str]] = [
     ({"pos": "rotary"}, UnknownNameError, "'rotary'"),
     ({"norm": 3}, OptionError, "not 3"),
     ({"norm": "dyt:alpha=0"}, OptionError, "alpha must be"),
+    ({"norm": "dyt:alpha=0.8,alpha=0.2"}, OptionError, "gives alpha twice"),
+    ({"norm": "rms", "only": []}, OptionError, "only is an empty list"),
+    ({"norm": "rms", "example_inputs": torch.ones(1, 4)}, OptionError, "keyword arguments of one forward.*not Tensor"),
+    ({"norm": "rms", "example_inputs": {"inputs_ids": torch.ones(1, 4)}}, OptionError, "Did you mean 'input_ids'"),
+    ({"norm": "rms", "example_inputs": {"pixels": torch.ones(1, 4)}}, OptionError, "none of which GPT2Model takes"),
     ({"pos": "rope:partial=2"}, OptionError, "partial must be"),
     ({"pos": RoPE(partial=0.1)}, OptionError, r"partial=0\.1"),
     ({"norm": "rms", "pos": RoPE(partial=0.1)}, OptionError, r"partial=0\.1"),  # the norm alone would be fine

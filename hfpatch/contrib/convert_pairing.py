@@ -15,6 +15,7 @@ from ..core.bare import require_bare, require_unquantized
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
+from ..measure.batches import require_example
 from ..measure.inputs import example_inputs as made_inputs
 from ..measure.quiet_forward import fitting
 from ..runtime.apply import apply, condensed
@@ -54,7 +55,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         The same model; its patch record says the pairing.
 
     Raises:
-        OptionError: `to` is no pairing.
+        OptionError: `to` is no pairing, or `example_inputs` are no inputs of the model.
         NothingToPatchError: the model has this pairing already.
         UnsupportedError: the model rotates nothing, or hfpatch doesn't know where its queries and keys come from.
         VerificationError: outputs moved by more than rounding explains; the model is as it was.
@@ -63,6 +64,7 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
     require_unquantized(model)
     if to not in PAIRINGS:
         raise OptionError(f"to must be one of {', '.join(PAIRINGS)}, not {to!r:.40}.")
+    require_example(example_inputs, model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     with transaction_on(model) as edits:

@@ -20,13 +20,15 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     """`only` or `keep` as a tuple of globs; one string is one glob.
 
     Raises:
-        OptionError: something in it is no non-empty string.
+        OptionError: something in it is no non-empty string, or `only` is an empty list.
     """
     several = isinstance(value, Iterable) and not isinstance(value, str)
     globs: tuple[Any, ...] = () if value is None else tuple(value) if several else (value,)
     for glob in globs:
         if not isinstance(glob, str) or not glob:
             raise OptionError(f"{option} takes globs over module names such as '*.h.[0-5].*', not {glob!r:.80}.")
+    if option == "only" and several and not globs:
+        raise OptionError("only is an empty list, so nothing would change. Leave it out to change all modules.")
     return globs
 
 

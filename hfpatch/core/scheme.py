@@ -154,6 +154,8 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals:
             raise OptionError(f"{part!r} in {text!r} is not option=value; write for example 'dyt:alpha=0.8'.")
+        if key.strip() in parsed:
+            raise OptionError(f"{text!r} gives {key.strip()} twice; give it once.")
         try:
             parsed[key.strip()] = json.loads(value)
         except ValueError:  # no JSON, or a number of thousands of digits

@@ -78,6 +78,24 @@ def read_batches(
     return list(batches) if isinstance(items, list | tuple) else batches
 
 
+def require_example(inputs: Any, model: PreTrainedModel) -> None:
+    """Refuse `example_inputs=` that are no keyword arguments of a model's forward; None is allowed.
+
+    Raises:
+        OptionError: says what they are, or which of them the forward doesn't take.
+    """
+    if inputs is None:
+        return
+    option = "example_inputs"
+    if not isinstance(inputs, Mapping):
+        raise OptionError(
+            f"{option} takes the keyword arguments of one forward, as in {{{model.main_input_name!r}: ...}}, not "
+            f"{type(inputs).__name__}."
+        )
+    _Reader(model, None, 1, LENGTH, option).require_inputs(inputs, option)
+    _require_values(inputs, option, model)
+
+
 def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
     """What the data consists of: a list or tuple where it is at hand."""
     if isinstance(data, str | os.PathLike):
@@ -214,12 +232,7 @@ class _Reader:
         """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
         place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
         self.count += 1
-        self._require_accepted(columns, place)
-        if columns and not columns.keys() & self.takes:
-            raise OptionError(
-                f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
-                f"it reads {self.main}."
-            )
+        self.require_inputs(columns, place)
         batch: dict[str, Any] = {}
         for name, value in columns.items():
             stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
@@ -247,6 +260,19 @@ class _Reader:
             table = input_embedding(self.model)
             return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
         return -100 if name == "labels" else 0
+
+    def require_inputs(self, columns: Mapping[str, Any], place: str) -> None:
+        """Refuse a batch that holds what the forward doesn't take, or nothing that it takes.
+
+        Raises:
+            OptionError: names what it has.
+        """
+        self._require_accepted(columns, place)
+        if columns and not columns.keys() & self.takes:
+            raise OptionError(
+                f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
+                f"it reads {self.main}."
+            )
 
     def _require_accepted(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
         """Refuse misspelt names, and of a batch what the forward doesn't take; other columns of a row are left out.

@@ -10,8 +10,11 @@ from transformers import PreTrainedModel
 from ..core.bare import require_unquantized
 from ..core.transaction import UNDO_RECORD
 from ..errors import OptionError, WrappedModelError
+from ..measure.blocks import listed_modules
 from ..measure.copies import copy_with
+from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import device_of, is_library_hook
+from ..runtime.lens import host_class
 from ..runtime.record import KEY
 
 
@@ -29,11 +32,14 @@ def reference_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> None:
-    """Refuse a model that isn't patched, and models on the meta device; only the reference may be offloaded.
+    """Refuse a model that isn't patched, a reference that isn't its original, and models on the meta device.
+
+    Only the reference may be offloaded.
 
     Raises:
         WrappedModelError: a Parameter of the patched model is on the meta device.
-        OptionError: the model carries no patch record, or the reference holds no weights.
+        OptionError: the model carries no patch record; or the reference is the model itself, isn't of its class, has
+            other layers or another embedding, or holds no weights.
         UnsupportedError: the patched model is quantized.
     """
     missing = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -49,5 +55,26 @@ def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> No
             "and repairs in one call."
         )
     require_unquantized(model)
+    if reference is model:
+        raise OptionError(
+            "model and reference are the same object: patch_model works in place. Pass the original loaded anew, or a "
+            "copy.deepcopy made before the patch."
+        )
+    if difference := _difference(model, reference):
+        raise OptionError(
+            f"the reference isn't the original of this {type(model).__name__}: {difference}. "
+            "repair(model, reference, ...) takes the patched model first and its original second."
+        )
     if device_of(reference).type == "meta":
         raise OptionError(f"the reference {type(reference).__name__} is on the meta device: it holds no weights.")
+
+
+def _difference(model: PreTrainedModel, reference: Any) -> str:
+    """What shows that a reference is of another model: its class, its layers, or its embedding; "" for nothing."""
+    if not isinstance(reference, PreTrainedModel) or host_class(type(reference)) is not host_class(type(model)):
+        return f"it is a {type(reference).__name__}"
+    layers, expected = (len(listed_modules(one)) for one in (reference, model))
+    if layers != expected:
+        return f"it has {layers} layers, and the model {expected}"
+    shapes = [tuple(table.weight.shape) for one in (reference, model) if (table := input_embedding(one)) is not None]
+    return f"their embeddings are {' and '.join(map(str, shapes))}" if len(set(shapes)) > 1 else ""

@@ -88,9 +88,9 @@ def repair(
         NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `edits`, whose owner warns.
 
     Raises:
-        OptionError: a model that isn't patched, no usable batches, fewer than two sequences or eight held-out tokens
-            (outputs, where a model gives one a sequence), "self" for a model that doesn't generate, a reference without
-            weights, or an unknown `fit`.
+        OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
+            batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
+            "self" for a model that doesn't generate, or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded; another thread changes it.
     """
     require_fit(fit)

@@ -45,7 +45,7 @@ def sample_batches(
     """
     config = text_config(model.config)
     if not generates(model):
-        raise _refusal(model, "it doesn't generate text")
+        raise _refusal(model, "it doesn't generate text from tokens alone")
     own = model.generation_config
     if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
         setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"

@@ -356,6 +356,7 @@ def test_neither_plan_nor_check_leaves_a_trace_or_runs_a_users_hook(norm: Any) -
 
 
 BEYOND = {"input_ids": torch.full((1, 3), 97)}  # one beyond the vocabulary
+TOO_LONG = {"input_ids": torch.ones(1, 65, dtype=torch.long)}
 
 
 def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +368,7 @@ def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: py
     monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
-    with pytest.raises(OptionError, match="input_ids"):
+    with pytest.raises(OptionError, match="doesn't take example_inputs: it has tokens 97"):
         patch(model, norm="rms", example_inputs=BEYOND)
     for init in ("exact", "auto"):  # a check that can't run is no failed check
         with pytest.raises(OptionError, match=r"input_ids.*example_inputs="):
@@ -541,7 +542,7 @@ FOLD_BIAS = {"norm": RMS(fold_bias=True)}
         (with_its_own_dropout, {"norm": "rms"}, WrappedModelError, r"transformer\.drop"),
         (
             lambda: tiny("gpt2", LM),
-            {"norm": "rms", "init": "exact", "example_inputs": BEYOND},
+            {"norm": "rms", "init": "exact", "example_inputs": TOO_LONG},
             UnsupportedError,
             "GPT2LMHeadModel",
         ),
@@ -549,7 +550,7 @@ FOLD_BIAS = {"norm": RMS(fold_bias=True)}
         (lambda: tiny("gpt2").to("meta"), FOLD_BIAS, UnsupportedError, "fold_bias=True: .*meta device"),
         (
             lambda: tiny("gpt2", LM),
-            FOLD_BIAS | {"example_inputs": BEYOND},
+            FOLD_BIAS | {"example_inputs": TOO_LONG},
             UnsupportedError,
             "fold_bias=True: .*IndexError",
         ),
