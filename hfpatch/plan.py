@@ -33,9 +33,6 @@ from .schemes.request import INITS, KINDS, Part, Record
 from .swap.config_diff import Setting
 from .swap.planners import Planned, planner_of
 
-# order in which requests are planned and recorded: a placement may add norms that a norm scheme then replaces
-_ORDER = ("placement", "norm", "pos", "mlp")
-
 
 @dataclass
 class Phase:
@@ -240,18 +237,14 @@ def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
 
     1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
     2. All other norm swaps.
-    3. Positions and MLPs.
-
-    A placement is in phase 2, before the norms, since it may add norms that they replace. With an exact conversion it
-    is in phase 3: it adds no norms then, and would change the function that is checked.
+    3. Placements, positions and MLPs. A placement reads the norms as phase 2 leaves them.
     """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
-    placements = norms if plan.conversion is None else others
     for change in plan.changes:
         if change.changes:
             is_exact = change.row.exact is not None and plan.conversion is not None
             norm_phase = exact if is_exact else norms
-            phase = {"stream": streams, "norm": norm_phase, "placement": placements}.get(change.row.kind, others)
+            phase = {"stream": streams, "norm": norm_phase}.get(change.row.kind, others)
             phase.append(change)
     return [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
 
@@ -320,7 +313,7 @@ def checked_request(schemes: Mapping[str, object], only: object, keep: object, i
     Raises:
         OptionError, UnknownNameError: one of them is invalid.
     """
-    resolved = {kind: KINDS[kind].resolve(schemes.get(kind)) for kind in _ORDER}
+    resolved = {kind: scheme.resolve(schemes.get(kind)) for kind, scheme in KINDS.items()}
     if not any(resolved.values()):
         raise OptionError(
             f"no change was requested: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "

@@ -48,7 +48,7 @@ def plan_batch_norms(
         row = change.row
         names = (row.module, *row.aliases)
         if change.changes and any(_may_see_batch(model, name, stacks) for name in names):
-            change.edits += tuple(_padding(model, names))
+            change.edits += tuple(_padding(model, names, stacks))
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
             kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
@@ -84,13 +84,18 @@ def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool
     """Whether a norm's stack isn't causal, and the attention mask (if the model has one) can be passed to it."""
     stack = next((pattern_of(path) for path in reversed(_around(name)) if pattern_of(path) in stacks), None)
     if stack is not None:
-        return stacks[stack] and (_masked_module(model, name) is not None or not takes_mask(model))
+        return stacks[stack] and (_masked_module(model, name, stacks) is not None or not takes_mask(model))
     return all(stacks.values()) and not takes_mask(model)
 
 
-def _masked_module(model: nn.Module, name: str) -> str | None:
-    """The innermost module around a norm whose forward takes an attention mask, below any model."""
-    for path in _around(name):
+def _masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
+    """The innermost module around a norm whose forward takes an attention mask, below any model.
+
+    It isn't inside a block if the block takes one: a placement lets the block run its norms at other places.
+    """
+    around = _around(name)
+    blocks = [path for path in around if pattern_of(path) in stacks and takes_mask(model.get_submodule(path))]
+    for path in blocks or around:
         module = model.get_submodule(path)
         if isinstance(module, PreTrainedModel):
             return None
@@ -105,10 +110,10 @@ def _around(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
 
 
-def _padding(model: nn.Module, names: tuple[str, ...]) -> Iterator[Edit]:
+def _padding(model: nn.Module, names: tuple[str, ...], stacks: dict[str, bool]) -> Iterator[Edit]:
     """A way for the mask to each place where a norm stands."""
     for name in names:
-        path = _masked_module(model, name)
+        path = _masked_module(model, name, stacks)
         if path is not None:
             refuse_private_forward(path, model.get_submodule(path))
             yield Edit.of(f"{path}.{LENS_SLOT}", Padded((name.removeprefix(f"{path}."),)))

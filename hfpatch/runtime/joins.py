@@ -124,12 +124,15 @@ class _Branch:
     def __init__(self, join: Join, block: nn.Module):
         self.join, self.block = join, block
         self.stream: Tensor | None = None
+        self.of_stream: Tensor | None = None
 
     def read(self, norm: Any, hidden_states: Tensor) -> Tensor:
-        """r, in the place of the norm that the branch reads through, given the stream."""
-        self.stream = hidden_states
-        own: Any = self.block.get_submodule(self.join.norm)
-        return own(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
+        """r, in the place of the norm that the branch reads through, given the stream; once for all that read it."""
+        if self.of_stream is None or hidden_states is not self.stream:
+            self.stream = hidden_states
+            own = first_at(self.block, self.join.norm)  # as the block's lens before this one left it
+            self.of_stream = own(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
+        return self.of_stream
 
     def meet(self, f: Tensor) -> Tensor:
         """g, given the branch's output f."""
@@ -139,7 +142,7 @@ class _Branch:
             f = F.dropout(f, p=getattr(parent, join.dropout), training=parent.training)
         if join.form in ("host", "pre"):
             return f
-        norm: Any = self.block.get_submodule(join.second if join.form == "sandwich" else join.norm)
+        norm = first_at(self.block, join.second if join.form == "sandwich" else join.norm)
         if join.form in ("sandwich", "olmo2"):
             return norm(f)
         assert x is not None

@@ -70,10 +70,14 @@ def test_training_and_running_statistics_are_torch_s(padding: bool) -> None:
             torch.testing.assert_close(ours.get_buffer(name), buffer)
 
 
-@pytest.mark.parametrize("family", ["bert", "bart", "t5"])
-def test_padding_counts_for_nothing(family: str) -> None:
-    """With whatever kind of mask an attention takes: in no norm of the model."""
-    model = patch(make(family, **({"attn_implementation": "eager"} if family == "bart" else {})), norm="batch")
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [("bert", None), ("bert", "pre"), ("bert", "olmo2"), ("bart", None), ("bart", "pre"), ("t5", None), ("t5", "post")],
+)
+def test_padding_counts_for_nothing(family: str, placement: str | None) -> None:
+    """With whatever kind of mask an attention takes: in no norm of the model, wherever it stands."""
+    model = make(family, **({"attn_implementation": "eager"} if family == "bart" else {}))
+    patch(model, norm="batch", placement=placement)
     given = padded(model)
     keep = given["attention_mask"].bool()
     others = {**given, "input_ids": given["input_ids"].masked_fill(~keep, 7)}
@@ -91,13 +95,43 @@ def test_padding_counts_for_nothing(family: str) -> None:
         assert error(encoded(others), encoded(given)) > 1e-3
 
 
-@pytest.mark.parametrize("placement", [None, "pre"])
-@pytest.mark.parametrize("family", ["deberta-v2", "funnel", "yoso"])
-def test_masks_of_families_with_attentions_of_their_own(family: str, placement: str | None) -> None:
-    """DeBERTa hands its blocks masks (B, 1, T, T) of integers."""
+OWN_ATTENTIONS = ("deberta-v2", "funnel", "yoso")
+
+
+def masked(family: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model, and inputs whose first sequence ends in padding."""
     model, given = zoo.tiny(family)
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["attention_mask"][0, -3:] = 0
+    return model, given
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTIONS)
+@pytest.mark.parametrize("placement", [None, "pre"])
+def test_masks_of_families_with_attentions_of_their_own(family: str, placement: str | None) -> None:
+    """DeBERTa's masks are (B, 1, T, T) of integers. YOSO's attention reads padding, so norms are compared."""
+    model, given = masked(family)
+    patch(model, norm="batch", placement=placement)
+    keep, seen = given["attention_mask"].bool(), []
+    norms = [model.get_submodule(name) for name in norms_of(model, MaskedBatchNorm)]
+    for norm in norms:
+        norm.register_forward_hook(lambda norm, args, output: seen.append((norm, args[0], output)))
+    with torch.no_grad():
+        steady(model)(**given)
+    assert sorted(map(id, norms)) == sorted(id(norm) for norm, _, _ in seen)
+    for norm, x, y in seen:
+        theirs = [
+            nn.functional.batch_norm(some, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
+            for some in (x[keep], x.flatten(0, 1))
+        ]
+        torch.testing.assert_close(y[keep], theirs[0])
+        assert error(y[keep], theirs[1][keep.flatten()]) > 1e-2  # control
+
+
+@pytest.mark.parametrize("placement", [None, "pre"])
+@pytest.mark.parametrize("family", OWN_ATTENTIONS)
+def test_masks_in_half_precision(family: str, placement: str | None) -> None:
+    model, given = masked(family)
     patch(model, norm="batch", placement=placement)
     model.bfloat16()
     for training in (True, False):
