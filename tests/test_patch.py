@@ -347,7 +347,7 @@ def test_a_failure_at_any_step_restores_everything(
     """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
     model = tiny("gpt2")
     found = find_centring(model)
-    monkeypatch.setattr("hfpatch.exact.search.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
     optimizer = trained(model)
     model.train()
     before = fingerprint(model, optimizer)

@@ -184,8 +184,7 @@ def test_dataframes() -> None:
         verified.to_dataframe("steps")
 
 
-@every_result
-def test_pandas_is_optional(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pandas_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackageError, match="pip install pandas"):
-        make().to_dataframe()
+        plan().to_dataframe()

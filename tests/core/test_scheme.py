@@ -18,7 +18,6 @@ from hfpatch.core.scheme import construct
 from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.runtime.errors import PatchError
 from hfpatch.schemes.learned import Learned
-from hfpatch.schemes.mlps import SwiGLU
 from hfpatch.schemes.norms import RMS, BatchNorm, Derf, DyT, Layer, Norm
 from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
@@ -81,7 +80,6 @@ def test_text_form(text: str, scheme: Any) -> None:
         (RoPE(), r"such as \w+\(\), not RoPE"),
         (["rms"], r"not \['rms'\]"),
         ("dyt:alpha", r"'alpha' in 'dyt:alpha' is not option=value"),
-        ("dyt:beta=1", r"norm 'dyt' has no option 'beta'\. Options: alpha\."),
         ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: mode, fold_bias, fraction\."),
         ("dyt:alpha=big", r"DyT: alpha must be a number in \(0, inf\), not 'big'"),
         ("layer:bias=no", r"Layer: bias must be True or False, not 'no'"),
@@ -92,24 +90,24 @@ def test_what_is_no_norm(value: Any, message: str) -> None:
         Norm.resolve(value)
 
 
-_POSITIVE = (0, -1, math.nan, math.inf, -math.inf, True, "0.5", 1j, [1], torch.tensor(1.0))
+# DyT has what is no number at all; of the others, what lies beyond each end of the domain that they name
 _OUTSIDE: list[tuple[Any, str, tuple[Any, ...]]] = [
-    *((make, r"\(0, inf\)", (*_POSITIVE, None)) for make in (DyT, Derf)),
-    (lambda value: RoPE(theta=value), r"\(0, inf\)", _POSITIVE),  # None is the model's own
-    (lambda value: RoPE(partial=value), "partial", (0, -0.5, 1.0001, 2, math.nan, True, "half")),
-    (lambda value: RoPE(pairing=value), "pairing", ("neox", "", 2, "HALF")),
-    (lambda value: Derf(s=value), "Derf: s", (math.nan, math.inf, -math.inf, None, "0")),
-    (lambda value: Layer(bias=value), "bias", (0, 1, None, "true")),
-    (lambda value: BatchNorm(momentum=value), "momentum", (0, 1.5, "x")),
-    (lambda value: RoPE(axes=value), "axes", (0, 4, True, "2")),
-    (lambda value: ALiBi(max_bias=value), "max_bias", (0, -1, math.inf, "8", None)),
+    (DyT, r"\(0, inf\)", (0, -1, math.nan, math.inf, -math.inf, True, "0.5", 1j, [1], torch.tensor(1.0), None)),
+    (Derf, r"Derf: alpha .*\(0, inf\)", (0, "0.5", None)),  # DyT has words of its own
+    (lambda value: RoPE(theta=value), r"theta .*\(0, inf\)", (0,)),
+    (lambda value: RoPE(partial=value), "partial", (0, 1.0001)),
+    (lambda value: RoPE(pairing=value), "pairing", (2, "HALF")),
+    (lambda value: Derf(s=value), "Derf: s", (-math.inf, None)),
+    (lambda value: Layer(bias=value), "bias", (1, None)),
+    (lambda value: BatchNorm(momentum=value), "momentum", (0, 1.5)),
+    (lambda value: RoPE(axes=value), "axes", (0, 4, True)),
+    (lambda value: ALiBi(max_bias=value), "max_bias", (0, None)),
     (lambda value: Sinusoidal(layout=value), "layout", ("halves",)),
     (lambda value: Sinusoidal(base=value), "base", (0,)),
     (lambda value: Sinusoidal(scale=value), "scale", (-1.0,)),
     (lambda value: Sinusoidal(max_positions=value), "max_positions", (0,)),
     # of more than 64 bits, of which torch raises an OverflowError in the midst of a patch
-    *((make, r"1e\+30", (10**30,)) for make in (DyT, Derf, Sinusoidal, ALiBi, lambda value: Derf(0.5, value))),
-    *((make, r"1e\+30", (10**30,)) for make in (lambda v: RoPE(theta=v), lambda v: SwiGLU(d_ff=v))),
+    (DyT, r"1e\+30", (10**30,)),
 ]
 
 

@@ -61,23 +61,24 @@ def test_options_of_schemes(kind: Any, written: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("glob", "meant"),
+    ("option", "glob", "meant"),
     [
-        ("ln_1", "*.ln_1"),
-        (".*ln_1", "*.ln_1"),
-        ("*.LN_F", "*.ln_f"),
-        ("transformer.h.*.ln1", "transformer.h.*.ln_1"),
-        ("h.*.ln1", "*.h.*.ln_1"),
-        ("ln", "*ln*"),
-        ("*.attention.*", None),
+        ("only", "ln_1", "*.ln_1"),
+        ("keep", "ln_1", "*.ln_1"),
+        ("only", ".*ln_1", "*.ln_1"),
+        ("only", "*.LN_F", "*.ln_f"),
+        ("only", "transformer.h.*.ln1", "transformer.h.*.ln_1"),
+        ("only", "h.*.ln1", "*.h.*.ln_1"),
+        ("only", "ln", "*ln*"),
+        ("only", "*.attention.*", None),
     ],
 )
-@pytest.mark.parametrize("option", ["only", "keep"])
 def test_globs(option: str, glob: str, meant: str | None) -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
     with pytest.raises(NoMatchError) as caught:
         plan_patch(model, norm="rms", **{option: glob})
     hint = f" Did you mean {meant!r}?" if meant else ""
+    assert str(caught.value).startswith(f"{option}={glob!r} matches none of ")
     assert f"could change.{hint} Their names look like: " in str(caught.value)
     if meant:
         plan_patch(model, norm="rms", only=meant)

@@ -130,8 +130,7 @@ def test_in_every_family(model_type: str) -> None:
 def test_control_without_the_lens_they_have_no_effect(model_type: str) -> None:
     case = Case(model_type)
     assert isinstance(case.stack.owner.__dict__.pop(LENS), HandedDown)
-    with pytest.raises(AssertionError, match="no effect"):
-        assert difference(case.states(case.counted * 2), case.states()) > 1e-3, "position_ids have no effect"
+    assert difference(case.states(case.counted * 2), case.states()) <= 1e-3
 
 
 @pytest.mark.parametrize(

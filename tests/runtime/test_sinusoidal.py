@@ -139,9 +139,12 @@ def test_a_table_that_is_gone_is_refused(pos: str) -> None:
         plan_patch(model, pos="sinusoidal")
     with pytest.raises(UnsupportedError, match="earlier patch"):
         plan_patch(model, pos="sinusoidal", keep="*wpe*")
+    with pytest.raises(NothingToPatchError):
+        plan_patch(model, pos="sinusoidal", keep="*attn*")
+
+
+def test_a_table_that_is_read_in_another_way_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Parameter\(17, 32\)"):
         plan_patch(make("vit"), pos="sinusoidal")  # a grid of patches
     with pytest.raises(UnsupportedError, match="read by the model in a way"):
         plan_patch(zoo.tiny("voxtral_encoder")[0], pos="sinusoidal")  # which adds its table's rows one by one
-    with pytest.raises(NothingToPatchError):
-        plan_patch(model, pos="sinusoidal", keep="*attn*")
