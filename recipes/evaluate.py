@@ -35,7 +35,7 @@ from hfrecipes.methods import agreement
 from hfrecipes.report import data_line, machine, show, table, words
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
-from hfrecipes.tasks import Task, Terms, find_task
+from hfrecipes.tasks import Task, Terms, find_task, longest_input
 from hfrecipes.texts import is_path
 from matplotlib.ticker import NullLocator
 from scipy.stats import bootstrap
@@ -148,6 +148,8 @@ def same_items(one: DataLoader, other: DataLoader) -> bool:
 def paired_bootstrap(one: Terms, other: Terms) -> tuple[float, float, float]:
     """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both."""
     four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
+    if len(four[0]) < 2:
+        raise RecipeError("--against needs two held-out items or more: the interval is over resampled items")
 
     def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
         return sums.sum(axis) / counts.sum(axis) - other_sums.sum(axis) / other_counts.sum(axis)
@@ -187,7 +189,7 @@ def refusal(model: PreTrainedModel, length: int) -> str:
 
     What its config doesn't promise is tried out, on the CPU, where an index that is out of range is an error.
     """
-    if length <= (getattr(model.config, "max_position_embeddings", None) or 0):
+    if length <= (longest_input(model) or 0):
         return ""
     device, ids = model.device, torch.zeros(1, length, dtype=torch.long)
     try:

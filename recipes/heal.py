@@ -102,7 +102,8 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    if "--variants" in (sys.argv if argv is None else argv):  # which a file for finetune.py may name
+    flags = sys.argv if argv is None else argv
+    if any(flag.startswith("--variants") for flag in flags):  # which a file for finetune.py may name
         print("RecipeError: heal.py brings one --patch back; compare.py takes several --variants", file=sys.stderr)
         return 2
     return run_training("heal.py", argv, __doc__, heal, HealConfig)

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from .corpus import HeldOutBlocks, Objective, RecipeError, encode, fingerprint, split_documents, train_tokenizer
 from .settings import COUNT, at_least, multiple_of, option
-from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole
+from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole, longest_input
 from .texts import TextConfig, read_texts
 
 
@@ -75,7 +75,7 @@ class LanguageModelling(Task):
     def baseline(self) -> transformers.PreTrainedModel:
         c = self.config
         model = self.load(c.model) if c.model else self.small_gpt2()
-        longest = min(getattr(model.config, "max_position_embeddings", math.inf), self.tokenizer.model_max_length)
+        longest = min(longest_input(model) or math.inf, self.tokenizer.model_max_length)
         if c.block_size > longest:
             raise RecipeError(
                 f"--block_size {c.block_size} is beyond the {longest} positions of the model; "

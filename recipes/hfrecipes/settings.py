@@ -84,7 +84,7 @@ class RunConfig:
         "how a patched copy begins: repaired on --calibration training inputs; auto: the closest that takes no data; "
         "copied: gains and shifts as they were, nothing else touched; reset: fresh, for training from scratch",
     )
-    calibration: int = option(64, "training items that a repair takes", NOT_NEGATIVE)
+    calibration: int = option(64, "training items that a repair takes", at_least(2))
     batch_size: int = option(16, "items in a batch, over all processes", COUNT)
     learning_rate: float = option(2e-3, "peak of AdamW's learning rate", POSITIVE)
     warmup_steps: int = option(

@@ -40,6 +40,7 @@ def refused(capsys, monkeypatch, tmp_path):
         ("finetune", "--task image --data ./nowhere", "--data ./nowhere"),
         ("finetune", "--task image --variants rope:axes=3", "UnsupportedError"),
         ("heal", "--variants rms", "--variants"),
+        ("heal", "--variants=rms", "--variants"),
         ("heal", "--patch control", "--patch control"),
         ("heal", "--start reset --baseline_steps 0", "--baseline_steps 0"),
         ("compare", "--variants control", "--variants"),
@@ -54,6 +55,7 @@ def refused(capsys, monkeypatch, tmp_path):
         # numbers out of range, also where another dataclass has the field's range
         ("finetune", "--task classify --batch_size 0", "--batch_size"),
         ("finetune", "--task embed --learning_rate 0", "--learning_rate"),
+        ("finetune", "--calibration 1", "--calibration"),
         ("heal", "--lora_rank -1", "--lora_rank"),
         ("compare", "--steps 5 0", "--steps"),
         ("compare", "--task image --warmup_steps -1", "--warmup_steps"),

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from hfrecipes import corpus as data
 from hfrecipes import lm, texts
 from run_files import read_results
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
@@ -127,6 +134,23 @@ def test_embeddings(folder, files, tmp_path):
     assert set(found["figures"]) == {"recall_at_1", "mrr", "loss"}, "similarity to itself says nothing"
 
 
+def test_rows_for_padding_are_no_positions(bert, text, tmp_path, capsys):
+    """RoBERTa's table has rows up to the padding index, and that one, that no token can have."""
+    tokenizer = AutoTokenizer.from_pretrained(bert)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=26, pad_token_id=1, **sizes)
+    for saved in (tokenizer, RobertaForMaskedLM(config)):
+        saved.save_pretrained(tmp_path / "roberta")
+    flags = ["--text", text, "--block_size", 24, "--heldout_blocks 2", "--lengths 24 25"]
+    assert run(tmp_path, *flags, "--models", tmp_path / "roberta") == 0
+    (found,) = read_results(tmp_path)["models"].values()
+    assert ["reason" in row for row in found["lengths"]] == [False, True]
+    capsys.readouterr()
+    flags = ["--model", tmp_path / "roberta", "--text", text, "--output_dir", tmp_path / "out", "--block_size"]
+    assert finetune.main([*map(str, flags), "25"]) == 2
+    assert "beyond the 24 positions" in capsys.readouterr().err
+
+
 class TestBootstrap:
     def test_pairing_counts(self):
         random, ones = np.random.default_rng(0), np.ones(100)
@@ -137,6 +161,10 @@ class TestBootstrap:
         assert 0 < low < difference < high < 0.4
         _, low, high = evaluate.paired_bootstrap((one, ones), (random.permutation(other), ones))
         assert low < 0 < high, "the control loses who belongs to whom"
+
+    def test_one_item_has_no_interval(self):
+        with pytest.raises(data.RecipeError, match="--against needs two held-out items"):
+            evaluate.paired_bootstrap(([1.0], [2.0]), ([3.0], [2.0]))
 
     def test_unequal_items(self):
         sums, counts = np.array([2.0, 9.0]), np.array([1.0, 3.0])
