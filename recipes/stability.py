@@ -79,7 +79,7 @@ class StabilityConfig:
                 plan_patch(build(self, "post", depth=2, seed=0), norm=variant, init="reset")  # refuses what it can't do
 
 
-FREE_TO_CHANGE = {"variants", "depths", "seeds", "output_dir", "resume"}  # finished models stay comparable
+FREE_TO_CHANGE = {"variants", "depths", "seeds", "output_dir"}  # finished models stay comparable
 
 
 def build(config: StabilityConfig, variant: str, depth: int, seed: int) -> transformers.OPTForCausalLM:

@@ -85,7 +85,7 @@ class OutputFolder:
                 changed.append("data (its content)")
             if changed:
                 raise RecipeError(f"can't resume {self.out} with other settings: {', '.join(changed)} changed")
-            self.results = before | {"config": config}
+            self.results = before | {"command": self.command, "config": config}
             self.started -= before["wall_seconds"]
         elif self.main:
             shutil.rmtree(self.out / "state", ignore_errors=True)

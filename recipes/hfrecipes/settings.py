@@ -131,7 +131,7 @@ class RunConfig:
 
 
 # Settings that may change between a stopped run and its continuation without making its figures incomparable.
-FREE_TO_CHANGE = {"variants", "output_dir", "save_every", "resume", "stop_after", "tracker"}
+FREE_TO_CHANGE = {"variants", "output_dir", "save_every", "stop_after", "tracker"}
 
 
 def spell_out(argv: list[str]) -> list[str]:

@@ -234,6 +234,7 @@ class TestGrid:
         assert compare.main([*argv, "--seeds", "3", "0", "--keep_models", "--resume"]) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
         assert len(figures(tmp_path)) == 6
+        assert "--seeds 3 0" in (tmp_path / "results.md").read_text("utf-8"), "what computes all of them"
         assert (tmp_path / "dyt-copied-finetune-2-seed-0" / "model.safetensors").exists()
         assert not (tmp_path / "dyt-copied-finetune-2-seed-3").exists()
 
