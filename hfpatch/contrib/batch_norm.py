@@ -35,7 +35,8 @@ def plan_batch_norms(
     if any(lens_of(module, Joins) for module in model.modules()):
         raise UnsupportedError(
             f"{request}: an earlier patch changed how branches are added to the residual stream, so padding can't be "
-            "left out of the statistics. Start from the original checkpoint."
+            f"left out of the statistics. Start from the original checkpoint; it takes placement= and {request} in one "
+            "request."
         )
     stacks = _stacks(model, request, example_inputs)
     if not any(stacks.values()):
