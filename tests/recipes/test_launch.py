@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import finetune
+import heal
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from hfrecipes.settings import read_run
@@ -48,7 +49,6 @@ PartialState._prepare_backend = gloo
 # Stopped in the middle of the patched model, then taken up again: in one launch, for its time.
 SCRIPT = """
 from pathlib import Path
-{first}
 import finetune
 assert finetune.main([*{argv!r}, "--stop_after", "5"]) == 130
 (state,) = Path({out!r}).glob("state/*")
@@ -57,11 +57,10 @@ assert finetune.main([*{argv!r}, "--resume"]) == 0
 """
 
 
-def launch(config, argv, out, tmp_path):
-    """The exit status 0, and what was printed."""
-    script, deepspeed = tmp_path / "stop_and_go.py", config == "deepspeed.yaml"
-    first = DEEPSPEED_ON_A_CPU if deepspeed else ""
-    script.write_text(SCRIPT.format(argv=argv, out=str(out), first=first), "utf-8")
+def launch(config, source, tmp_path):
+    """A script in two processes, which must end well: what was printed."""
+    script, deepspeed = tmp_path / "script.py", config == "deepspeed.yaml"
+    script.write_text((DEEPSPEED_ON_A_CPU if deepspeed else "") + source, "utf-8")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
     command += ["--mixed_precision", "no", str(script)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
@@ -85,7 +84,7 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     if kind == "DEEPSPEED":
         pytest.importorskip("deepspeed")
     out = tmp_path / "out"
-    printed = launch(config, small(out, text), out, tmp_path)
+    printed = launch(config, SCRIPT.format(argv=small(out, text), out=str(out)), tmp_path)
     assert state in next(line for line in printed.splitlines() if line.startswith("STATE")), "in pieces, or not"
     results, expected = read_results(out), read_results(alone)
     assert (results["hardware"]["processes"], results["hardware"]["distributed"]) == (2, kind)
@@ -101,6 +100,19 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     of_run = Run(read_run(small(tmp_path, text), "finetune.py"), "")
     loss = of_run.measure(of_run.task.load(str(folder)), of_run.loader(of_run.task.heldout))["loss"]
     assert loss == pytest.approx(results["stages"]["rms+rope"]["end"]["loss"], abs=1e-5)
+
+
+def test_a_distilled_token_weighs_the_same_in_every_process(bert, text, tmp_path):
+    """However many tokens are hidden in the process's share of a batch."""
+
+    def flags(out):
+        rest = "--method distil --patch dyt --start copied --no_control"
+        return tiny(tmp_path / out, text, "--model", bert, rest, variants="")
+
+    assert heal.main(flags("alone")) == 0
+    launch("ddp.yaml", f"import heal\nassert heal.main({flags('two')!r}) == 0\n", tmp_path)
+    alone, two = (read_results(tmp_path / out)["stages"]["healed"]["train_loss"] for out in ("alone", "two"))
+    assert two == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize(
