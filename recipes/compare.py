@@ -29,14 +29,12 @@ from hfrecipes.compare_report import compare_report, draw_reports
 from hfrecipes.corpus import RecipeError
 from hfrecipes.methods import METHODS, MethodConfig
 from hfrecipes.paired import Cell
-from hfrecipes.results import folder_name
-from hfrecipes.settings import CONTROL, COUNT, FREE_TO_CHANGE, NOT_NEGATIVE, option
+from hfrecipes.settings import CONTROL, COUNT, FREE_TO_CHANGE, NOT_NEGATIVE, STARTS, option
 from hfrecipes.start import Baseline
 from hfrecipes.training import Run, run_training
 
-STARTS = ("repaired", "auto", "copied", "reset")
-# What may change when a grid goes on: finished models keep their figures, others come on top.
-GRID = {"variants", "methods", "starts", "seeds", "steps", "start", "seed", "margin", "keep_models"}
+# What may change besides when a grid goes on: finished models keep their figures, others come on top.
+GRID = {"methods", "starts", "seeds", "steps", "start", "seed", "margin", "keep_models"}
 
 
 @dataclass
@@ -119,8 +117,8 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
             run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(": ")[0]}
             run.accelerator.free_memory()
             run.write_results()
-        if run.main and not run.config.keep_models:  # only figures are
-            shutil.rmtree(run.out / folder_name(cell.name), ignore_errors=True)
+        if run.is_main and not run.config.keep_models:  # only figures are
+            shutil.rmtree(run.model_folder(cell.name), ignore_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:

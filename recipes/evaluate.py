@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -35,7 +35,7 @@ from hfrecipes.methods import agreement
 from hfrecipes.report import data_line, machine, show, table, words
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
-from hfrecipes.tasks import Task, Terms, find_task, longest_input
+from hfrecipes.tasks import TASKS, Task, Terms, find_task, longest_input
 from hfrecipes.texts import is_path
 from matplotlib.ticker import NullLocator
 from scipy.stats import bootstrap
@@ -54,9 +54,7 @@ class EvaluateConfig:
 
     models: list[str] = option([], "folders or Hub ids")
     against: str | None = option(None, "a folder or Hub id that each is compared with")
-    task: Literal["lm", "classify", "embed", "image"] = option(
-        "lm", "what the models do; each task has flags of its own: --task embed --help"
-    )
+    task: str = option("lm", "what the models do; each task has flags of its own: --task embed --help", TASKS)
     output_dir: str = option("runs/evaluate", "where the results go")
     batch_size: int = option(16, "items in a batch", COUNT)
     lengths: list[int] | None = option(
@@ -149,7 +147,7 @@ def paired_bootstrap(one: Terms, other: Terms) -> tuple[float, float, float]:
     """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both."""
     four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
     if len(four[0]) < 2:
-        raise RecipeError("--against needs two held-out items or more: the interval is over resampled items")
+        raise RecipeError("--against needs two held-out items (of embed: pairs) or more: its interval resamples them")
 
     def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
         return sums.sum(axis) / counts.sum(axis) - other_sums.sum(axis) / other_counts.sum(axis)

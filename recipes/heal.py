@@ -19,9 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-# Threads that spin while they wait make a step ten times slower as soon as something else wants a core. Those that
-# don't spin at all make it 1.6 times slower, on an idle machine and on a busy one: they spin for some microseconds.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
@@ -68,11 +66,11 @@ def heal(run: Run) -> None:
     method, plain = METHODS[c.method](run.task, c, baseline.copy), Method(run.task, c)
     c.variants = [HEALED] if c.no_control else [HEALED, CONTROL]  # as the report calls them
     run.begin()
-    swapped = run.out / SWAPPED
+    swapped = run.model_folder(SWAPPED)
 
     def swap() -> PreTrainedModel:
         model = baseline.patched(c.patch)
-        if run.main:
+        if run.is_main:
             model.save_pretrained(swapped)
             run.task.save_extras(swapped)
         run.accelerator.wait_for_everyone()
@@ -96,7 +94,7 @@ def compare_with_teacher(run: Run, baseline: Baseline) -> None:
     loader = run.loader(run.task.curve)
     for name in (SWAPPED, HEALED, CONTROL):
         if name in run.results["stages"] and name not in found:
-            teacher, model = baseline.copy(), run.task.load(str(run.out / name))
+            teacher, model = baseline.copy(), run.task.load(str(run.model_folder(name)))
             both = (one.eval().to(run.accelerator.device) for one in (teacher, model))
             found[name] = agreement(*both, run.task, loader, run.accelerator.gather_for_metrics)
 

@@ -86,8 +86,8 @@ def run_recipe(
     except (RecipeError, PatchError) as error:
         status, told = 2, f"{type(error).__name__}: {error}"
     except DivergedError as error:
-        advice = "start again with a lower --learning_rate; in the first step it is the model or the data that isn't"
-        status, told = 1, f"{type(error).__name__}: {error}: {advice} sound"
+        advice = "start again with a lower --learning_rate; if it was the first step, check the model and the data"
+        status, told = 1, f"{type(error).__name__}: {error}: {advice}"
     except TrainingError as error:
         status, told = 1, f"{type(error).__name__}: {error}\n{go_on}"
     except (Stopped, KeyboardInterrupt) as stop:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .corpus import Document, RecipeError, fingerprint, refusing, split_documents
-from .settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
+from .settings import COUNT, POSITIVE, at_least, option
 from .tasks import Batch, Figures, Gather, Task, Terms, longest_input
 from .texts import TextConfig, read_texts
 
@@ -52,7 +52,7 @@ class EmbeddingConfig(TextConfig):
     # other defaults than language models have
     batch_size: int = option(24, "passages, or pairs, in a batch, over all processes", COUNT)
     learning_rate: float = option(1e-4, "peak of AdamW's learning rate", POSITIVE)
-    calibration: int = option(480, "passages that a repair takes", NOT_NEGATIVE)
+    calibration: int = option(480, "passages that a repair takes", at_least(2))
 
 
 def find_model(source: str) -> str:

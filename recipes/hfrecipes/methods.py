@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -25,17 +26,15 @@ from .corpus import RecipeError
 from .settings import NOT_NEGATIVE, POSITIVE, SHARE, option
 from .tasks import Batch, Figures, Gather, Task
 
-Teacher = Callable[[], PreTrainedModel]  # makes a copy of the unpatched model
-
 
 class Method:
     """Training on the task's loss; with `--lora_rank` of low-rank adapters. Other methods have another `loss`.
 
-    Without settings the model is trained as it is, with its dropout.
+    Without settings the model is trained as it is, with its dropout. `make_teacher()` is a copy of the unpatched one.
     """
 
-    def __init__(self, task: Task, config: Any = None, teacher: Teacher | None = None) -> None:
-        self.task, self.config, self.make_teacher = task, config, teacher
+    def __init__(self, task: Task, config: Any = None, make_teacher: Callable | None = None) -> None:
+        self.task, self.config, self.make_teacher = task, config, make_teacher
         self.lora = getattr(config, "lora_rank", 0) > 0
 
     def prepare(self, model: PreTrainedModel) -> nn.Module:
@@ -75,17 +74,19 @@ class Distil(Method):
         finally:
             handle.remove()
         distances, terms = self.distance(model, batch, outputs[-1])
-        return (1 - share) * sums + share * counts * distances.sum() / terms.sum(), counts
+        # The loop divides by the task's count over all processes: here by that of what is compared.
+        counted, compared = (reduce(number.sum(), "sum") for number in (counts, terms))
+        return (1 - share) * sums + share * distances * counted / compared, counts
 
     def distance(self, model: nn.Module, batch: Batch, output: Any = None) -> tuple[Tensor, Tensor]:
         """From the teacher: per item a sum and its number of terms. `output` is the student's, if it ran before."""
         if own := getattr(self.task, "distance", None):
-            return per_item(own(model, self.teacher, batch), None)
+            return sum_items(own(model, self.teacher, batch), None)
         inputs = self.task.inputs(batch)
         with torch.no_grad():
             theirs = self.teacher(**inputs).logits
         ours = (output or model(**inputs)).logits
-        return per_item(divergence(ours, theirs, takes_several(self.teacher)), inputs.get("attention_mask"))
+        return sum_items(divergence(ours, theirs, takes_several(self.teacher)), inputs.get("attention_mask"))
 
 
 METHODS: dict[str, type[Method]] = {"finetune": Method, "distil": Distil}
@@ -158,7 +159,7 @@ def agreement(teacher: nn.Module, model: nn.Module, task: Task, loader: DataLoad
             same = ((theirs > 0) == (ours > 0)).float().mean(-1) if several else theirs.argmax(-1) == ours.argmax(-1)
             found = {"divergence": divergence(ours, theirs, several), "same_answer": same.float()}
         for name, terms in found.items():
-            pair = gather(per_item(terms, inputs.get("attention_mask")))
+            pair = gather(sum_items(terms, inputs.get("attention_mask")))
             totals[name] = totals.get(name, 0) + torch.stack([seen.double().sum().cpu() for seen in pair])
     return {name: (total / count).item() for name, (total, count) in totals.items()}
 
@@ -176,7 +177,7 @@ def divergence(student: Tensor, teacher: Tensor, several: bool) -> Tensor:
     return terms.mean(-1) if several else terms
 
 
-def per_item(terms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def sum_items(terms: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sum of each item's terms (B, ...) and their number, (B,) each; of terms (B, T) where a mask isn't 0."""
     weights = mask.to(terms.dtype) if mask is not None and mask.shape == terms.shape else torch.ones_like(terms)
     return (terms * weights).reshape(len(terms), -1).sum(1), weights.reshape(len(terms), -1).sum(1)

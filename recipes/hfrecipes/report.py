@@ -44,13 +44,13 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def machine(results: Results) -> str:
-    """One line: hardware, versions, time."""
-    hard = results["hardware"]
-    return (
-        f"{hard['cpu']}, {hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}; "
-        + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-        + f"; {results['wall_seconds']:.0f} s."
-    )
+    """One line: hardware and versions, also those that the run began on, and time."""
+    told = []
+    for where in [*results.get("earlier", []), results]:
+        hard, versions = where["hardware"], ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+        cores = f"{hard['cores']} cores, {hard['processes']} process(es) on {hard['device']}"
+        told.append(f"{hard['cpu']}, {cores}; {versions}; ")
+    return "then ".join(dict.fromkeys(told)) + f"{results['wall_seconds']:.0f} s."
 
 
 def data_line(data: dict[str, Any]) -> str:

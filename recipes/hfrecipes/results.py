@@ -23,11 +23,6 @@ class TrainingError(RuntimeError):
     """Training went wrong; the last good state is on disk."""
 
 
-def folder_name(name: str) -> str:
-    """A stage's name as a folder's."""
-    return re.sub(r"[^\w+.=,-]", "-", name)
-
-
 def read_results(path: Path) -> dict[str, Any]:
     """results.json of an earlier run."""
     with refusing(f"can't read a recipe's results from {path}; take another --output_dir, or remove it"):
@@ -61,7 +56,7 @@ class OutputFolder:
 
     def __init__(self, config: Any, command: str, accelerator: Accelerator) -> None:
         self.config, self.command, self.accelerator = config, command, accelerator
-        self.out, self.main = Path(config.output_dir), accelerator.is_main_process
+        self.out, self.is_main = Path(config.output_dir), accelerator.is_main_process
         self.started = time.perf_counter()
 
     # -- results
@@ -69,13 +64,15 @@ class OutputFolder:
     def open_results(self, free_to_change: Collection[str] = (), **more: Any) -> dict[str, Any]:
         """Begin results.json, or with --resume take it up again: the same data, and the same settings but for some.
 
+        Where another machine, or other versions, take it up, those before are in "earlier".
+
         Args:
             free_to_change: settings that may differ from those of the run that is taken up.
             more: what results hold besides the command, the settings and the machine.
         """
         config = {name: value for name, value in asdict(self.config).items() if name != "resume"}
-        self.results = {"command": self.command, "config": config, **more, **environment(self.accelerator)}
-        self.results["wall_seconds"] = 0.0
+        here = environment(self.accelerator)
+        self.results = {"command": self.command, "config": config, **more, **here, "wall_seconds": 0.0}
         path = self.out / "results.json"
         if getattr(self.config, "resume", False) and path.exists():
             before = read_results(path)
@@ -85,16 +82,18 @@ class OutputFolder:
                 changed.append("data (its content)")
             if changed:
                 raise RecipeError(f"can't resume {self.out} with other settings: {', '.join(changed)} changed")
-            self.results = before | {"command": self.command, "config": config}
+            there = {name: before[name] for name in here}
+            earlier = before.get("earlier", []) + [there] * (there != here)
+            self.results = before | {"command": self.command, "config": config, **here, "earlier": earlier}
             self.started -= before["wall_seconds"]
-        elif self.main:
+        elif self.is_main:
             shutil.rmtree(self.out / "state", ignore_errors=True)
         self.write_results()
         return self.results
 
     def write_results(self) -> None:
         self.results["wall_seconds"] = time.perf_counter() - self.started
-        if self.main:
+        if self.is_main:
             write_json(self.out / "results.json", self.results)
         self.accelerator.wait_for_everyone()
 
@@ -103,7 +102,7 @@ class OutputFolder:
     ) -> None:
         """results.md and a drawing, and what a reader sees in the end."""
         self.write_results()
-        if self.main:
+        if self.is_main:
             text = tell(self.results)
             (self.out / "results.md").write_text(text, "utf-8")
             draw(self.results, self.out / picture)
@@ -121,17 +120,17 @@ class OutputFolder:
 
     def save_state(self, name: str, record: dict[str, Any]) -> None:
         """A state counts once its stage.json is there, which is written last; then the older ones go."""
-        folder = self.out / "state" / f"{record['step']:07d}-{folder_name(name)}"
+        folder = self.out / "state" / f"{record['step']:07d}-{self.model_folder(name).name}"
         try:
             self.accelerator.save_state(str(folder))
             self.accelerator.wait_for_everyone()
-            if self.main:
+            if self.is_main:
                 write_json(folder / "stage.json", record)
         except (OSError, RuntimeError) as error:  # torch and safetensors wrap a full disk in errors of their own
-            if self.main:
+            if self.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
             raise TrainingError(f"can't save after step {record['step']} of {name}: {error}") from None
-        if self.main:
+        if self.is_main:
             for other in folder.parent.iterdir():
                 if other != folder:
                     shutil.rmtree(other)
@@ -139,21 +138,25 @@ class OutputFolder:
 
     # -- models
 
+    def model_folder(self, name: str) -> Path:
+        """Of a stage, whose name may hold what a folder's can't."""
+        return self.out / re.sub(r"[^\w+.=,-]", "-", name)
+
     def finish(self, name: str, model: PreTrainedModel, record: dict[str, Any]) -> None:
         """Save a trained model and its record; its states go."""
         record["parameters"] = model.num_parameters()
         if record["step"]:
-            self.save_model(model, self.out / folder_name(name))
+            self.save_model(model, self.model_folder(name))
         self.results["stages"][name] = record
         self.write_results()
-        if self.main:
+        if self.is_main:
             shutil.rmtree(self.out / "state", ignore_errors=True)
 
     def save_model(self, model: PreTrainedModel, folder: Path) -> None:
         """A checkpoint like any other, also of a model that the processes hold in pieces."""
         in_pieces = self.accelerator.distributed_type == DistributedType.FSDP
         weights = self.accelerator.get_state_dict(model) if in_pieces else None  # all processes take part
-        if self.main:
+        if self.is_main:
             model.save_pretrained(folder, state_dict=weights)
             self.task.save_extras(folder)
             if in_pieces:

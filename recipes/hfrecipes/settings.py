@@ -20,9 +20,10 @@ from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.core.suggest import did_you_mean
 
 from .corpus import RecipeError, refusing
-from .tasks import find_task
+from .tasks import TASKS, find_task
 
 CONTROL = "control"
+STARTS = ("repaired", "auto", "copied", "reset")
 
 
 class Range:
@@ -66,9 +67,7 @@ def option(default: Any, help: str, choices: Range | Collection | None = None) -
 class RunConfig:
     """Settings of training in general; a task adds its own."""
 
-    task: Literal["lm", "classify", "embed", "image"] = option(
-        "lm", "what is learnt; each task has flags of its own: --task classify --help"
-    )
+    task: str = option("lm", "what is learnt; each task has flags of its own: --task classify --help", TASKS)
     variants: list[str] = option(
         ["rms", "dyt", "rope", "rms+rope", CONTROL],
         "what to compare: a norm, a position scheme or norm+position, by registered name, with options as in "
@@ -79,10 +78,11 @@ class RunConfig:
         None, "steps before the copies are made; none: 900 from scratch, 0 for --model", NOT_NEGATIVE
     )
     steps: int = option(150, "steps after the patch, the same for every variant", COUNT)
-    start: Literal["repaired", "auto", "copied", "reset"] = option(
+    start: str = option(
         "repaired",
         "how a patched copy begins: repaired on --calibration training inputs; auto: the closest that takes no data; "
         "copied: gains and shifts as they were, nothing else touched; reset: fresh, for training from scratch",
+        STARTS,
     )
     calibration: int = option(64, "training items that a repair takes", at_least(2))
     batch_size: int = option(16, "items in a batch, over all processes", COUNT)

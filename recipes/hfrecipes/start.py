@@ -47,7 +47,7 @@ class Baseline:
         model, self.model = self.model, None
         run.stage(name, lambda: model, self.steps, seed=self.seed, schedule="constant_with_warmup")
         if self.steps:
-            self.source = str(run.out / name)
+            self.source = str(run.model_folder(name))
 
     def copy(self) -> PreTrainedModel:
         if self.source:

@@ -56,6 +56,7 @@ def refused(capsys, monkeypatch, tmp_path):
         ("finetune", "--task classify --batch_size 0", "--batch_size"),
         ("finetune", "--task embed --learning_rate 0", "--learning_rate"),
         ("finetune", "--calibration 1", "--calibration"),
+        ("heal", "--task embed --calibration 1", "--calibration"),
         ("heal", "--lora_rank -1", "--lora_rank"),
         ("compare", "--steps 5 0", "--steps"),
         ("compare", "--task image --warmup_steps -1", "--warmup_steps"),

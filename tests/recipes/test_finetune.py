@@ -76,11 +76,18 @@ class TestStopping:
         assert "stopped after step 3 of 5 of 'baseline'" in told, "the step is finished"
         assert "--resume" in told
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        begun = read_results(tmp_path)
+        begun["hardware"]["cpu"] = "a cpu elsewhere"
+        (tmp_path / "results.json").write_text(json.dumps(begun))
         assert finetune.main(tiny(tmp_path, text, "--stop_after 3 --resume")) == 130
         assert saved_step(tmp_path) == ("dyt", 1), "neither is a multiple of save_every"
         assert finetune.main(tiny(tmp_path, text, "--resume")) == 0
         assert "baseline: done before" in capsys.readouterr().out
         assert figures(tmp_path) == figures(finished)
+        found, told = read_results(tmp_path), (tmp_path / "results.md").read_text("utf-8")
+        assert found["hardware"] == read_results(finished)["hardware"]
+        assert [where["hardware"]["cpu"] for where in found["earlier"]] == ["a cpu elsewhere"]
+        assert told.index("a cpu elsewhere, ") < told.index(f"; then {found['hardware']['cpu']}, ")
 
     @pytest.mark.slow
     def test_with_dropout_accumulation_and_at_the_last_step(self, text, tmp_path, finished):
