@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError
-from .lens import Arguments, StandIn, checkpointed_once, put, views
+from .errors import PositionError, UnsupportedError
+from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
 from .norms import AffineNorm
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
@@ -75,6 +75,9 @@ class Padded:
 
     Attributes:
         norms: paths of the norms, relative to the module.
+
+    Raises:
+        UnsupportedError: an earlier lens put something else in a norm's place, as hfpatch 0.2.0 had placements do.
     """
 
     norms: tuple[str, ...]
@@ -90,6 +93,11 @@ class Padded:
             for name in self.norms:
                 norm = module.get_submodule(name)
                 if isinstance(norm, MaskedBatchNorm):  # a later patch may have put another norm there
+                    if first_at(module, name) is not norm:
+                        raise UnsupportedError(
+                            f"{name} was patched by hfpatch 0.2.0 with norm='batch' and placement= in one request, "
+                            "which counts padding in its statistics. Patch the original checkpoint again."
+                        )
                     put(tree, name, _with_padding(norm, keep))
         return {**checkpointed_once(module), **views(module, tree)}, {}
 

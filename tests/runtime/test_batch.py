@@ -15,8 +15,11 @@ from tiny_models import inputs, norms_of, patch, randomise, reload, tiny
 from torch import Tensor, nn
 
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.batch_norm import MaskedBatchNorm
+from hfpatch.runtime.apply import apply
+from hfpatch.runtime.batch_norm import MaskedBatchNorm, Padded
+from hfpatch.runtime.edits import LENS_SLOT, Edit
 from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.lens import LENS, Lenses
 from hfpatch.runtime.norms import NormFacts
 from hfpatch.schemes.norms import BatchNorm
 
@@ -93,6 +96,24 @@ def test_padding_counts_for_nothing(family: str, placement: str | None) -> None:
         for one in (given, others):  # control
             del one["attention_mask"]
         assert error(encoded(others), encoded(given)) > 1e-3
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_lenses_of_earlier_checkpoints_are_refused(inside: bool) -> None:
+    """hfpatch 0.2.0 had the block's placement before the mask, and one more mask inside the block."""
+    model = patch(make("bert"), norm="batch", placement="pre")
+    given = padded(model)
+    model(**given)
+    for layer in model.encoder.layer:
+        padding, joins = layer.__dict__[LENS].lenses
+        if inside:
+            layer.__dict__[LENS] = joins
+            name, _ = padding.norms
+            apply([Edit.of(f"attention.{LENS_SLOT}", Padded((name.removeprefix("attention."),)))], layer)
+        else:
+            layer.__dict__[LENS] = Lenses((joins, padding))
+    with pytest.raises(UnsupportedError, match=r"output\.LayerNorm was patched by hfpatch 0\.2\.0"):
+        model(**given)
 
 
 OWN_ATTENTIONS = ("deberta-v2", "funnel", "yoso")
