@@ -102,7 +102,7 @@ class Tree:
         self.model, self.fresh = model, fresh
         base = getattr(model, "base_model_prefix", "")
         self.base = base if base and base in model._modules else ""
-        self._holders: dict[int, list[tuple[nn.Module, str]]] = {}  # id of a module -> the places that hold it
+        self._holders: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {}  # the places that hold a module
 
     def inside(self, name: str) -> str:
         """A module's name inside the base model: "" is the base model itself."""
@@ -145,21 +145,40 @@ class Tree:
 
     def holders(self, owner: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
         """(parent, child name) of every place that holds a child of `owner`: several where it is shared."""
-        held = id(owner._modules[name])
+        held = owner._modules[name]
+        assert held is not None
         if (owner, name) not in self._holders.get(held, ()):
             self._holders = {}
-            for parent in self.model.modules():
-                for child, inner in parent._modules.items():
-                    self._holders.setdefault(id(inner), []).append((parent, child))
-        return self._holders[held]
+            self._hold_children(self.model)
+        return list(self._holders[held])
 
     def replaced(self, old: nn.Module, new: nn.Module | None) -> None:
-        """Keep `holders` right after a module was replaced."""
-        places = self._holders.pop(id(old))
-        if old._modules or (new is not None and new._modules):  # children may have moved from one to the other
-            self._holders = {}
-        elif new is not None:
-            self._holders[id(new)] = places
+        """Keep `holders` right after a module was replaced at all places that held it."""
+        places = self._holders.pop(old)
+        for parent, name in places if new is not None else ():
+            self._hold(parent, name, new)
+        if old not in self._holders:  # unless the new module holds it
+            self._let_go_children(old)  # last: children may have moved from one to the other
+
+    def _hold(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        places = self._holders.setdefault(module, {})
+        if not places:
+            self._hold_children(module)
+        places[parent, name] = None
+
+    def _hold_children(self, module: nn.Module) -> None:
+        for name, child in module._modules.items():
+            if child is not None:
+                self._hold(module, name, child)
+
+    def _let_go_children(self, module: nn.Module) -> None:
+        """Drop the places inside a module that nothing holds any more, and inside the children that were its alone."""
+        for name, child in module._modules.items():
+            if child is not None and (places := self._holders.get(child)):
+                places.pop((module, name), None)
+                if not places:
+                    del self._holders[child]
+                    self._let_go_children(child)
 
 
 def _has(module: nn.Module, name: str) -> bool:

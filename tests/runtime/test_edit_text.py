@@ -14,7 +14,8 @@ import torch
 from tiny_models import difference, patch, reload, tiny
 from torch import nn
 
-from hfpatch.runtime.apply import apply, condensed
+from hfpatch.plan import plan_patch
+from hfpatch.runtime.apply import Tree, apply, condensed
 from hfpatch.runtime.edits import Call, Edit, as_data, register_component
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import RMSNorm
@@ -96,3 +97,50 @@ def test_components_have_names_of_their_own() -> None:
         register_component(RMSNorm)
     with pytest.raises(UnsupportedError):
         as_data(torch.zeros(1))
+
+
+def test_the_places_that_hold_a_module_follow_what_is_replaced() -> None:
+    """A child that moves into its successor or is shared, a module that is wrapped, one that goes."""
+    shared = nn.GELU()
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(shared, nn.Linear(2, 2))) for _ in "123"))
+    model.append(model[0])  # a block that is used twice
+    model.append(nn.Sequential(shared))
+    tree = Tree(model)
+
+    def replace(owner: Any, name: str, new: nn.Module | None) -> None:
+        old, places = owner._modules[name], tree.holders(owner, name)
+        for parent, child in places:
+            if new is None:
+                del parent._modules[child]
+            else:
+                parent._modules[child] = new
+        tree.replaced(old, new)
+        for parent in model.modules():
+            for child in parent._modules:
+                assert set(tree.holders(parent, child)) == set(Tree(model).holders(parent, child))
+
+    replace(model[0], "1", nn.Sequential(model[0][1][1]))  # its last child moved, the shared one isn't in it any more
+    replace(model, "0", nn.Sequential(model[0], shared))  # wrapped, at both places
+    replace(model[1], "1", None)
+    replace(model[2][1], "0", nn.ReLU())  # the shared one, everywhere
+
+
+def test_replacing_modules_with_children_takes_steps_in_proportion_to_the_blocks() -> None:
+    steps = 0
+
+    class Children(dict):
+        def items(self) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().items()
+
+    counts = []
+    for blocks in (4, 8, 16):
+        model = tiny("gpt2", n_layer=blocks)
+        edits = plan_patch(model, mlp="swiglu").edits  # a projection becomes a pair of them
+        for module in model.modules():
+            vars(module)["_modules"] = Children(module._modules)
+        steps = 0
+        assert apply(edits, model) == 2 * blocks
+        counts.append(steps)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0, counts
