@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
 from .randomness import own_randomness
@@ -107,6 +107,20 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config.get_text_config()
     except ValueError:  # ambiguous, as transformers says
         return config.get_text_config(encoder=True)
+
+
+def longest_text(model: PreTrainedModel) -> int | None:
+    """How many tokens one text of the model may have, None where its config says nothing.
+
+    RoBERTa and its like count positions from the row behind the padding's, so a text is shorter than their tables.
+    """
+    most: int | None = getattr(text_config(model.config), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if most is not None and isinstance(padding, int) and "position" in name.rpartition(".")[2]:
+            rows = getattr(module, "num_embeddings", None) or len(getattr(module, "weight", ()))  # I-BERT has no number
+            most = min(most, rows - padding - 1) if rows == most else most
+    return most
 
 
 class Inputs:

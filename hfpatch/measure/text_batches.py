@@ -12,7 +12,7 @@ from transformers import AutoProcessor, PreTrainedModel
 
 from ..errors import OptionError
 from ..runtime.errors import first_line
-from .inputs import text_config
+from .inputs import longest_text
 
 _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 
@@ -57,8 +57,7 @@ def encode(
     Raises:
         OptionError: it takes no such texts.
     """
-    longest = getattr(text_config(model.config), "max_position_embeddings", None) or length
-    cut = min(length, longest, getattr(tokenizer, "model_max_length", length))
+    cut = min(length, longest_text(model) or length, getattr(tokenizer, "model_max_length", length))
     try:
         return tokenizer(texts, truncation=True, max_length=cut)
     except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind

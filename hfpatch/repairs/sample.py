@@ -14,13 +14,12 @@ from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
-from ..measure.inputs import text_config
+from ..measure.inputs import longest_text, text_config
 from ..measure.quiet_forward import device_of, quiet
 from ..runtime.errors import UnsupportedError
 
 BATCH = 32
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
-_UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
 
 
 def sample_batches(
@@ -50,8 +49,7 @@ def sample_batches(
     if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
         setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
         raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
-    most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
-    length = max(2, min(length, most - _UNUSED_ROWS))
+    length = max(2, min(length, longest_text(model) or length))
     batches = []
     with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream

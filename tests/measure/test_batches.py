@@ -16,7 +16,15 @@ import torch
 from tiny_models import patch, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForMaskedLM,
+    BatchEncoding,
+    GPT2LMHeadModel,
+    IBertConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+)
 
 from hfpatch import read_batches, repair, repair_report, verify
 from hfpatch.errors import OptionError
@@ -148,6 +156,21 @@ def test_texts_are_cut(model: PreTrainedModel) -> None:
     wide = tiny("gpt2", LM, n_positions=600)
     assert len(rows_of(read_batches(long, wide, make_tokenizer()))[0]) == 128
     assert len(rows_of(read_batches([[5] * 500], wide))[0]) == 500  # a row keeps its length
+
+
+@pytest.mark.parametrize("padding", [1, 0])
+@pytest.mark.parametrize("kind", [RobertaConfig, IBertConfig])
+def test_texts_are_as_long_as_tables_that_begin_behind_the_padding(kind: Any, padding: int) -> None:
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = kind(**sizes, vocab_size=99, max_position_embeddings=34, pad_token_id=padding)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    [batch] = read_batches([" ".join(["cat"] * 40)], model, make_tokenizer(), length=34)
+    longest = 34 - padding - 1
+    assert batch["input_ids"].shape == (1, longest)
+    model(**batch)
+    with pytest.raises((IndexError, RuntimeError)):  # control: the table isn't longer
+        model(input_ids=torch.full((1, longest + 1), 7))
 
 
 def test_texts_and_rows_are_read_up_to_a_number(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

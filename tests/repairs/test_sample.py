@@ -82,9 +82,12 @@ def test_special_tokens(tokens: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("most", [4, 9])
 def test_short_position_tables(most: int) -> None:
-    assert sample_batches(tiny("gpt2", LM, n_positions=most), 3)[0]["input_ids"].shape[1] <= most
-    roberta = tiny("roberta", LM, max_position_embeddings=most, is_decoder=True, pad_token_id=1)
-    assert sample_batches(roberta, 3)[0]["input_ids"].shape[1] <= most - 2  # its table starts behind the padding
+    """A draw is as long as the table, and no longer."""
+    endless = {"eos_token_id": None}
+    gpt2 = tiny("gpt2", LM, n_positions=most, **endless)
+    assert sample_batches(gpt2, 3)[0]["input_ids"].shape[1] == most
+    roberta = tiny("roberta", LM, max_position_embeddings=most, is_decoder=True, pad_token_id=1, **endless)
+    assert sample_batches(roberta, 3)[0]["input_ids"].shape[1] == most - 2  # its table starts behind the padding
     drawn = sample_batches(tiny("bart", SEQ2SEQ, max_position_embeddings=most), 3)[0]
     assert max(drawn["input_ids"].shape[1], drawn["decoder_input_ids"].shape[1]) <= most
 
