@@ -155,8 +155,9 @@ class Tree:
     def replaced(self, old: nn.Module, new: nn.Module | None) -> None:
         """Keep `holders` right after a module was replaced at all places that held it."""
         places = self._holders.pop(old)
-        for parent, name in places if new is not None else ():
-            self._hold(parent, name, new)
+        if new is not None:
+            for parent, name in places:
+                self._hold(parent, name, new)
         if old not in self._holders:  # unless the new module holds it
             self._let_go_children(old)  # last: children may have moved from one to the other
 

@@ -15,10 +15,12 @@ from .paired import half_width
 matplotlib.use("Agg")  # to a file, with or without a screen
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: also for the colour-blind
 DASHES = ["-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5))]  # a colour that comes again has another one
-CONTROL_LINE = {"color": "black", "lw": 1.2, "zorder": 99}
+CONTROL_LINE = {"color": "black", "ls": "-", "lw": 1.2, "zorder": 99}
+DASH = 4.0  # in widths of its line
 ABOUT = (
     "Left: means over seeds, with bands of one standard deviation. Right: mean difference from the control of the same "
     "seed at the same step, with 95 % intervals; grey counts as none. Of more than five lines there are no bands. "
+    "Lines that run on top of each other are drawn as one, in pieces of their colours by turns. "
     "Curves may be of a part of the held-out data."
 )
 
@@ -47,13 +49,14 @@ def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     """A row of two plots for each panel; lines of one name look the same in all."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    turns = turns_of(panels)
     rows = max(1, len(panels))  # where every model failed there is nothing to draw
     figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.6 * rows), squeeze=False, layout="constrained")
     for panel, (left, right) in zip(panels, axes, strict=False):
         bands = len(panel.lines) <= 5  # of more lines they would hide each other
         for name, curve in panel.lines.items():
             i = names.index(name)
-            look = {"color": COLOURS[i % 6], "ls": DASHES[i // 6 % 4], "lw": 1.8, "label": name}
+            look = {"color": COLOURS[i % 6], "ls": DASHES[i // 6 % 4], "lw": 1.8, "label": name} | turns.get(name, {})
             draw_line(left, curve, curve.std(axis=1) * bands, look)
             if panel.control is not None:
                 gaps = (curve - panel.control).dropna(axis=1, how="all").dropna()
@@ -64,17 +67,43 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
         left.set_title(panel.title, loc="left")
         right.set_visible(panel.control is not None)
         if panel.control is not None:
-            look = CONTROL_LINE | {"label": panel.control_name}
-            draw_line(left, panel.control, panel.control.std(axis=1) * bands, look)
-            finish_differences(right, panel)
+            look = CONTROL_LINE | turns.get(None, {})
+            draw_line(left, panel.control, panel.control.std(axis=1) * bands, look | {"label": panel.control_name})
+            finish_differences(right, panel, look)
         for axis in (left, right):
             count_steps(axis)
     named = {}
     for axis in axes.flat:
         named |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=3)
+    figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=3, handlelength=3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def turns_of(panels: Sequence[Panel]) -> dict[str | None, dict[str, Any]]:
+    """How lines look that coincide wherever both are drawn: dashes in each other's gaps. The control's name is None."""
+    drawn = [{**panel.lines} if panel.control is None else {**panel.lines, None: panel.control} for panel in panels]
+    means = [{name: curve.mean(axis=1) for name, curve in lines.items()} for lines in drawn]
+    groups: list[list[str | None]] = []
+    for name in dict.fromkeys(name for lines in means for name in lines):
+        group = next((group for group in groups if all(coincide(name, other, means) for other in group)), None)
+        groups.append([name]) if group is None else group.append(name)
+    return {
+        name: {"ls": (DASH * turn, (DASH, DASH * (len(group) - 1))), "lw": 1.8}  # dashes grow with the width
+        for group in groups
+        for turn, name in enumerate(group)
+        if len(group) > 1
+    }
+
+
+def coincide(name: str | None, other: str | None, means: Sequence[dict[str | None, pd.Series]]) -> bool:
+    """Whether two lines are a line's width apart at most, in every panel that has both."""
+    both = [lines for lines in means if name in lines and other in lines]
+    spreads = [
+        max(line.max() for line in lines.values()) - min(line.min() for line in lines.values()) for lines in both
+    ]
+    gaps = [(lines[name] - lines[other]).abs().max() for lines in both]
+    return bool(both) and all(gap <= spread / 100 for gap, spread in zip(gaps, spreads, strict=True))
 
 
 def draw_line(axis: Any, curve: Curve, half: pd.Series, look: dict[str, Any]) -> None:
@@ -84,8 +113,8 @@ def draw_line(axis: Any, curve: Curve, half: pd.Series, look: dict[str, Any]) ->
     axis.fill_between(mean.index, mean - half, mean + half, color=look["color"], alpha=0.15, lw=0, zorder=1)
 
 
-def finish_differences(axis: Any, panel: Panel) -> None:
-    axis.axhline(0, **CONTROL_LINE)
+def finish_differences(axis: Any, panel: Panel, look: dict[str, Any]) -> None:
+    axis.axhline(0, **look)
     if panel.margin:
         axis.axhspan(-panel.margin, panel.margin, color="black", alpha=0.08, lw=0, label="counts as no difference")
         if max(map(abs, axis.get_ylim())) > 12 * panel.margin:  # what a swap cost at first must not flatten the rest
