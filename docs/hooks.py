@@ -1,6 +1,6 @@
 """What the site has besides the pages in docs/: tables of sweeps, figures of recipes and notebooks, the command line.
 
-mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` for each of them.
+mkdocs calls `on_files` before it reads the pages, then `on_page_markdown` and `on_page_content` for each of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
 _INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
 _LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
+_PRINTED = re.compile(r'(?s)<div class="language-text highlight"><pre><span></span><code>(.*?)</code></pre></div>')
+_RULE = re.compile(r"-+(  -+)+")  # between the headings and the rows of a table that hfpatch prints
+_CELL = re.compile(r"(?<=<td)((?: style=\"[^\"]*\")?)>([^<]*)(?=</td>)")
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
 
@@ -38,11 +42,14 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace each line `<!-- include: PATH -->` or `<!-- include: PATH#HEADING -->` with a file, or a section of it.
 
-    Its own heading stays behind; those below it go two levels down. A line of prose stays a line.
+    Its own heading stays behind; those below it go two levels down. A line of prose stays a line. A page of wide tables
+    goes without its contents at the side.
     """
+    if page.file.src_uri.startswith("support/"):
+        page.meta["hide"] = ["toc"]
 
     def text_of(match: re.Match[str]) -> str:
         name, _, heading = match[1].partition("#")
@@ -57,6 +64,64 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return _with_links_to_source(text, name)
 
     return _INCLUDE.sub(text_of, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Say where the cells of tables may wrap, and make tables of what hfpatch prints as such."""
+    return _PRINTED.sub(_with_tables, _CELL.sub(_wrapping, html))
+
+
+def _wrapping(match: re.Match[str]) -> str:
+    """A cell whose names wrap behind underscores, and steps (1 → 2 → 3) before a figure; most have a class."""
+    style, text = match.groups()
+    kinds = {"steps": ".* → ", "sentence": r".{60}", "phrase": r".{20}", "figure": r"[-+.\de]+$"}
+    kind = next((f' class="{name}"' for name, pattern in kinds.items() if re.match(pattern, text)), "")
+    return f"{kind}{style}>{text.replace(' → ', '&nbsp;→ ').replace('_', '_<wbr>')}"
+
+
+def _with_tables(match: re.Match[str]) -> str:
+    """A printed text as HTML if it holds tables, else as it is."""
+    lines, pieces, last = unescape(match[1]).splitlines(), [], 0
+    for number, line in enumerate(lines):
+        if not _RULE.fullmatch(line):
+            continue
+        starts = [found.start() for found in re.finditer(r"-+", line)]
+        end = number + 1
+        while end < len(lines) and lines[end] and not any(lines[end][at - 2 : at].strip() for at in starts[1:]):
+            end += 1
+        pieces += [_lines(lines[last : number - 1]), _table([lines[number - 1], *lines[number + 1 : end]], starts)]
+        last = end
+    if not pieces:
+        return match[0]
+    return "\n".join(['<div class="printed">', *filter(None, [*pieces, _lines(lines[last:])]), "</div>"])
+
+
+def _lines(lines: list[str]) -> str:
+    return "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+
+
+def _table(lines: list[str], starts: list[int]) -> str:
+    """Lines of text in columns as a table; a column is of numbers if it is aligned to the right.
+
+    Every cell knows its heading, which stands before it where the screen is too narrow for columns.
+    """
+    cut = [[line[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines]
+    sides = ["right" if any(cell.startswith(" ") for cell in column) else "left" for column in zip(*cut, strict=True)]
+    heads, *rows = [[cell.strip() for cell in row] for row in cut]
+    top = "".join(f'<th class="{side}">{escape(head)}</th>' for head, side in zip(heads, sides, strict=True))
+    body = ""
+    for row in rows:
+        cells = (
+            f'<td class="{side}" data-head="{escape(head)}">{_names(escape(cell))}</td>'
+            for cell, head, side in zip(row, heads, sides, strict=True)
+        )
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<table class="printed"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _names(text: str) -> str:
+    """Names that wrap behind dots, but not inside braces."""
+    return re.sub(r"\{.*?\}", r'<span class="whole">\g<0></span>', re.sub(r"(?<=[^\W\d]\.)", "<wbr>", text))
 
 
 def _figures_of_notebooks() -> Iterator[tuple[str, str | bytes]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,15 @@ def test_the_reference_lists_every_name_and_every_error() -> None:
     assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
     assert [name for name in registries if f"`{name}`" not in text] == []
     assert [name for name in errors.__all__ if f".{name}\n" not in text] == []
+
+
+def test_docstrings_describe_parameters_that_exist() -> None:
+    """The site's generator doesn't check it, as it takes `a, b: as in ...` for one name."""
+    described = 0
+    for one in filter(callable, (getattr(hfpatch, name) for name in hfpatch.__all__)):
+        documented = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(one) or "")
+        if documented is not None:
+            names = {name for line in re.findall(r"(?m)^    (\w[\w, ]*):", documented[1]) for name in line.split(", ")}
+            assert names <= set(inspect.signature(one).parameters), one
+            described += len(names)
+    assert described > 50

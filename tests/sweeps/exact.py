@@ -220,8 +220,8 @@ def to_markdown(results: list[Result]) -> str:
         "The control is the error of the same swap without any centring.",
         "",
         *workers.table(
-            "model type | class | >LayerNorms | >exact | >error | >as written | >embeddings | >control | status "
-            "| why the others aren't",
+            "model type | status | >LayerNorms | >exact | why the others aren't | >error | >as written | >embeddings "
+            "| >control | class",
             map(_cells, results),
         ),
     ]
@@ -232,7 +232,7 @@ def _cells(result: Result) -> tuple[object, ...]:
     measured = (result.error, result.as_written, result.embedded, result.control)
     errors = [f"{one:.1e}" if one is not None else "" for one in measured]
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
-    return result.model_type, result.class_name, result.layer_norms, result.exact, *errors, result.status, reasons
+    return result.model_type, result.status, result.layer_norms, result.exact, reasons, *errors, result.class_name
 
 
 SWEEP = workers.Sweep(

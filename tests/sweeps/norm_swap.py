@@ -391,7 +391,7 @@ def to_markdown(results: list[Result]) -> str:
         "doesn't reach the LayerNorms: there each new module is checked by itself.",
         "",
         *workers.table(
-            "model type | class | >LayerNorms | >converted | kept (reason) | status",
+            "model type | status | >LayerNorms | >converted | kept (reason) | class",
             (_cells(result) for result in results if result.counted),
         ),
     ]
@@ -403,7 +403,7 @@ def to_markdown(results: list[Result]) -> str:
 def _cells(result: Result) -> tuple[object, ...]:
     kept = "; ".join(f"{count}: {reason}" for reason, count in result.kept.items())
     status = result.status + (f" ({result.note})" if result.note else "")
-    return result.model_type, result.class_name, result.layer_norms, result.converted, kept, status
+    return result.model_type, status, result.layer_norms, result.converted, kept, result.class_name
 
 
 SWEEP = workers.Sweep(

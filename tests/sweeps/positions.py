@@ -246,7 +246,7 @@ def to_markdown(results: list[Result]) -> str:
         f"{count['beyond']} more classes beyond that list. They are in {len(families)} model types.",
         "",
         *workers.table(
-            "class | model types | status | >shift | >active | >blind | >cached | >length", map(_cells, all_rows)
+            "class | status | >shift | >active | >blind | >cached | >length | model types", map(_cells, all_rows)
         ),
     ]
     not_run = [(result.model_type, result.status) for result in results if result.status != "ok"]
@@ -258,7 +258,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
     figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
     shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
-    return f"`{row.owner}`", shown, row.status, *figures
+    return f"`{row.owner}`", row.status, *figures, shown
 
 
 def _number(value: float | None) -> str:
