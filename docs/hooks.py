@@ -120,8 +120,9 @@ def _table(lines: list[str], starts: list[int]) -> str:
 
 
 def _names(text: str) -> str:
-    """Names that wrap behind dots, but not inside braces."""
-    return re.sub(r"\{.*?\}", r'<span class="whole">\g<0></span>', re.sub(r"(?<=[^\W\d]\.)", "<wbr>", text))
+    """Names that wrap behind their number of layers, and nowhere inside braces or figures."""
+    text = text.replace("}.", "}.<wbr>")
+    return re.sub(r"\{.*?\}|[\d.]+e-\d+", r'<span class="whole">\g<0></span>', text)
 
 
 def _figures_of_notebooks() -> Iterator[tuple[str, str | bytes]]:
