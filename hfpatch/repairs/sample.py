@@ -20,7 +20,7 @@ from ..runtime.errors import UnsupportedError
 
 BATCH = 32
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
-_UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
+UNUSED_ROWS = 2  # rows of a position table that RoBERTa and its like don't use
 
 
 def sample_batches(
@@ -50,8 +50,8 @@ def sample_batches(
     if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
         setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
         raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
-    most = getattr(config, "max_position_embeddings", None) or length + _UNUSED_ROWS
-    length = max(2, min(length, most - _UNUSED_ROWS))
+    most = getattr(config, "max_position_embeddings", None) or length + UNUSED_ROWS
+    length = max(2, min(length, most - UNUSED_ROWS))
     batches = []
     with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
