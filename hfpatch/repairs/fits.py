@@ -8,6 +8,7 @@ gets, whatever a fit promised.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -224,21 +225,14 @@ class Fitter:
         outputs, inputs = list(outputs), list(inputs)
 
         def measure() -> float:
-            sums: dict[str, list[Tensor]] = {}
-            count = 0
+            moments: dict[str, _Moments] = {name: _Moments() for name in targets}
             for i in self.batches.held_out():
                 seen = self.new.run(i, inputs, outputs)
                 for name, saved in targets.items():
                     pair = seen[name], self.old.saved(saved, i)
                     for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
-                        y, target = (one.to(with_float64(one.device)).double() for one in (y, target))
-                        found = [(y - target).square().sum(), target.sum(0), target.square().sum(), len(target)]
-                        sums[name] = [a + b for a, b in zip(sums.get(name, [0] * 4), found, strict=True)]
-            shares = []
-            for error, total, squares, count in sums.values():
-                variance = squares / count - (total / count).square().sum()
-                shares.append(float(error / count / variance.clamp_min(1e-30)))
-            return sum(shares) / max(len(shares), 1)
+                        moments[name].add(y, target)
+            return sum(found.share() for found in moments.values()) / len(moments)
 
         return measure
 
@@ -278,6 +272,30 @@ class Fitter:
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             if change is not None and module._parameters[name] is not None:
                 self.edits.rewrite(module, name, "add", change)
+
+
+class _Moments:
+    """Sums over rows (n, d) for the mean squared difference of two tensors as a share of the second one's variance."""
+
+    def __init__(self) -> None:
+        self.count, self.error, self.squares = 0, 0.0, 0.0
+        self.total: Tensor | None = None
+
+    def add(self, y: Tensor, target: Tensor) -> None:
+        """Add some rows."""
+        y, target = (one.to(with_float64(one.device)).double() for one in (y, target))
+        total = target.sum(0)
+        self.count += len(target)
+        self.error += float((y - target).square().sum())
+        self.squares += float(target.square().sum())
+        self.total = total if self.total is None else self.total + total
+
+    def share(self) -> float:
+        """Return the share; NaN without rows."""
+        if self.total is None or not self.count:
+            return math.nan
+        variance = self.squares / self.count - float((self.total / self.count).square().sum())
+        return self.error / self.count / max(variance, 1e-30)
 
 
 def _some(activations: Tensor) -> Tensor:

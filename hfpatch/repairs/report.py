@@ -19,6 +19,7 @@ _LEGEND = (
     "written, as a share of the original's variance; of maps the KL divergence."
 )
 _UNDONE = "undone, since it didn't help by more than noise"
+_HARMED = "undone, since it made longer sequences worse"
 _SHORT = 4  # calibration that is shorter than one part in so many of the model's positions is said to be
 
 
@@ -120,7 +121,13 @@ class RepairReport(SavedResult):
 
     def outcome(self) -> str:
         """The outcome of what was repaired, as the patch record has it."""
-        return f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {_UNDONE} ({self._figures})"
+        return (
+            f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {self._undone} ({self._figures})"
+        )
+
+    @property
+    def _undone(self) -> str:
+        return _HARMED if self.longer and not self.longer_after <= self.longer_before else _UNDONE
 
     @property
     def _figures(self) -> str:
@@ -151,7 +158,7 @@ class RepairReport(SavedResult):
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
         return (
-            f"Repair on {self.sequences} sequences{amount}: {self._figures}; {'kept' if self.kept else _UNDONE}."
+            f"Repair on {self.sequences} sequences{amount}: {self._figures}; {'kept' if self.kept else self._undone}."
             f"{self.length_note and ' '}{self.length_note}"
         )
 

@@ -130,7 +130,7 @@ def test_queries_that_see_nothing_in_float64() -> None:
 
 @pytest.mark.slow
 def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And as far as it takes to judge them: of batches of four every second is divided, as it holds a sequence to judge by."""
+    """And as far as it takes to judge them: of batches of four every second holds one that judges."""
     original = tiny("gpt2", LM)
     heads, seen = original.config.n_head, []
     data = batches(original, 6, 4)
