@@ -231,6 +231,7 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
     report = repair_report(model)
     norm, mlp = outcomes(model).values()
     figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
+    figures += f", and {report.longer_before:.3g} -> {report.longer_after:.3g} at {report.longer} tokens"
     assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
     assert mlp == "exact as planned, not measured apart from norm"
     again = reload(model, tmp_path / "first", LM)

@@ -98,7 +98,8 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
     """
     work = copy.deepcopy(module).float().requires_grad_(False)
     with attention_computed_by("eager", work):
-        chosen = _moving(work, examples[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
+        fitted = [example for example in examples if example.fitted.any()]
+        chosen = _moving(work, fitted[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
         return _descend(work, examples, chosen, f"KL divergence; {fit}") if chosen else None
 
 
@@ -120,13 +121,14 @@ def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn
 
 def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter], note: str) -> FittedValues:
     """Adam on the chosen Parameters, one batch a step; the best values on held-out queries are taken."""
-    before = after = _held_out_divergence(work, examples)
+    before = after = held_out_divergence(work, examples)
+    fitted = [example for example in examples if example.fitted.any()]
     best = {name: p.detach().clone() for name, p in chosen.items()}
     width = first_tensor(examples[0].call).shape[-1]
     optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
-        example = examples[step % len(examples)]
+        example = fitted[step % len(fitted)]
         with torch.enable_grad():
             loss = example.divergence(work, example.fitted)
         if loss.isfinite():
@@ -135,14 +137,14 @@ def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Para
             optimizer.step()
         schedule.step()
         if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
-            error = _held_out_divergence(work, examples)
+            error = held_out_divergence(work, examples)
             if error < after:
                 after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
     return FittedValues(before, after, best, note)
 
 
-def _held_out_divergence(work: nn.Module, examples: list[Example]) -> float:
-    """The mean over all held-out queries."""
+def held_out_divergence(work: nn.Module, examples: list[Example]) -> float:
+    """Return the mean divergence over all held-out queries."""
     total, rows = 0.0, 0
     with torch.no_grad():
         for example in examples:

@@ -24,7 +24,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import After, Before, Call, first_tensor, hooked
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
-from .calibration import Batches, stored
+from .calibration import Batches, rows_of, stored
 
 
 class _AllObserved(BaseException):
@@ -80,19 +80,18 @@ class BlockReplay:
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
         """Keyword arguments of a forward of one batch, or of some of its sequences."""
         inputs = self.batches.inputs(index)
-        for name, value in inputs.items() if rows is not None else ():
-            if isinstance(value, Tensor) and value.dim() and len(value) == self.batches.count_of(index):
-                inputs[name] = value[rows]
+        if rows is not None:
+            inputs = rows_of(inputs, rows, self.batches.count_of(index))
         return cast(inputs, self.device, self.model.dtype)
 
-    def forward_kept(self, index: int, row: int) -> Any:
+    def forward_kept(self, index: int, row: Tensor | None) -> Any:
         """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""
 
         def keep(name: str, value: Any) -> None:
-            self.freeze(name, f"{index} row {row}", value)
+            self.freeze(name, _place(index, row), value)
 
         with self.hooked(self.ends, after=keep):
-            output = self.forward(index, torch.tensor([row]))
+            output = self.forward(index, row)
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
             if self.ends:
@@ -100,11 +99,11 @@ class BlockReplay:
                 self.replays_ends = max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
         return output
 
-    def forward_again(self, index: int, row: int) -> Any:
+    def forward_again(self, index: int, row: Tensor | None) -> Any:
         """What `forward_kept` returned, without running blocks if that can be."""
-        replaying = self._replaying(f"{index} row {row}", ends=True) if self.replays_ends else contextlib.nullcontext()
+        replaying = self._replaying(_place(index, row), ends=True) if self.replays_ends else contextlib.nullcontext()
         with replaying:
-            return self.forward(index, torch.tensor([row]))
+            return self.forward(index, row)
 
     def observe(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()
@@ -204,6 +203,11 @@ class BlockReplay:
 
     def _path(self, name: str, index: int | str) -> Path:
         return self.folder / f"{name}-{index}.pt"
+
+
+def _place(index: int, row: Tensor | None) -> str:
+    """Name under which the outputs for one sequence of a batch are stored; for None those of the whole batch."""
+    return f"{index} row {'all' if row is None else int(row)}"
 
 
 def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..., Any]:

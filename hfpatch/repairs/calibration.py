@@ -17,15 +17,19 @@ from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.quiet_forward import fitting, give_back_memory, quiet
+from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
 
-HELD_OUT = 8  # one of every so many sequences is held out, for judging
+_ENOUGH = "some hundred make a good repair."
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
 _ROWS = 512  # of activations that are converted at once
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 
 
 class Batches:
-    """Calibration inputs stored on disk, the same in every pass, with masks of padding and of held-out rows.
+    """Calibration inputs stored on disk, the same in every pass: batches to fit, and batches to judge by.
+
+    No sequence of the one kind nearly equals one of the other (see `distinct.py`). A batch that can't be divided among
+    its sequences (images packed into one tensor) counts as one sequence.
 
     Args:
         calibration: what `read_batches` takes. Labels are dropped.
@@ -33,65 +37,127 @@ class Batches:
         folder: where they are stored.
         tokenizer: for texts.
 
+    Attributes:
+        sequences, distinct: how many were passed, and how many of them differ.
+        tokens: how many tokens (or other positions of the main input) are fitted.
+        longest: the most tokens that a sequence has; None where the main input isn't token ids.
+
     Raises:
-        OptionError: there are fewer than two sequences, too many, or the data isn't of a form that can be read.
+        OptionError: there are fewer than two distinct sequences, too many, or the data isn't of a form that can be
+            read.
     """
 
     def __init__(self, calibration: Any, model: PreTrainedModel, folder: Path, tokenizer: Any = None):
         self.folder = folder
+        self.sequences = self.distinct = self.tokens = 0
+        self.longest: int | None = None
         self._counts: list[int] = []
+        self._judges: list[bool] = []
         self._masks: list[dict[str, Tensor]] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
         if not getattr(model.config, "return_dict", True):
             self._always["return_dict"] = True
+        keys: list[Key] = []
+        raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
             inputs = {name: stored(value) for name, value in batch.items()}
-            self._counts.append(count_sequences(inputs, model.main_input_name))
-            masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
-            self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
-            save_temporary(inputs, self._path(index))
+            count = count_sequences(inputs, model.main_input_name)
+            self.sequences += count
+            found = self._keys(inputs, count, model.main_input_name)
+            keys += found
+            raw.append((folder / f"raw-{index}.pt", len(found)))
+            save_temporary(inputs, raw[-1][0])
             if self.sequences > _MOST:
                 raise OptionError(
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        _require_two(self._counts)
+        self._divide(keys, raw, model.main_input_name)
+
+    def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
+        """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
+        tensors = [value for value in (inputs.get(main), *inputs.values()) if isinstance(value, Tensor) and value.dim()]
+        first, mask = tensors[0], inputs.get("attention_mask")
+        if not first.is_floating_point():
+            self.longest = max(self.longest or 0, first.shape[-1])
+        if not is_divisible(inputs, count):
+            return [key_of(first, None)]
+        masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count
+        return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
+
+    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str) -> None:
+        """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
+        self.distinct = count_distinct(keys)
+        require_distinct(self.distinct, self.sequences)
+        fitted, held_out = (set(places) for places in divide(keys))
+        if not fitted:
+            raise OptionError(
+                f"calibration holds {self.distinct} distinct sequences of {self.sequences}, all nearly equal to those "
+                f"that are held out to judge the repair. Pass sequences that differ; {_ENOUGH}"
+            )
+        place = 0
+        for path, parts in raw:
+            inputs = torch.load(path, weights_only=True)
+            for judges, side in enumerate((fitted, held_out)):
+                rows = torch.tensor([i - place for i in range(place, place + parts) if i in side], dtype=torch.long)
+                if not len(rows):
+                    continue
+                count = count_sequences(inputs, main)
+                part = rows_of(inputs, rows, count) if is_divisible(inputs, count) else inputs
+                self._add(part, main, bool(judges))
+            place += parts
+            path.unlink()
+
+    def _add(self, inputs: dict[str, Any], main: str, judges: bool) -> None:
+        masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+        self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
+        self._counts.append(count_sequences(inputs, main))
+        self._judges.append(judges)
+        save_temporary(inputs, self._path(len(self) - 1))
+        if not judges:
+            mask, first = self._masks[-1].get("attention_mask"), inputs.get(main)
+            like = mask if mask is not None else first if isinstance(first, Tensor) else torch.ones(self._counts[-1])
+            self.tokens += int(like.sum()) if mask is not None else like.shape[:2].numel()
 
     def __len__(self) -> int:
         return len(self._counts)
-
-    @property
-    def sequences(self) -> int:
-        return sum(self._counts)
 
     def _path(self, index: int) -> Path:
         return self.folder / f"inputs-{index}.pt"
 
     def inputs(self, index: int) -> dict[str, Any]:
-        """Keyword arguments of a forward of one batch, on the CPU."""
+        """Return the keyword arguments of a forward of one batch, on the CPU."""
         return {**torch.load(self._path(index), weights_only=True), **self._always}
 
     def count_of(self, index: int) -> int:
-        """How many sequences a stored batch holds."""
+        """Return how many sequences a stored batch holds."""
         return self._counts[index]
 
-    def held_out(self, index: int) -> Tensor:
-        """Which of a batch's sequences are for judging: every eighth, or the last of fewer."""
-        places = torch.arange(self._counts[index]) + sum(self._counts[:index])
-        every = min(HELD_OUT, self.sequences)
-        return places % every == every - 1
+    def judges(self, index: int) -> bool:
+        """Return whether a batch is for judging."""
+        return self._judges[index]
+
+    def held_out(self) -> list[int]:
+        """Return the batches that are for judging."""
+        return [index for index in range(len(self)) if self._judges[index]]
 
     def count_held_out(self) -> int:
-        """How many sequences are for judging."""
-        return sum(int(self.held_out(index).sum()) for index in range(len(self)))
+        """Return how many sequences are for judging."""
+        return sum(self._counts[index] for index in self.held_out())
+
+    def single_rows(self, index: int) -> list[Tensor | None]:
+        """Return a batch's sequences one by one, each as rows for `BlockReplay.forward`; None for all, undivided."""
+        if is_divisible(self.inputs(index), count := self._counts[index]):
+            return [torch.tensor([row]) for row in range(count)]
+        return [None]
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
         """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
         return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
 
-    def rows(self, index: int, shape: torch.Size, decoder: bool) -> tuple[Tensor, Tensor]:
-        """For activations (B, T, ..., d): which of the flattened rows count (no padding), and which are held out.
+    def rows(self, index: int, shape: torch.Size, decoder: bool) -> Tensor:
+        """Return which of the flattened rows of activations (B, T, ..., d) count: those that aren't padding.
 
         Raises:
             OptionError: activations that can't be divided among the sequences.
@@ -103,19 +169,16 @@ class Batches:
         valid = torch.ones(rows, dtype=torch.bool)
         if mask is not None and mask.dim() in (2, 3) and mask.numel() == rows:
             valid = mask.bool().flatten()
-        return valid, self.held_out(index).repeat_interleave(rows // count)
+        return valid
 
     def row_pieces(self, index: int, decoder: bool, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Activations (B, T, ..., d) as rows (n, d) without padding, some at a time, in float32 or wider.
-
-        Yields which of the rows are held out, and the rows of each of the values.
-        """
+        """Return activations (B, T, ..., d) as rows (n, d) without padding, some at a time, in float32 or wider."""
         device = values[0].device  # of a model in bfloat16, all rows of a wide layer would take much room in float32
-        masks = [mask.to(device) for mask in self.rows(index, values[0].shape, decoder)]
+        valid = self.rows(index, values[0].shape, decoder).to(device)
         flat = [value.to(device).flatten(0, -2) for value in values]
-        for valid, held_out, *parts in zip(*(one.split(_ROWS) for one in (*masks, *flat)), strict=True):
-            rows = [part[valid] for part in parts]
-            yield held_out[valid], *(row if row.dtype == torch.float64 else row.float() for row in rows)
+        for chosen, *parts in zip(*(one.split(_ROWS) for one in (valid, *flat)), strict=True):
+            rows = [part[chosen] for part in parts]
+            yield tuple(row if row.dtype == torch.float64 else row.float() for row in rows)
 
 
 def read_calibration(
@@ -131,7 +194,8 @@ def read_calibration(
     if not isinstance(batches, list):
         return inputs
     listed = list(inputs)
-    _require_two([count_sequences(batch, model.main_input_name) for batch in listed])
+    count = sum(count_sequences(batch, model.main_input_name) for batch in listed)
+    require_distinct(min(count, 2), count)  # the rest is known when all are stored
     return listed
 
 
@@ -176,11 +240,28 @@ def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
     return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
 
-def _require_two(counts: list[int]) -> None:
-    if sum(counts) < 2:
+def is_divisible(inputs: Mapping[str, Any], count: int) -> bool:
+    """Return whether every tensor of a batch has a row for each of its sequences, or is the same for all of them."""
+    return all(len(value) in (count, 1) for value in inputs.values() if isinstance(value, Tensor) and value.dim())
+
+
+def rows_of(inputs: Mapping[str, Any], rows: Tensor, count: int) -> dict[str, Any]:
+    """Return some sequences of a batch that `is_divisible`."""
+    divided = {name: isinstance(one, Tensor) and one.dim() and len(one) == count for name, one in inputs.items()}
+    return {name: value[rows] if divided[name] else value for name, value in inputs.items()}
+
+
+def require_distinct(distinct: int, sequences: int) -> None:
+    """Refuse calibration without two different sequences.
+
+    Raises:
+        OptionError: says how many there are.
+    """
+    if distinct < 2:
+        found = "one sequence" if sequences == 1 else f"one distinct sequence, {sequences} times"
         raise OptionError(
-            "calibration holds one sequence. At least two are needed, since one of every eight (of fewer, the last) is "
-            "held out to judge the repair; some hundred make a good one."
+            f"calibration holds {found}. At least two that differ are needed, since one of every {HELD_OUT} (of fewer, "
+            f"the last) is held out to judge the repair; {_ENOUGH}"
         )
 
 
@@ -195,8 +276,8 @@ def require_enough(outputs: int, batches: Batches) -> None:
         needed = HELD_OUT * math.ceil(_LEAST_OUTPUTS * held_out / max(outputs, 1))
         raise OptionError(
             f"calibration is too little to judge a repair: of {batches.sequences} sequences {held_out} are held out, "
-            f"with {outputs} tokens (or outputs) in all, and {_LEAST_OUTPUTS} are needed. Pass {needed} sequences of "
-            "this length, or longer ones; some hundred make a good repair."
+            f"with {outputs} tokens (or outputs) in all, and {_LEAST_OUTPUTS} are needed. Pass {needed} different "
+            f"sequences of this length, or longer ones; {_ENOUGH}"
         )
 
 

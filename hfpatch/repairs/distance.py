@@ -23,13 +23,14 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
     """
     original = old.forward_again if again else old.forward_kept
     found, measure = [], ""
-    for i in range(len(new.batches)):
-        for row in new.batches.held_out(i).nonzero()[:, 0]:
-            measure, distances = token_distances(original(i, int(row)), new.forward(i, row[None]))
+    for i in new.batches.held_out():
+        for row in new.batches.single_rows(i):
+            measure, distances = token_distances(original(i, row), new.forward(i, row))
             mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)
-            if mask is not None and mask[row[None]].shape == distances.shape:
-                distances = distances[mask[row[None]].bool()]
-            found.append(distances.flatten().double().cpu())
+            mask = mask if mask is None or row is None else mask[row]
+            if mask is not None and mask.shape == distances.shape:
+                distances = distances[mask.bool()]
+            found.append(distances.flatten().cpu().double())
     return measure, torch.cat(found)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import attention_computed_by
 from ..sites.blocks import OUTPUT, observe_blocks
+from ..sites.norms import describe
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
 
@@ -26,11 +28,14 @@ class BlockRoles:
         writers: map whose output is added to the stream -> the first norm whose input contains it, or else the block
             itself, whose output does.
         readers: maps that read the same tensor, by the first of them.
+        shifts: first of the maps that read a tensor -> (norm, name of its shift), where that norm gives the tensor, and
+            nothing but these maps reads it.
         complete: whether the last addition to the block's output is a map's output, or the block ends with a norm.
     """
 
     writers: dict[str, str] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
+    shifts: dict[str, tuple[str, str]] = field(default_factory=dict)
     complete: bool = True
 
 
@@ -54,7 +59,9 @@ class Roles:
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
-        """The roles in one segment, found by adding noise to the outputs of its maps one by one; none outside blocks.
+        """The roles in one segment, found by adding noise to the outputs of its maps one by one.
+
+        Outside of blocks only readers of a norm's output are found: a head.
 
         Args:
             segment: its recorded block is released, so each segment can be passed once.
@@ -62,6 +69,7 @@ class Roles:
         """
         roles = BlockRoles()
         if segment.block is None:
+            roles.readers = self._heads(segment, norms)
             return roles
         block = self.blocks.pop(segment.block)  # frees its recorded activations
         base, calls = block.base, {name: (name.removeprefix(f"{block.name}."), 0) for name in segment.modules}
@@ -81,14 +89,45 @@ class Roles:
                 read = base.inputs[calls[name]]
                 same = (one for one in roles.readers if torch.equal(base.inputs[calls[one]], read))
                 roles.readers.setdefault(next(same, name), []).append(name)
+        for first, group in roles.readers.items():
+            for norm in points:
+                shift = self._own_shift(norm)
+                if shift and torch.equal(base.outputs[calls[norm]], base.inputs[calls[first]]):
+                    moved = {calls[norm]: block.noise(base.outputs[calls[norm]], 0)}
+                    after = block.run(moved, held=[calls[name] for name in group]).points
+                    if all(torch.equal(after[point], base.points[point]) for point in base.points):
+                        roles.shifts[first] = norm, shift
         ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
         return roles
 
+    def _heads(self, segment: Segment, norms: Collection[str]) -> dict[str, list[str]]:
+        """The linear maps outside of blocks that read a norm's output, by the first of those that read the same one."""
+        points = [name for name in segment.modules if name in norms]
+        maps = [name for name in segment.modules if self._is_own_map(name)]
+        readers: dict[str, list[str]] = {}
+        if points and maps:
+            seen = self.replay.observe(0, inputs=maps, outputs=points)
+            given = {name: first_tensor(value) for (kind, name), value in seen.items() if kind == "in"}
+            for norm in points:
+                group = [name for name in maps if name in given and torch.equal(given[name], seen["out", norm])]
+                readers |= {group[0]: group} if group else {}
+        return readers
+
     def _is_own_map(self, name: str) -> bool:
         """Whether a module is a linear map whose weights no other module shares."""
         module = self.replay.modules[name]
-        return is_linear_map(module) and all(self.owners[id(p)] == 1 for p in module.parameters(recurse=False))
+        return is_linear_map(module) and self.owns_parameters(name)
+
+    def owns_parameters(self, name: str) -> bool:
+        """Return whether no other module shares a module's Parameters."""
+        return all(self.owners[id(p)] == 1 for p in self.replay.modules[name].parameters(recurse=False))
+
+    def _own_shift(self, norm: str) -> str | None:
+        """Name of the shift of a norm of the last axis that no other module shares; None for none."""
+        facts = describe(self.replay.modules[norm])
+        plain = facts is not None and not facts.channels_first and len(facts.shape) == 1
+        return facts.shift if plain and facts is not None and self.owns_parameters(norm) else None
 
     def attentions(self, segment: Segment, roles: BlockRoles) -> dict[str, str]:
         """The last of the maps from which an attention's queries, keys and values come -> that attention."""

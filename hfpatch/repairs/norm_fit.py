@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.norms import AffineNorm
-from .least_squares import ChannelAffine
+from .least_squares import ChannelAffine, with_float64
 from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
@@ -66,8 +66,9 @@ def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, T
     """A norm's present gain and shift in float64; 1 and 0 where it has none."""
     gain, shift = (getattr(module, name) for name in module.names)
     one = torch.ones((), dtype=torch.float64, device=device)
-    return one if gain is None else gain.detach().to(one) + module.facts.offset, (
-        one * 0 if shift is None else shift.detach().to(one)
+    present = [None if value is None else value.detach().to(device).to(one) for value in (gain, shift)]
+    return one if present[0] is None else present[0] + module.facts.offset, (
+        one * 0 if present[1] is None else present[1]
     )
 
 
@@ -75,7 +76,8 @@ def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
     """Of all numbers, and how many rows there are."""
     total, count, rows = 0.0, 0, 0
     for part in parts:
-        total, count, rows = total + float(part.double().square().sum()), count + part.numel(), rows + len(part)
+        squares = part.to(with_float64(part.device)).double().square().sum()
+        total, count, rows = total + float(squares), count + part.numel(), rows + len(part)
     return math.sqrt(total / max(count, 1)) or 1.0, rows
 
 

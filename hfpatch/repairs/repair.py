@@ -8,25 +8,24 @@ computed in float64 over streamed sums:
   scalars (alpha, s) by search;
 * queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
 * the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
-  with M from a ridge regression of the original's x, minus x, on x;
+  with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases;
+  where they have none, to the shift of the norm in front, if only they read it; else there is none;
 * the *projection*, the linear map whose output is added to the residual stream: a change of its weights, from a ridge
   regression of the difference between the original's and the patched model's stream after the branch.
 
-Every step is evaluated on held-out sequences and undone if it doesn't help there; so is the whole repair.
+Every step is written, then measured on held-out sequences by running the model, and undone if it doesn't help there
+(fits.py); so is the whole repair.
 """
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..core.holders import takes_holders
 from ..core.progress import ProgressBar
@@ -34,26 +33,24 @@ from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import attention_computed_by, give_back_memory, quiet
+from ..measure.quiet_forward import give_back_memory, quiet
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
 from ..sites.norms import describe
-from .attention_maps import Example, fit_maps, in_float32, map_of, require_fit
+from .attention_maps import require_fit
 from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, output_distance
-from .least_squares import fit_ridge
+from .fits import Fitter
 from .linear_roles import BlockRoles, Roles
-from .norm_fit import fit_norm
+from .longer import LongerSequences, positions_of
 from .reference import require_repairable
-from .report import FittedValues, RepairReport, Step
+from .report import RepairReport
 from .sample import sample_batches
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
-_NOISE = 1e-9  # share of the variance: errors below it count as none
-_MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
 
 
 @takes_holders
@@ -129,15 +126,21 @@ class _Repairer:
         moved: whether the position scheme changed.
         gives_up: whether the original's finished blocks may be freed.
         latest: stack -> its block before the current one.
-        mapped: attention -> number of batches for which the original's attention maps were saved.
     """
 
     def __init__(self, new: BlockReplay, old: BlockReplay, edits: Transaction, fit: str, gives_up: bool):
         self.new, self.old, self.batches, self.edits, self.fit = new, old, new.batches, edits, fit
         self.gives_up = gives_up
-        self.report = RepairReport(self.batches.sequences, self.batches.count_held_out())
+        batches = self.batches
+        self.report = RepairReport(
+            batches.sequences,
+            batches.count_held_out(),
+            distinct=batches.distinct,
+            tokens=batches.tokens,
+            longest=batches.longest or 0,
+            positions=positions_of(old.model),
+        )
         self.latest: dict[str | None, str] = {}
-        self.mapped: dict[str, int] = {}
 
     # Order of the steps
 
@@ -148,6 +151,8 @@ class _Repairer:
         with ProgressBar("repair", len(segments)) as self.bar:
             self.done = 0
             self._show("distance before")
+            longer = LongerSequences(self.batches, self.new.model, self.old.model, self.new.folder)
+            self.report.longer, self.report.longer_before = longer.length, longer.distance()
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
             for self.done, segment in enumerate(segments):
@@ -160,8 +165,10 @@ class _Repairer:
             for block in self.new.forms:
                 self.new.release(block)
             after = output_distance(self.new, self.old, again=True)[1]
+            self.report.longer_after = longer.distance()
         self.report.before, self.report.after = float(before.mean()), float(after.mean())
-        self.report.kept = helps(before, after)
+        harmed = longer.length and not self.report.longer_after <= self.report.longer_before
+        self.report.kept = helps(before, after) and not harmed
         if not self.report.kept:
             self.edits.undo(mark)
 
@@ -176,8 +183,9 @@ class _Repairer:
         segments, several = segments_of(self.new, self.points)
         self.old.forms, self.old.ends = self.new.forms, self.new.ends
         self.roles = Roles(self.new, segments)
+        self.fitter = Fitter(self.new, self.old, self.edits, self.roles, self.report, self.fit)
         for name in sorted(several & changed):
-            self._skip(name, "norm", "runs several times in a forward (layers share it)")
+            self.fitter.skip(name, "norm", "runs several times in a forward (layers share it)")
         self.norms = changed - several
         self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
         return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
@@ -191,30 +199,30 @@ class _Repairer:
         for name in segment.modules:
             if name in self.norms:
                 self._show(f"norm {name}")
-                self._fit_norm(name)
+                self.fitter.norm(name)
             elif name in roles.writers:
                 self._show(f"projection {name}")
-                self._fit_projection(name, roles.writers[name], segment.block)
+                self.fitter.projection(name, roles.writers[name], segment.block)
             elif name in roles.readers:
                 self._show(f"readers {name}")
-                self._fit_readers(name, roles.readers[name])
+                self.fitter.readers(name, roles.readers[name], roles.shifts.get(name))
             if name in attentions:
                 self._show(f"maps {attentions[name]}")
-                self._fit_maps(attentions[name])
+                self.fitter.maps(attentions[name])
         self.old.delete_saved()
         if segment.block:
             if not roles.complete:
-                self._skip(segment.block, "projection", _NO_PROJECTION)
+                self.fitter.skip(segment.block, "projection", _NO_PROJECTION)
             self._finish_block(segment.block, segment.stack)
             return
         first = next(name for name in segment.modules if name in self.norms)
         if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
-            self._skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
+            self.fitter.skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
         """Run the original's segment once and save the activations that the patched one is fitted to."""
         for attention in attentions.values():
-            self._save_maps(attention)
+            self.fitter.save_maps(attention, self._counterpart(attention))
         norms = [name for name in segment.modules if name in self.norms]
         inputs = {*norms, *roles.readers, *roles.writers.values()} - {segment.block}
         counterparts = {name: self._counterpart(name) for name in inputs}
@@ -247,142 +255,3 @@ class _Repairer:
     def _show(self, what: str) -> None:
         """Show the current step on the progress bar."""
         self.bar.step(self.done, what)
-
-    def _skip(self, module: str, kind: str, note: str) -> None:
-        """Report a step that isn't possible, and why."""
-        self.report.steps.append(Step(module, kind, note=note))
-
-    # Single fits
-
-    def _fit_norm(self, name: str) -> None:
-        """Fit a changed norm on its present input to the output of the original's norm."""
-        module, original = self.new.modules[name], self.old.modules[name]
-        assert isinstance(module, AffineNorm)
-        if module.facts.channels_first or len(module.facts.shape) > 1:
-            self._skip(name, "norm", "normalises another axis than the last")
-            return
-        decoder, output = self.roles.in_decoder(name), f"{name} output"
-        for i in range(len(self.batches)):
-            self.new.save(name, i, self.new.run(i, inputs=[name])[name])
-            with torch.no_grad():
-                self.old.save(output, i, original(self.old.saved(name, i)))
-
-        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            for i in range(len(self.batches)):
-                pair = self.new.saved(name, i), self.old.saved(output, i)
-                for held_out, u, y in self.batches.row_pieces(i, decoder, *pair):
-                    yield u, y, held_out
-
-        self._write(name, self._judged(name, "norm", fit_norm(module, rows)))
-        self.new.delete_saved()
-
-    def _fit_projection(self, name: str, point: str, block: str | None) -> None:
-        """Fit a map that writes to the stream, so that the stream at `point` is nearer to the original's.
-
-        `point` is the norm whose input is compared, or `block`, whose output is.
-        """
-        bias = self.new.modules[name].bias is not None
-        values = self._ridge(name, "projection", point, block, bias, self.roles.in_decoder(name))
-        if values:
-            self._add(self.new.modules[name], values["weight"], values["bias"])
-
-    def _fit_readers(self, first: str, group: list[str]) -> None:
-        """Fit the maps that read one tensor x: W <- W + M W, with M fitted to take x to the original's x."""
-        decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
-        values = self._ridge(first, "readers", first, None, True, decoder)
-        for module in (self.new.modules[name] for name in group if values):
-            weight = module.get_parameter("weight").detach().double()
-            weight = weight if isinstance(module, Conv1D) else weight.T
-            self._add(module, values["weight"] @ weight, values["bias"] @ weight)
-
-    def _ridge(
-        self, name: str, kind: str, point: str, block: str | None, bias: bool, decoder: bool
-    ) -> dict[str, Tensor]:
-        """Ridge regression of (the original's activation - this model's) at a point on a map's input; {} if no help.
-
-        Args:
-            name, kind: the map, and its kind of step for the report.
-            point: the module whose input is compared with the original's; if it is `block`, its output.
-            block: the block that the map is in, if any.
-            bias: whether to fit a bias.
-            decoder: whether the rows are a decoder's.
-        """
-        outputs = {point} & {block}
-        inputs = {name, point} - outputs
-
-        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-            for i in range(len(self.batches)):
-                seen = self.new.run(i, inputs, outputs)
-                target = self.old.saved(point, i).to(seen[point])
-                values = seen[name], target - seen[point], target
-                del seen, target
-                give_back_memory()
-                for held_out, x, missing, target in self.batches.row_pieces(i, decoder, *values):
-                    yield x, missing, target, held_out
-                    del x, missing, target
-                del values
-                give_back_memory()
-
-        return self._judged(name, kind, fit_ridge(rows(), bias), "its input isn't finite or has no spread")
-
-    def _save_maps(self, name: str) -> None:
-        """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
-        original = self._counterpart(name)
-        sequences = numbers = held_out = 0
-        self.mapped[name] = 0
-        for i in range(len(self.batches)):
-            if held_out and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
-                break
-            with attention_computed_by("eager", self.old.model):
-                call = self.old.observe(i, inputs=[original]).get(("in", original))
-                target = None if call is None else map_of(self.old.modules[original], call)
-            if target is None:
-                break
-            self.old.save(f"{name} map", i, target)
-            self.mapped[name] += 1
-            sequences, numbers = sequences + self.batches.count_of(i), numbers + target.numel()
-            held_out += int(self.batches.held_out(i).sum())
-
-    def _fit_maps(self, name: str) -> None:
-        """Fit an attention's queries and keys to the original's saved attention maps."""
-        module, decoder = self.new.modules[name], self.roles.in_decoder(name)
-        examples = []
-        for i in range(self.mapped[name]):
-            with attention_computed_by("eager", self.new.model):
-                call = self.new.observe(i, inputs=[name])["in", name]
-            target = self.old.saved(f"{name} map", i)
-            rows = target[:, 0].shape
-            valid, held_out = (
-                one.unflatten(0, rows[:2]).to(target.device) for one in self.batches.rows(i, rows, decoder)
-            )
-            examples.append(Example(in_float32(call), target, valid & ~held_out, valid & held_out))
-        if not examples:
-            self._skip(name, "maps", "it returns no attention map")
-            return
-        own = {one for one, p in module.named_parameters() if self.roles.owners[id(p)] == 1}
-        fit = fit_maps(module, examples, self.fit, own)
-        self._write(name, self._judged(name, "maps", fit, "it has no parameter of its own that moves its maps"))
-
-    def _judged(self, name: str, kind: str, fit: FittedValues | None, otherwise: str = "") -> dict[str, Tensor]:
-        """The values of a fit that helps on held-out data, else none; reports it, or why there is none."""
-        if fit is None:
-            self._skip(name, kind, otherwise)
-        if fit is None or fit.before <= _NOISE:
-            return {}
-        kept = fit.after < fit.before
-        self.report.steps.append(Step(name, kind, fit.before, fit.after, kept, fit.note))
-        return fit.values if kept else {}
-
-    def _write(self, name: str, values: dict[str, Tensor]) -> None:
-        """Write values to those Parameters of a module that it has."""
-        for parameter, value in values.items():
-            path, _, attribute = parameter.rpartition(".")
-            if getattr(module := self.new.modules[name].get_submodule(path), attribute) is not None:
-                self.edits.set_values(module, attribute, value)
-
-    def _add(self, module: nn.Module, weight: Tensor, bias: Tensor) -> None:
-        """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
-        for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
-            parameter = module._parameters[name]
-            if parameter is not None:
-                self.edits.rewrite(module, name, "add", change)

@@ -15,10 +15,17 @@ from ..core.results import SavedResult, Table, dataframe
 _MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {"KL divergence": 0.1}, 0.01, 0.5
 _NOTHING_LEFT = 1e-6  # a distance that always goes without
 _LEGEND = (
-    "before, after: squared distance to the original on held-out sequences, as a share of the original's variance; of "
-    "maps the KL divergence."
+    "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
+    "written, as a share of the original's variance; of maps the KL divergence."
 )
 _UNDONE = "undone, since it didn't help by more than noise"
+_HARMED = "undone, since it made longer sequences worse"
+_SHORT = 4  # calibration that is shorter than one part in so many of the model's positions is said to be
+
+
+def is_short(longest: int, positions: int) -> bool:
+    """Return whether sequences of at most `longest` tokens are much shorter than a model's number of positions."""
+    return 0 < longest * _SHORT <= positions
 
 
 @dataclass
@@ -29,8 +36,9 @@ class Step:
         module: its name, or that of the first of several maps that read the same tensor.
         kind: "norm", "maps", "readers" or "projection".
         before, after: mean squared distance to the original on held-out sequences, as a share of the variance of what
-            is to be matched (a norm's output, a reader's input, the stream); of attention maps their KL divergence in
-            nats, over queries and heads. None where nothing could be fitted.
+            is to be matched (a norm's output, the readers' outputs, the stream); of attention maps their KL divergence
+            in nats, over queries and heads. Both are measured on the model, `after` once the values are written to it
+            in its dtype. None where nothing could be fitted.
         kept: whether it helped; otherwise it was undone.
         note: what was found, or the reason why nothing was fitted.
     """
@@ -45,10 +53,10 @@ class Step:
 
 @dataclass
 class FittedValues:
-    """Values that were fitted to a module's Parameters, and their errors on held-out data.
+    """Values that were fitted to a module's Parameters; they are judged once they are written.
 
     Attributes:
-        before, after: errors of the present and of the fitted values.
+        before, after: errors of the present and of the fitted values, as the fit computes them.
         values: by the Parameters' names in the module.
         note: on what was found.
     """
@@ -64,10 +72,18 @@ class RepairReport(SavedResult):
     """Report of a repair; `str(report)` is a table, and notebooks show it as one.
 
     Attributes:
-        sequences, held_out: how many there were, and how many of them judged.
+        sequences, held_out: how many there were, and how many of them judged. None that judges is nearly equal to one
+            that was fitted.
+        distinct: how many of the sequences differ.
+        tokens: how many tokens (or other positions) were fitted; each stands in one of the sequences.
+        longest, positions: tokens of the longest sequence, and positions of the original; 0 where there is no such
+            number.
+        longer: tokens of longer sequences, made of held-out ones, on which the whole was judged too; 0 for none.
+        longer_before, longer_after: distance of the outputs on these.
         measure: what `before` and `after` are.
         before, after: distance of the model's outputs from the original's on the held-out sequences.
-        kept: whether the whole helped there by more than noise; otherwise all of it was undone.
+        kept: whether the whole helped there by more than noise, and didn't harm longer sequences; otherwise all of it
+            was undone.
         steps: in forward order.
     """
 
@@ -78,6 +94,13 @@ class RepairReport(SavedResult):
     after: float = math.nan
     kept: bool = False
     steps: list[Step] = field(default_factory=list)
+    distinct: int = 0
+    tokens: int = 0
+    longest: int = 0
+    positions: int = 0
+    longer: int = 0
+    longer_before: float = math.nan
+    longer_after: float = math.nan
 
     @property
     def recovered(self) -> float:
@@ -87,18 +110,32 @@ class RepairReport(SavedResult):
     @property
     def suffices(self) -> bool:
         """Whether what is left of the distance to the original goes without a warning (see NotPreservedWarning)."""
-        left = self.after if self.kept else self.before
+        found = [(self.before, self.after)]
+        if self.longer:
+            found.append((self.longer_before, self.longer_after))
         most = _MOST_LEFT.get(self.measure, _MOST_LEFT_OTHERWISE)
-        return left <= max(_NOTHING_LEFT, min(most, _MOST_SHARE_LEFT * self.before))
+        return all(
+            (after if self.kept else before) <= max(_NOTHING_LEFT, min(most, _MOST_SHARE_LEFT * before))
+            for before, after in found
+        )
 
     def outcome(self) -> str:
         """The outcome of what was repaired, as the patch record has it."""
-        return f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {_UNDONE} ({self._figures})"
+        return (
+            f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {self._undone} ({self._figures})"
+        )
+
+    @property
+    def _undone(self) -> str:
+        return _HARMED if self.longer and not self.longer_after <= self.longer_before else _UNDONE
 
     @property
     def _figures(self) -> str:
         on = f"on {self.held_out} held-out sequence{'s' * (self.held_out != 1)}"
-        return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}"
+        longer = ""
+        if self.longer:
+            longer = f", and {self.longer_before:.3g} -> {self.longer_after:.3g} at {self.longer} tokens"
+        return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{longer}"
 
     def to_dataframe(self) -> Any:
         """The steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
@@ -118,4 +155,19 @@ class RepairReport(SavedResult):
 
     def summary(self) -> str:
         """The whole in one line."""
-        return f"Repair on {self.sequences} sequences: {self._figures}; {'kept' if self.kept else _UNDONE}."
+        distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
+        amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
+        return (
+            f"Repair on {self.sequences} sequences{amount}: {self._figures}; {'kept' if self.kept else self._undone}."
+            f"{self.length_note and ' '}{self.length_note}"
+        )
+
+    @property
+    def length_note(self) -> str:
+        """A sentence about calibration that is much shorter than what the model is used for; "" if it isn't."""
+        if not is_short(self.longest, self.positions):
+            return ""
+        return (
+            f"The sequences have at most {self.longest} tokens and the model {self.positions:,} positions: calibrate "
+            "on sequences as long as those that it is used for."
+        )

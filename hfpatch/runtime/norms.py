@@ -125,7 +125,8 @@ class AffineNorm(nn.Module):
             old, parent: the replaced norm (None for none), and the module that holds it.
             eps, channels_first, offset: as in `NormFacts`.
             shape: as in `NormFacts`; by default the gain's shape.
-            gain, shift: names of the replaced norm's Parameters, None for none; by default its usual names.
+            gain, shift: names of the replaced norm's Parameters, None for none; by default those that it has. Where it
+                has none of that name, a new Parameter starts at 1 (less `offset`) or 0.
             kind: registered name of the scheme; by default the class's.
             options: further arguments of the class's constructor.
         """
@@ -141,10 +142,10 @@ class AffineNorm(nn.Module):
         first = next(iter(beside), torch.zeros(()))
         trains = not beside or any(one.requires_grad for one in beside)
         like = nn.Parameter(torch.empty((), dtype=first.dtype, device=first.device), trains)
-        if old is None:
-            gain_parameter, shift_parameter = (
-                None if name is None else cls._new(facts.shape, 0.0, like) for name in names
-            )
+        gain_parameter, shift_parameter = (
+            cls._new(facts.shape, start, like) if one is None and name is not None else one
+            for one, name, start in zip((gain_parameter, shift_parameter), names, (1.0 - offset, 0.0), strict=True)
+        )
         new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
         if old is None:
             with torch.no_grad():

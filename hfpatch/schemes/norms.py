@@ -51,7 +51,10 @@ class Norm(Scheme):
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in accepted}
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
-        """A replaced norm's facts without what the new module drops (such as the shift)."""
+        """Return a replaced norm's facts as the new module has them: without a shift that it drops, with what it adds.
+
+        A gain or shift whose name the replaced norm doesn't have is a new Parameter, which starts at 1 or 0.
+        """
         return facts
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
@@ -62,7 +65,7 @@ class Norm(Scheme):
             old: the replaced norm; None for a norm that is added.
         """
         facts, module = self.remaining_facts(facts), self.module_class()
-        sizes = [getattr(old, name).shape for name in (facts.gain, facts.shift) if name] if old is not None else []
+        sizes = [one.shape for one in facts.parameters_of(old) if one is not None] if old is not None else []
         usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
         usual |= zip(("gain", "shift"), parameter_names(old), strict=True)
         if sizes:
@@ -184,13 +187,25 @@ class RMS(Norm):
         return "the mean of the norm's input is no longer removed"
 
 
+@dataclass(frozen=True)
+class _Elementwise(Norm):
+    """Base of DyT and Derf, whose formulas have a gain and a shift also where the replaced norm has none of them."""
+
+    def remaining_facts(self, facts: NormFacts) -> NormFacts:
+        if not facts.shape:  # of any size: there is no shape to give them
+            return facts
+        gain, shift = self.component.names
+        return replace(facts, gain=facts.gain or gain, shift=facts.shift or shift)
+
+
 @NORMS.register("dyt")
 @dataclass(frozen=True)
-class DyT(Norm):
+class DyT(_Elementwise):
     """Dynamic Tanh: an elementwise squashing in place of normalisation.
 
     `gain * tanh(alpha x) + shift`, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
-    the replaced norm's own Parameters.
+    the replaced norm's own Parameters. Where it has none (Llama's norms have no shift, OLMo's neither), they are new,
+    and start at 1 and 0.
 
     Args:
         alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's
@@ -221,10 +236,11 @@ class DyT(Norm):
 
 @NORMS.register("derf")
 @dataclass(frozen=True)
-class Derf(Norm):
+class Derf(_Elementwise):
     """Dynamic erf: like DyT with the error function and a learned shift inside.
 
-    `gain * erf(alpha x + s) + shift`, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters.
+    `gain * erf(alpha x + s) + shift`, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters, or new
+    ones, as in DyT.
 
     Args:
         alpha: starting value of the learned slope (paper: 0.5).

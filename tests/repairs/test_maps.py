@@ -15,7 +15,7 @@ from hfpatch.measure.hooks import Call
 from hfpatch.measure.quiet_forward import attention_computed_by
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
-from hfpatch.repairs import repair as engine
+from hfpatch.repairs import fits
 from hfpatch.repairs.attention_maps import Example, fit_maps, map_in, map_of
 from hfpatch.repairs.report import RepairReport
 from hfpatch.schemes.rope import RoPE
@@ -130,19 +130,19 @@ def test_queries_that_see_nothing_in_float64() -> None:
 
 @pytest.mark.slow
 def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And as far as it takes to judge them: of batches of four, the second holds the first held-out sequence."""
+    """And as far as it takes to judge them: of batches of four every second holds one that judges."""
     original = tiny("gpt2", LM)
     heads, seen = original.config.n_head, []
     data = batches(original, 6, 4)
-    inner = engine.fit_maps
+    inner = fits.fit_maps
 
     def spied(module: Any, examples: list[Example], *rest: Any) -> Any:
         seen.append(examples)
         return inner(module, examples, *rest)
 
-    monkeypatch.setattr(engine, "fit_maps", spied)
-    for numbers, kept in ((2**27, 6), (3 * 4 * heads * 100, 3), (1, 2)):
-        monkeypatch.setattr(engine, "_MAP_NUMBERS", numbers)
+    monkeypatch.setattr(fits, "fit_maps", spied)
+    for numbers, kept in ((2**27, 9), (3 * 4 * heads * 100, 4), (1, 3)):
+        monkeypatch.setattr(fits, "_MAP_NUMBERS", numbers)
         seen.clear()
         model = patch_model(copy.deepcopy(original), pos="rope", calibration=data)
         assert {len(examples) for examples in seen} == {kept}
@@ -171,7 +171,7 @@ def test_what_is_a_map() -> None:
 
 
 def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "map_of", lambda module, call: None)
+    monkeypatch.setattr(fits, "map_of", lambda module, call: None)
     _, report = repaired(tiny("gpt2", LM), pos="rope")
     told = [step for step in report.steps if step.kind == "maps"]
     assert told

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zoo
 from tiny_models import changes, fingerprint, inputs, tiny
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -90,14 +90,19 @@ def test_linear_maps() -> None:
 
 
 def test_sequences_held_out(tmp_path: Path) -> None:
+    """Every eighth, or the last of fewer, in batches of their own."""
     model = tiny("gpt2")
     for sizes, held in (((2,), [1]), ((1, 1), [1]), ((3, 2), [4]), ((8,), [7]), ((5, 12), [7, 15])):
         folder = tmp_path / str(sizes)
         folder.mkdir()
-        data = Batches([torch.ones(n, 4).long() for n in sizes], model, folder)
-        mask = torch.cat([data.held_out(i) for i in range(len(data))])
-        assert data.sequences == sum(sizes)
-        assert mask.nonzero()[:, 0].tolist() == held
+        ids = torch.randint(5, 90, (sum(sizes), 6))
+        data = Batches(list(ids.split(sizes)), model, folder)
+        sides: dict[bool, list[Tensor]] = {True: [], False: []}
+        for i in range(len(data)):
+            sides[data.judges(i)].append(data.inputs(i)["input_ids"])
+        assert torch.equal(torch.cat(sides[True]), ids[held])
+        assert torch.equal(torch.cat(sides[False]), torch.stack([row for i, row in enumerate(ids) if i not in held]))
+        assert (data.sequences, data.distinct, data.tokens) == (sum(sizes),) * 2 + (6 * (sum(sizes) - len(held)),)
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,16 +114,16 @@ def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_rows_of_activations(tmp_path: Path) -> None:
     model = tiny("bart")
-    given = {"input_ids": torch.ones(2, 4).long(), "decoder_input_ids": torch.ones(2, 3).long()}
-    given |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}
-    given |= {"decoder_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    data = Batches([given], model, tmp_path)
-    valid, held_out = data.rows(0, torch.Size([2, 4, 7]), decoder=False)
+    given = {"input_ids": torch.arange(12).view(3, 4), "decoder_input_ids": torch.ones(3, 3).long()}
+    given |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])}
+    given |= {"decoder_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])}
+    data = Batches([given], model, tmp_path)  # the third judges, in a batch of its own
+    valid = data.rows(0, torch.Size([2, 4, 7]), decoder=False)
     assert valid.tolist() == [False, True, True, True, True, True, True, False]
-    assert held_out.tolist() == [False] * 4 + [True] * 4
-    assert data.rows(0, torch.Size([2, 3, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
-    assert data.rows(0, torch.Size([6, 7]), decoder=True)[0].tolist() == [True, True, False, True, True, True]
-    assert data.rows(0, torch.Size([2, 5, 7]), decoder=True)[0].all()  # no mask of that shape
+    assert data.rows(0, torch.Size([2, 3, 7]), decoder=True).tolist() == [True, True, False, True, True, True]
+    assert data.rows(0, torch.Size([6, 7]), decoder=True).tolist() == [True, True, False, True, True, True]
+    assert data.rows(0, torch.Size([2, 5, 7]), decoder=True).all()  # no mask of that shape
+    assert data.rows(1, torch.Size([1, 4, 7]), decoder=False).tolist() == [True] * 4
     with pytest.raises(OptionError):
         data.rows(0, torch.Size([3, 7]), decoder=False)
 

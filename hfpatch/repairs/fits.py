@@ -1,0 +1,303 @@
+"""Fits single modules of a patched model: what is fitted is written, and kept if the written model is nearer.
+
+Each fit computes values; they are written to the Parameters in their dtype, and the error on the held-out sequences is
+measured before and after, by running the model. So the errors that a report gives are those of the model that the user
+gets, whatever a fit promised.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..core.transaction import Transaction
+from ..measure.quiet_forward import attention_computed_by, give_back_memory
+from ..runtime.norms import AffineNorm
+from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
+from .block_replay import BlockReplay
+from .least_squares import fit_ridge, with_float64
+from .linear_roles import Roles
+from .norm_fit import fit_norm
+from .report import FittedValues, RepairReport, Step
+
+_NOISE = 1e-9  # share of the variance: errors below it count as none
+_MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
+_CHANNELS = 4096  # of a module's output, or input, that are compared at most
+_NO_MAP, _NO_SPREAD = "it returns no attention map", "its input isn't finite or has no spread"
+_NOT_LAST, _SHARED = "normalises another axis than the last", "shares its parameters with another module"
+_NOTHING_MOVES = "it has no parameter of its own that moves its maps"
+
+
+class Fitter:
+    """Fits modules of one model to those of another, one at a time, through a transaction.
+
+    Args:
+        new, old: the patched model and the original.
+        edits: logs what is written.
+        roles: what the linear maps read and write.
+        report: gets a step for each fit.
+        fit: what is fitted to attention maps: "qk" or "bias".
+    """
+
+    def __init__(
+        self, new: BlockReplay, old: BlockReplay, edits: Transaction, roles: Roles, report: RepairReport, fit: str
+    ):
+        self.new, self.old, self.batches, self.edits = new, old, new.batches, edits
+        self.roles, self.report, self.fit = roles, report, fit
+        self.mapped: dict[str, int] = {}  # attention -> batches for which the original's maps were saved
+
+    def skip(self, module: str, kind: str, note: str) -> None:
+        """Report a step that isn't possible, and why."""
+        self.report.steps.append(Step(module, kind, note=note))
+
+    # Single fits
+
+    def norm(self, name: str) -> None:
+        """Fit a changed norm on its present input to the output of the original's norm."""
+        module, original = self.new.modules[name], self.old.modules[name]
+        assert isinstance(module, AffineNorm)
+        if module.facts.channels_first or len(module.facts.shape) > 1:
+            return self.skip(name, "norm", _NOT_LAST)
+        if not self.roles.owns_parameters(name):
+            return self.skip(name, "norm", _SHARED)
+        decoder, output = self.roles.in_decoder(name), f"{name} output"
+        for i in range(len(self.batches)):
+            self.new.save(name, i, self.new.run(i, inputs=[name])[name])
+            with torch.no_grad():
+                self.old.save(output, i, original(self.old.saved(name, i)))
+
+        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for i in range(len(self.batches)):
+                for u, y in self.batches.row_pieces(i, decoder, self.new.saved(name, i), self.old.saved(output, i)):
+                    yield u, y, self._judge(i, u)
+
+        def write(values: Mapping[str, Tensor]) -> None:
+            for parameter, value in values.items():
+                if getattr(module, parameter) is not None:
+                    self.edits.set_values(module, parameter, value)
+
+        self._keep_if_nearer(name, "norm", fit_norm(module, rows), write, self._error({name: output}, decoder, (name,)))
+        return self.new.delete_saved()
+
+    def projection(self, name: str, point: str, block: str | None) -> None:
+        """Fit a map that writes to the stream, so that the stream at `point` is nearer to the original's.
+
+        `point` is the norm whose input is compared, or `block`, whose output is.
+        """
+        module, decoder = self.new.modules[name], self.roles.in_decoder(name)
+        outputs = {point} & {block}
+        fit = self._ridge(name, point, outputs, module.bias is not None, decoder)
+
+        def write(values: Mapping[str, Tensor]) -> None:
+            self._add(module, values["weight"], values["bias"])
+
+        error = self._error({point: point}, decoder, outputs, {point} - outputs)
+        self._keep_if_nearer(name, "projection", fit, write, error, _NO_SPREAD)
+
+    def readers(self, first: str, group: list[str], shift: tuple[str, str] | None) -> None:
+        """Fit the maps that read one tensor x: W <- W + M W, with x + x M + b fitted to the original's x.
+
+        b goes to the maps' biases where all have one. Otherwise it goes to the shift of the norm that gives x, where
+        only these maps read it: (x + s) (I + M) = x (I + M) + b for s = b (I + M)^-1. Where neither can be, no constant
+        is fitted. `shift` names that norm and its shift.
+        """
+        decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
+        modules = [self.new.modules[name] for name in group]
+        biases = all(module.bias is not None for module in modules)
+        shift = None if biases else shift
+        fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder)
+        for i in self.batches.held_out():
+            x = self.old.saved(first, i)
+            for name, module in zip(group, modules, strict=True):
+                with torch.no_grad():
+                    self.old.save(f"{name} output", i, _some(module(x.to(module.weight.dtype))))
+
+        def write(values: Mapping[str, Tensor]) -> None:
+            change, constant = values["weight"], values["bias"]
+            for module in modules:
+                weight = module.get_parameter("weight").detach().to(change.device).double()
+                weight = weight if isinstance(module, Conv1D) else weight.T
+                self._add(module, change @ weight, constant @ weight if biases else None)
+            if shift is not None:
+                norm, attribute = shift
+                identity = torch.eye(len(change), dtype=change.dtype, device=change.device)
+                solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
+                self.edits.rewrite(self.new.modules[norm], attribute, "add", solved)
+
+        error = self._error({name: f"{name} output" for name in group}, decoder, group)
+        self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
+
+    def save_maps(self, name: str, original: str) -> None:
+        """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
+        sequences = numbers = held_out = fitted = 0
+        self.mapped[name] = 0
+        for i in range(len(self.batches)):
+            if held_out and fitted and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
+                break
+            with attention_computed_by("eager", self.old.model):
+                call = self.old.observe(i, inputs=[original]).get(("in", original))
+                target = None if call is None else map_of(self.old.modules[original], call)
+            if target is None:
+                break
+            self.old.save(f"{name} map", i, target)
+            self.mapped[name] += 1
+            sequences, numbers = sequences + self.batches.count_of(i), numbers + target.numel()
+            held_out, fitted = held_out + self.batches.judges(i), fitted + (not self.batches.judges(i))
+
+    def maps(self, name: str) -> None:
+        """Fit an attention's queries and keys to the original's saved attention maps."""
+        module, decoder = self.new.modules[name], self.roles.in_decoder(name)
+        examples = []
+        for i in range(self.mapped[name]):
+            with attention_computed_by("eager", self.new.model):
+                call = self.new.observe(i, inputs=[name])["in", name]
+            target = self.old.saved(f"{name} map", i)
+            rows = target[:, 0].shape
+            valid = self.batches.rows(i, rows, decoder).unflatten(0, rows[:2]).to(target.device)
+            judges = torch.full_like(valid, self.batches.judges(i))
+            examples.append(Example(in_float32(call), target, valid & ~judges, valid & judges))
+        if not examples:
+            return self.skip(name, "maps", _NO_MAP)
+        own = {one for one, p in module.named_parameters() if self.roles.owners[id(p)] == 1}
+        fit = fit_maps(module, examples, self.fit, own)
+
+        def write(values: Mapping[str, Tensor]) -> None:
+            for parameter, value in values.items():
+                path, _, attribute = parameter.rpartition(".")
+                self.edits.set_values(module.get_submodule(path), attribute, value)
+
+        def error() -> float:
+            work = copy.deepcopy(module).float()
+            with attention_computed_by("eager", work):
+                return held_out_divergence(work, examples)
+
+        return self._keep_if_nearer(name, "maps", fit, write, error, _NOTHING_MOVES)
+
+    # What they share
+
+    def _ridge(self, name: str, point: str, outputs: Iterable[str], bias: bool, decoder: bool) -> FittedValues | None:
+        """Ridge regression of (the original's activation - this model's) at a point on a map's input.
+
+        Args:
+            name: the map.
+            point: the module whose input is compared with the original's; if it is in `outputs`, its output.
+            bias: whether to fit a constant.
+            decoder: whether the rows are a decoder's.
+        """
+        inputs = {name, point} - set(outputs)
+
+        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+            for i in range(len(self.batches)):
+                seen = self.new.run(i, inputs, outputs)
+                target = self.old.saved(point, i).to(seen[point])
+                values = seen[name], target - seen[point], target
+                del seen, target
+                give_back_memory()
+                for x, missing, target in self.batches.row_pieces(i, decoder, *values):
+                    yield x, missing, target, self._judge(i, x)
+                    del x, missing, target
+                del values
+                give_back_memory()
+
+        return fit_ridge(rows(), bias)
+
+    def _judge(self, index: int, rows: Tensor) -> Tensor:
+        """Whether each of some rows of a batch is for judging."""
+        return torch.full((len(rows),), self.batches.judges(index), device=rows.device)
+
+    def _error(
+        self, targets: Mapping[str, str], decoder: bool, outputs: Iterable[str], inputs: Iterable[str] = ()
+    ) -> Callable[[], float]:
+        """Function that measures how far the model, as it then is, is from saved activations on held-out sequences.
+
+        It returns the mean squared difference as a share of the target's variance over the rows, averaged over modules.
+
+        Args:
+            targets: module -> name under which the original's activation is saved.
+            decoder: whether the rows are a decoder's.
+            outputs, inputs: of which modules the output, and of which the input is compared.
+        """
+        outputs, inputs = list(outputs), list(inputs)
+
+        def measure() -> float:
+            moments: dict[str, _Moments] = {name: _Moments() for name in targets}
+            for i in self.batches.held_out():
+                seen = self.new.run(i, inputs, outputs)
+                for name, saved in targets.items():
+                    pair = seen[name], self.old.saved(saved, i)
+                    for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
+                        moments[name].add(y, target)
+            return sum(found.share() for found in moments.values()) / len(moments)
+
+        return measure
+
+    def _keep_if_nearer(
+        self,
+        name: str,
+        kind: str,
+        fit: FittedValues | None,
+        write: Callable[[Mapping[str, Tensor]], None],
+        error: Callable[[], float],
+        otherwise: str = "",
+    ) -> None:
+        """Write fitted values and measure the error again; take them back if it isn't lower. Reports the step.
+
+        Args:
+            name, kind: as in `Step`.
+            fit: the values; None where nothing could be fitted, because of `otherwise`.
+            write: writes them to the model.
+            error: measures the model as it is, on held-out sequences.
+        """
+        if fit is None:
+            return self.skip(name, kind, otherwise)
+        before = error()
+        if before <= _NOISE:
+            return None
+        mark = len(self.edits)
+        write(fit.values)
+        after = error()
+        kept = after < before
+        if not kept:
+            self.edits.undo(mark)
+        self.report.steps.append(Step(name, kind, before, after, kept, fit.note))
+        return None
+
+    def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+        """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
+        for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
+            if change is not None and module._parameters[name] is not None:
+                self.edits.rewrite(module, name, "add", change)
+
+
+class _Moments:
+    """Sums over rows (n, d) for the mean squared difference of two tensors as a share of the second one's variance."""
+
+    def __init__(self) -> None:
+        self.count, self.error, self.squares = 0, 0.0, 0.0
+        self.total: Tensor | None = None
+
+    def add(self, y: Tensor, target: Tensor) -> None:
+        """Add some rows."""
+        y, target = (one.to(with_float64(one.device)).double() for one in (y, target))
+        total = target.sum(0)
+        self.count += len(target)
+        self.error += float((y - target).square().sum())
+        self.squares += float(target.square().sum())
+        self.total = total if self.total is None else self.total + total
+
+    def share(self) -> float:
+        """Return the share; NaN without rows."""
+        if self.total is None or not self.count:
+            return math.nan
+        variance = self.squares / self.count - float((self.total / self.count).square().sum())
+        return self.error / self.count / max(variance, 1e-30)
+
+
+def _some(activations: Tensor) -> Tensor:
+    """At most some thousand channels of activations, evenly spaced: those of a vocabulary would take much room."""
+    return activations[..., :: -(-activations.shape[-1] // _CHANNELS)]

@@ -1,0 +1,121 @@
+"""Calibration is divided so that nothing is judged by what it was fitted to, and short calibration is judged longer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from tiny_models import inputs, patch, tiny
+from torch import Tensor, nn
+
+from hfpatch.errors import NotPreservedWarning, OptionError
+from hfpatch.patch import patch_model, repair_report
+from hfpatch.repairs.distinct import count_distinct, divide, key_of
+
+LM = "AutoModelForCausalLM"
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(5, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def keys(rows: Tensor) -> list:
+    return [key_of(row, None) for row in rows]
+
+
+def test_equal_and_nearly_equal_sequences_are_on_one_side() -> None:
+    rows = draw(20, 16)
+    assert divide(keys(rows)) == ([i for i in range(20) if i not in (7, 15)], [7, 15])
+    near = rows[7].clone()
+    near[3] = 4  # four of thirteen runs go, so this is another sequence; at an end one goes
+    assert divide(keys(torch.cat([rows, near[None]])))[0][-1] == 20
+    near = rows[7].clone()
+    near[0] = 4
+    shifted = torch.cat([rows[7, 2:], rows[3, :2]])
+    some = torch.cat([rows, rows[7:8], near[None], shifted[None], rows[:1]])
+    assert divide(keys(some)) == ([*[i for i in range(20) if i not in (7, 15)], 23], [7, 15])
+    assert count_distinct(keys(some)) == 22
+    prefix = [*keys(rows), key_of(rows[7, :9], None)]
+    assert divide(prefix)[0][-1] == 19
+
+
+def test_padding_isnt_compared() -> None:
+    rows = draw(9, 16)
+    rows[8, :10], rows[8, 10:] = rows[7, :10], 0
+    mask = torch.ones_like(rows)
+    mask[8, 10:] = 0
+    some = [key_of(row, one) for row, one in zip(rows, mask, strict=True)]
+    assert 8 not in divide(some)[0]
+
+
+def test_images_are_compared_by_their_numbers() -> None:
+    images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert divide(keys(images)) == ([i for i in range(16) if i not in (7, 15)], [7, 15])
+    images[3] = images[7] + 0.01 * images[3]
+    images[4] = images[7]
+    fitted, judges = divide(keys(images))  # of fifteen that differ
+    assert judges == [8]
+    assert fitted == [i for i in range(16) if i != 8]  # the three are fitted
+    images[10] = images[8] + 0.01 * images[10]
+    assert 10 not in divide(keys(images))[0]
+
+
+def test_copies_of_one_sequence_are_refused() -> None:
+    model = tiny("gpt2", LM)
+    with pytest.raises(OptionError, match="one distinct sequence, 64 times"):
+        patch_model(model, norm="dyt", calibration=[{"input_ids": draw(1, 12).expand(64, 12)}])
+
+
+def test_duplicates_judge_nothing_that_they_were_fitted_to() -> None:
+    """Two thirds are copies of the ninth part that judged before: what is reported holds on fresh sequences."""
+    original, ids = tiny("gpt2", LM), draw(24, 12)
+    data = torch.cat([ids[:8], ids[:8], ids[8:], ids[8:]])
+    model = patch(copy.deepcopy(original), norm="dyt", calibration=[{"input_ids": data}])
+    report = repair_report(model)
+    assert (report.sequences, report.distinct, report.held_out) == (48, 24, 3)
+    assert report.after == pytest.approx(divergence(original, model, ids[7::8]), rel=1e-3)
+    assert divergence(original, model, draw(64, 12, seed=9)) < 2 * report.after
+
+
+def divergence(original: nn.Module, model: nn.Module, ids: Tensor) -> float:
+    with torch.no_grad():
+        p, q = (torch.log_softmax(m(ids).logits, -1) for m in (original, model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_short_calibration_is_judged_on_longer_sequences() -> None:
+    """On sequences of four tokens a repair of rope looks perfect, and at 32 the model is worse than unrepaired."""
+    original = tiny("gpt2", LM)
+    ids = draw(64, 4)
+    with pytest.warns(NotPreservedWarning, match="at 32 tokens"):
+        model = patch_model(copy.deepcopy(original), pos="rope", calibration=[{"input_ids": ids}])
+    report = repair_report(model)
+    assert (report.longest, report.positions, report.longer) == (4, 64, 32)
+    fresh = draw(16, 32, seed=9)
+    plain = patch(copy.deepcopy(original), pos="rope")
+    assert divergence(original, model, fresh) <= 1.02 * divergence(original, plain, fresh)
+    assert "at most 4 tokens and the model 64 positions" in report.summary()
+    joined = ids[7::8].reshape(1, 32)
+    shown = report.longer_after if report.kept else report.longer_before
+    assert shown == pytest.approx(divergence(original, model, joined), rel=1e-3)
+    assert report.longer_before == pytest.approx(divergence(original, plain, joined), rel=1e-3)
+
+
+def test_calibration_as_long_as_the_model_is_judged_on_itself_alone() -> None:
+    report = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration=[{"input_ids": draw(16, 20)}]))
+    assert report.longer == 0
+    assert math.isnan(report.longer_after)
+    assert "positions" not in report.summary()
+    assert report.tokens == 14 * 20
+
+
+@pytest.mark.parametrize("family", ["vit", "bart", "t5"])
+def test_models_that_read_more_than_tokens_are_judged_on_their_calibration(family: str) -> None:
+    model = tiny(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPreservedWarning)
+        patch_model(model, norm="dyt", calibration=[inputs(model, seed) for seed in range(8)])
+    assert repair_report(model).longer == 0
