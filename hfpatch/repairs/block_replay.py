@@ -228,15 +228,25 @@ def is_linear_map(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 
 
+def holds_maps(module: nn.Module) -> bool:
+    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer."""
+    usual = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+    inside = any(parameter is not None for child in module.children() for parameter in child.parameters())
+    if isinstance(module, usual) or inside or type(module).__module__.startswith("torch.nn."):
+        return False
+    return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
+
+
 def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
     """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
 
     Args:
         replay: replay of the model; its `forms` and `ends` are filled in.
-        norms: names of the norms to list; all linear maps are listed.
+        norms: names of the norms to list; all linear maps, routers and stacked experts are listed.
     """
     blocks = listed_modules(replay.model)
-    found = {name for name, module in replay.modules.items() if is_linear_map(module)} | set(norms)
+    others = {name for name, module in replay.modules.items() if name not in norms and holds_maps(module)}
+    found = {name for name, module in replay.modules.items() if is_linear_map(module)} | set(norms) | others
     order: list[tuple[str, str]] = []
     returned: dict[str, Any] = {}
     shapes: dict[str, torch.Size] = {}
@@ -244,10 +254,13 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
 
     def record(kind: str, name: str, value: Any) -> None:
         order.append((kind, name))
-        if kind == "in":
-            shapes[name] = first_tensor(value).shape
-        elif name in found and not isinstance(value, Tensor):
-            unfit.add(name)  # such as a router that also returns its choice of experts
+        tensors = [one for one in _values(value) if isinstance(one, Tensor)]
+        if name in found and not (tensors and tensors[0].is_floating_point()):
+            unfit.add(name)
+        elif kind == "in" and tensors:
+            shapes[name] = tensors[0].shape
+        elif name in found - others and not isinstance(value, Tensor):
+            unfit.add(name)  # routers also return their choice of experts
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
@@ -261,7 +274,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
     segments = [Segment()]
     for kind, name in order:
         block = segments[-1].block
-        flat = name in found and name not in norms and len(shapes[name]) < 3
+        flat = name in found - unfit and name not in norms and len(shapes[name]) < 3
         if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
             continue  # an expert, which is called with some of the tokens
         if name in replayable:
@@ -269,6 +282,13 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         elif kind == "in" and name in found and name not in several | unfit:
             segments[-1].modules.append(name)
     return [segment for segment in segments if segment.block or segment.modules], several
+
+
+def _values(value: Any) -> Iterable[Any]:
+    """The values in a call or in what a module returned."""
+    if isinstance(value, Call):
+        return *value.args, *value.kwargs.values()
+    return value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else (value,)
 
 
 def _form(output: Any) -> tuple | None:

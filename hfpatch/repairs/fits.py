@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.transaction import Transaction
+from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import attention_computed_by, give_back_memory
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
 from .least_squares import fit_ridge, with_float64
-from .linear_roles import Roles
+from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
+from .stacked import transformed
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
@@ -84,52 +86,68 @@ class Fitter:
         self._keep_if_nearer(name, "norm", fit_norm(module, rows), write, self._error({name: output}, decoder, (name,)))
         return self.new.delete_saved()
 
-    def projection(self, name: str, point: str, block: str | None) -> None:
-        """Fit a map that writes to the stream, so that the stream at `point` is nearer to the original's.
+    def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
+        """Fit a map that writes to the stream, so that the stream behind it is nearer to the original's.
 
-        `point` is the norm whose input is compared, or `block`, whose output is.
+        Of experts the output o is what is fitted: o <- o + o N, by their last matrices.
+
+        Args:
+            name: the map.
+            roles: says at which norm's input, or at which block's output, the stream is compared.
+            block: the block that the map is in.
         """
-        module, decoder = self.new.modules[name], self.roles.in_decoder(name)
-        outputs = {point} & {block}
-        fit = self._ridge(name, point, outputs, module.bias is not None, decoder)
+        module, decoder, point = self.new.modules[name], self.roles.in_decoder(name), roles.writers[name]
+        outputs, axes = {point} & {block}, roles.writes.get(name)
+        fit = self._ridge(name, point, outputs, axes is None and module.bias is not None, decoder, reads=axes is None)
 
         def write(values: Mapping[str, Tensor]) -> None:
-            self._add(module, values["weight"], values["bias"])
+            if axes is None:
+                self._add(module, values["weight"], values["bias"])
+            for parameter, axis in axes or ():
+                self._transform(module, parameter, axis, values["weight"], reads=False)
 
         error = self._error({point: point}, decoder, outputs, {point} - outputs)
         self._keep_if_nearer(name, "projection", fit, write, error, _NO_SPREAD)
 
-    def readers(self, first: str, group: list[str], shift: tuple[str, str] | None) -> None:
+    def readers(self, first: str, roles: BlockRoles) -> None:
         """Fit the maps that read one tensor x: W <- W + M W, with x + x M + b fitted to the original's x.
 
         b goes to the maps' biases where all have one. Otherwise it goes to the shift of the norm that gives x, where
         only these maps read it: (x + s) (I + M) = x (I + M) + b for s = b (I + M)^-1. Where neither can be, no constant
-        is fitted. `shift` names that norm and its shift.
+        is fitted. Routers and experts are read with their own matrices; experts, whose output hangs on the routers',
+        aren't judged.
         """
+        group, shift = roles.readers[first], roles.shifts.get(first)
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
-        modules = [self.new.modules[name] for name in group]
-        biases = all(module.bias is not None for module in modules)
-        shift = None if biases else shift
+        modules = {name: self.new.modules[name] for name in group}
+        biases = all(name not in roles.reads and module.bias is not None for name, module in modules.items())
+        judged = [name for name in group if name not in roles.writes]
+        if not judged:
+            return
         fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder)
         for i in self.batches.held_out():
             x = self.old.saved(first, i)
-            for name, module in zip(group, modules, strict=True):
+            for name in judged:
                 with torch.no_grad():
-                    self.old.save(f"{name} output", i, _some(module(x.to(module.weight.dtype))))
+                    output = first_tensor(modules[name](x.to(next(modules[name].parameters()).dtype)))
+                self.old.save(f"{name} output", i, _some(output))
 
         def write(values: Mapping[str, Tensor]) -> None:
             change, constant = values["weight"], values["bias"]
-            for module in modules:
-                weight = module.get_parameter("weight").detach().to(change.device).double()
-                weight = weight if isinstance(module, Conv1D) else weight.T
-                self._add(module, change @ weight, constant @ weight if biases else None)
-            if shift is not None:
+            for name, module in modules.items():
+                for parameter, axis in roles.reads.get(name, ()):
+                    self._transform(module, parameter, axis, change, reads=True)
+                if name not in roles.reads:
+                    weight = module.get_parameter("weight").detach().to(change.device).double()
+                    weight = weight if isinstance(module, Conv1D) else weight.T
+                    self._add(module, change @ weight, constant @ weight if biases else None)
+            if shift is not None and not biases:
                 norm, attribute = shift
                 identity = torch.eye(len(change), dtype=change.dtype, device=change.device)
                 solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
                 self.edits.rewrite(self.new.modules[norm], attribute, "add", solved)
 
-        error = self._error({name: f"{name} output" for name in group}, decoder, group)
+        error = self._error({name: f"{name} output" for name in judged}, decoder, judged)
         self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
 
     def save_maps(self, name: str, original: str) -> None:
@@ -180,16 +198,20 @@ class Fitter:
 
     # What they share
 
-    def _ridge(self, name: str, point: str, outputs: Iterable[str], bias: bool, decoder: bool) -> FittedValues | None:
-        """Ridge regression of (the original's activation - this model's) at a point on a map's input.
+    def _ridge(
+        self, name: str, point: str, outputs: Iterable[str], bias: bool, decoder: bool, reads: bool = True
+    ) -> FittedValues | None:
+        """Ridge regression of (the original's activation - this model's) at a point on a map's input, or its output.
 
         Args:
             name: the map.
             point: the module whose input is compared with the original's; if it is in `outputs`, its output.
             bias: whether to fit a constant.
             decoder: whether the rows are a decoder's.
+            reads: whether it is the map's input; else it is its output.
         """
-        inputs = {name, point} - set(outputs)
+        outputs = {*outputs} if reads else {*outputs, name}
+        inputs = {name, point} - outputs
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
@@ -266,6 +288,11 @@ class Fitter:
             self.edits.undo(mark)
         self.report.steps.append(Step(name, kind, before, after, kept, fit.note))
         return None
+
+    def _transform(self, module: nn.Module, parameter: str, axis: int, change: Tensor, reads: bool) -> None:
+        """Multiply a Parameter with I + change along an axis."""
+        values = module.get_parameter(parameter).detach().to(change.device).double()
+        self.edits.rewrite(module, parameter, "add", transformed(values, change, axis, reads))
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""

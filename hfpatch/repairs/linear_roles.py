@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.norms import describe
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
+from .stacked import Axes, reading_axes, writing_axes
 
 _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
 
@@ -30,12 +32,16 @@ class BlockRoles:
         readers: maps that read the same tensor, by the first of them.
         shifts: first of the maps that read a tensor -> (norm, name of its shift), where that norm gives the tensor, and
             nothing but these maps reads it.
+        reads, writes: names of routers and experts among them -> their Parameters that multiply the input, or that
+            make the output.
         complete: whether the last addition to the block's output is a map's output, or the block ends with a norm.
     """
 
     writers: dict[str, str] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
     shifts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    reads: dict[str, Axes] = field(default_factory=dict)
+    writes: dict[str, Axes] = field(default_factory=dict)
     complete: bool = True
 
 
@@ -76,23 +82,26 @@ class Roles:
         calls[block.name] = OUTPUT
         points = [name for name in segment.modules if name in norms]
         for i, name in enumerate(segment.modules):
-            if not self._is_own_map(name):
+            if not self.owns_parameters(name) or name in points:
                 continue
+            if not (plain := is_linear_map(self.replay.modules[name])):
+                self._find_axes(name, roles)
             later = [*(one for one in segment.modules[i:] if one in points), block.name]
             noise = block.noise(base.outputs[calls[name]], 0)
             noise = _drowning_out(noise, [base.points[calls[one]] for one in later])
             after = block.run({calls[name]: noise}).points
             shows = (one for one in later if _is_near(after[calls[one]] - base.points[calls[one]], noise))
-            if (point := next(shows, None)) is not None:
+            point = next(shows, None)
+            if point is not None and (plain or name in roles.writes):
                 roles.writers[name] = point
-            else:
-                read = base.inputs[calls[name]]
-                same = (one for one in roles.readers if torch.equal(base.inputs[calls[one]], read))
+            if (plain and point is None) or name in roles.reads:
+                read = _flat(base.inputs[calls[name]])
+                same = (one for one in roles.readers if torch.equal(_flat(base.inputs[calls[one]]), read))
                 roles.readers.setdefault(next(same, name), []).append(name)
         for first, group in roles.readers.items():
             for norm in points:
                 shift = self._own_shift(norm)
-                if shift and torch.equal(base.outputs[calls[norm]], base.inputs[calls[first]]):
+                if shift and torch.equal(_flat(base.outputs[calls[norm]]), _flat(base.inputs[calls[first]])):
                     moved = {calls[norm]: block.noise(base.outputs[calls[norm]], 0)}
                     after = block.run(moved, held=[calls[name] for name in group]).points
                     if all(torch.equal(after[point], base.points[point]) for point in base.points):
@@ -100,6 +109,14 @@ class Roles:
         ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
         return roles
+
+    def _find_axes(self, name: str, roles: BlockRoles) -> None:
+        """Find what a module that is no `nn.Linear` multiplies its input with, and what makes its output."""
+        call = self.replay.observe(0, inputs=[name]).get(("in", name))
+        for found, axes_of in ((roles.reads, reading_axes), (roles.writes, writing_axes)):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # no kernel for float64 on the CPU
+                if call is not None and (axes := axes_of(self.replay.modules[name], call)):
+                    found[name] = axes
 
     def _heads(self, segment: Segment, norms: Collection[str]) -> dict[str, list[str]]:
         """The linear maps outside of blocks that read a norm's output, by the first of those that read the same one."""
@@ -174,6 +191,11 @@ def _drowning_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
     loudest = max(float(stream.abs().max()) for stream in streams)
     loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
     return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """As rows: some hosts run their MLP on (B T, d)."""
+    return x.flatten(0, -2)
 
 
 def _is_near(change: Tensor, added: Tensor) -> bool:

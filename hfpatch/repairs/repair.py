@@ -200,12 +200,12 @@ class _Repairer:
             if name in self.norms:
                 self._show(f"norm {name}")
                 self.fitter.norm(name)
-            elif name in roles.writers:
-                self._show(f"projection {name}")
-                self.fitter.projection(name, roles.writers[name], segment.block)
-            elif name in roles.readers:
+            if name in roles.readers:
                 self._show(f"readers {name}")
-                self.fitter.readers(name, roles.readers[name], roles.shifts.get(name))
+                self.fitter.readers(name, roles)
+            if name in roles.writers:
+                self._show(f"projection {name}")
+                self.fitter.projection(name, roles, segment.block)
             if name in attentions:
                 self._show(f"maps {attentions[name]}")
                 self.fitter.maps(attentions[name])

@@ -1,0 +1,96 @@
+"""Linear maps of modules that aren't `nn.Linear`: routers, and experts whose weights are stacked in one Parameter.
+
+Which Parameters a module multiplies its input with, and which make its output, is found by running it: with other
+values in them it must do what it does to another input, or give what is another output.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..measure.hooks import Call, first_tensor
+
+Axes = tuple[tuple[str, int], ...]  # names of Parameters, each with an axis
+_TOLERANCE = 1e-3  # relative; the module runs in float32: experts' kernels take no float64
+_ROWS = 64  # of its input that it runs on
+
+
+def reading_axes(module: nn.Module, call: Call) -> Axes | None:
+    """Return the Parameters that a module multiplies its input x with: f(x T) = f'(x). None where there are none."""
+    return _axes(module, call, reads=True)
+
+
+def writing_axes(module: nn.Module, call: Call) -> Axes | None:
+    """Return the Parameters that make a module's output: f(x) T = f'(x). None where there are none."""
+    return _axes(module, call, reads=False)
+
+
+def transformed(value: Tensor, transform: Tensor, axis: int, reads: bool) -> Tensor:
+    """Return a Parameter's values after a transform T (n, n) along an axis: T v where the axis reads x, else v T."""
+    moved = value.movedim(axis, -1) @ (transform.T if reads else transform)
+    return moved.movedim(-1, axis)
+
+
+def _axes(module: nn.Module, call: Call, reads: bool) -> Axes | None:
+    """Return the Parameters along whose axes a transform does what it does to the input (`reads`), or to the output."""
+    x = first_tensor(call)
+    rows = len(x)
+    work = copy.deepcopy(module).to("cpu", torch.float32).eval()
+
+    def as_given(value: Any) -> Any:
+        """An argument as the copy takes it: of what has a row for each row of x, the first ones."""
+        if not isinstance(value, Tensor):
+            return value
+        value = given_x[0] if value is x else value.to("cpu", torch.float32 if value.is_floating_point() else None)
+        return value[:_ROWS] if value.dim() and len(value) == rows else value
+
+    def run() -> Tensor:
+        args, kwargs = [*map(as_given, call.args)], {name: as_given(value) for name, value in call.kwargs.items()}
+        with torch.no_grad():
+            return first_tensor(work(*args, **kwargs)).clone()
+
+    generator = torch.Generator().manual_seed(0)
+    for parameter in work.parameters():  # biases of zero would seem to have no part in the output
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    given_x = [x.detach().to("cpu", torch.float32)]
+    plain = run()
+    width = (x if reads else plain).shape[-1]
+    noise = torch.randn(width, width, generator=generator)
+    transform = torch.eye(width, dtype=torch.float32) + 0.1 * noise / width**0.5
+    if reads:
+        given_x[0] = given_x[0] @ transform
+        expected = run()
+        given_x[0] = x.detach().to("cpu", torch.float32)
+    else:
+        expected = plain @ transform
+    for axes in _candidates(work, width):
+        before = {name: work.get_parameter(name).data for name, _ in axes}
+        for name, axis in axes:
+            work.get_parameter(name).data = transformed(before[name], transform, axis, reads)
+        error = (run() - expected).abs().max()
+        for name, _ in axes:
+            work.get_parameter(name).data = before[name]
+        if error <= _TOLERANCE * expected.abs().max():
+            return axes
+    return None
+
+
+def _candidates(module: nn.Module, width: int) -> Iterator[Axes]:
+    """One or two Parameters with an axis of that width, the last two axes of each."""
+    places = [
+        (name, axis)
+        for name, p in module._parameters.items()
+        if p is not None and p.is_floating_point()
+        for axis in (-1, -2)
+        if p.dim() > (axis == -2) and p.shape[axis] == width and p.dim() >= -axis
+    ]
+    for count in (1, 2):
+        for some in itertools.combinations(places, count):
+            if len({name for name, _ in some}) == count:
+                yield some
