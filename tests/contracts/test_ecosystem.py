@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import WrappedModelError
 from hfpatch.export import export_model
+from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -68,6 +69,36 @@ def test_an_adapter_of_a_base_that_was_never_saved(tmp_path: Path) -> None:
         tuned(base).save_pretrained(tmp_path / "adapter")
     assert not list(tmp_path.glob("adapter/*.safetensors"))
     tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")).save_pretrained(tmp_path / "adapter")  # control
+
+
+TRAINED_BEFORE = {"opt": ["out_proj", "fc2"], "gpt2": ["c_proj"]}  # what an exact swap centres
+
+
+@pytest.mark.parametrize("family", TRAINED_BEFORE)
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": "rms:fold_bias=true"}], ids=lambda one: one["norm"])
+def test_an_adapter_of_the_unpatched_model_is_merged_before_the_patch(
+    family: str, request_: dict[str, str], tmp_path: Path
+) -> None:
+    """It adds to rows that an exact swap centres. Merged first, it is centred with them; put on the patched base it
+    is part of another function, which is the control."""
+    peft = pytest.importorskip("peft")
+    base = tiny(family, "AutoModelForCausalLM")
+    torch.manual_seed(0)
+    options = {"target_modules": TRAINED_BEFORE[family], "fan_in_fan_out": family == "gpt2"}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
+    adapted.save_pretrained(tmp_path)
+    given = inputs(base)
+    expected = outputs(adapted, **given)
+    size = max(float(one.abs().max()) for one in expected)
+
+    def opened(model: Any) -> Any:
+        return peft.PeftModel.from_pretrained(model, tmp_path).eval()
+
+    merged = opened(tiny(family, "AutoModelForCausalLM")).merge_and_unload()
+    patched = patch_model(merged, **request_)  # a swap that isn't exact would warn, which is an error here
+    assert difference(outputs(patched, **given), expected) <= 1e-6 * size
+    wrong = opened(patch_model(tiny(family, "AutoModelForCausalLM"), **request_))
+    assert difference(outputs(wrong, **given), expected) > 1e-3 * size
 
 
 LN_TUNED = [("gpt2", norm) for norm in ("layer", "rms", "rms:fraction=0.5", "dyt", "derf", "deepnorm", "slopes")]
