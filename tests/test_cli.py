@@ -25,6 +25,9 @@ from hfpatch import __version__
 from hfpatch.checkpoint import file_digests
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
+from hfpatch.errors import VerificationError
+from hfpatch.exact.request import Conversion
+from hfpatch.patch import outcomes
 from hfpatch.verification.report import Report
 
 run = CliRunner()
@@ -142,6 +145,27 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
     assert f"Warning: nothing was repaired, so there is no report to save as {report}.\n" in out
     assert not report.parent.exists()
+
+
+def test_what_was_planned_exact_and_isnt_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check on the model itself fails: norms are then swapped without centring, which loses something."""
+
+    def fails(*_: Any) -> None:
+        raise VerificationError("it isn't exact", "0.1")
+
+    monkeypatch.setattr(Conversion, "verify", fails)
+    checkpoint = tmp_path / "tiny"
+    tiny("gpt2", "AutoModelForCausalLM").save_pretrained(checkpoint)
+    few = ("--norm", "rms", "--sequences", "32", "--tokens", "8", "--report", str(tmp_path / "report.json"))
+    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
+    assert "Repair on 32 sequences" in out
+    assert ": norm='rms', init='copy' is repaired.\n" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["after"] < report["before"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert next(iter(outcomes(model).values())).startswith("repaired")
+    unrepaired = called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "rms", "--calibration", "none")
+    assert "is approximate.\n" in unrepaired
 
 
 @pytest.mark.slow

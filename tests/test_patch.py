@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -582,6 +583,30 @@ def test_an_optimizer_follows_the_parameters() -> None:
     before = table.detach().clone()
     train(model, optimizer)
     assert not torch.equal(model.transformer.wpe.weight, before)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_with_one_state_for_all_parameters_is_refused(wrapped: bool) -> None:
+    model = tiny("gpt2", LM)
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(**inputs(model), labels=inputs(model)["input_ids"]).loss
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, state=optimizer.state)
+    given = wrapper if wrapped else optimizer  # as accelerate's
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"LBFGS.*after the change"):
+        patch_model(model, norm="dyt", optimizer=given)
+    assert not changes(before, fingerprint(model))
+    optimizer.step(closure)
+    patch(model, norm="dyt", reversible=True)
+    with pytest.raises(OptionError, match="LBFGS"):
+        unpatch_model(model, optimizer=given)
 
 
 @pytest.mark.parametrize(("family", "init"), [("olmo", "auto"), ("cohere", "reset")])

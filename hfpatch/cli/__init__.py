@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,6 @@ from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
-from ..core.stored_tensor import load_stored
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
@@ -30,13 +30,14 @@ from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
 from ..patch import outcomes, patch_model, repair_report
 from ..plan import plan_patch
-from ..repairs.sample import generates, sample_batches
+from ..repairs.repair import repair
+from ..repairs.sample import generates
 from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
 from ..schemes.positions import Position
-from ..schemes.request import HOW, LOST
+from ..schemes.request import EXACT, HOW, LOST, Record
 from ..verification import verify as verification
 from ..verification.report import Report
 from .commands import Commands
@@ -60,6 +61,7 @@ from .options import (
     Shard,
     Text,
     Trust,
+    inputs_of_repair,
     one_of,
     option,
     require_apart,
@@ -176,19 +178,19 @@ def patch(
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     if calibration is None:
         calibration = "self" if not is_config(model) and generates(built) else "none"
-    if planned.losses() and init != "reset" and calibration != "none":
-        most = f"up to {sequences} sequences of {length} tokens"
-        load_stored(built)
-        typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-        request["fit"] = fit
-        if calibration == "self":
-            request["calibration"] = sample_batches(built, sequences, length, seed)
-        else:
-            request["calibration"] = texts_of(Path(calibration), built, processor, sequences, length)
+    repairs = init != "reset" and calibration != "none"
+    inputs = functools.partial(inputs_of_repair, str(calibration), processor, sequences, length, seed)
+    if repairs and planned.losses():
+        request |= {"fit": fit, "calibration": inputs(built)}
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
     patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
+    measured = Record.of(built.config).outcomes(planned.by_kind).values()
+    if repairs and planned.changes and not planned.losses() and not all(one.startswith(EXACT) for one in measured):
+        torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew
+        original = opened(model, head, trust_remote_code)
+        repair(built, original, inputs(original), fit=fit)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")

@@ -10,9 +10,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from ..core.staging import require_place
+from ..core.stored_tensor import load_stored
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
+from ..repairs.sample import sample_batches
 from ..runtime.errors import PatchError
 
 
@@ -57,6 +59,16 @@ def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int
     if tokenizer_of(processor) is None:
         raise PatchError(f"no tokenizer for the text in {path} comes with the model.")
     return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
+
+
+def inputs_of_repair(calibration: str, processor: Any, sequences: int, length: int, seed: int, model: Any) -> Any:
+    """What a repair reads: a text file's lines, or samples of the model ("self"), which isn't patched yet."""
+    load_stored(model)
+    most = f"up to {sequences} sequences of {length} tokens"
+    typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
+    if calibration == "self":
+        return sample_batches(model, sequences, length, seed)
+    return texts_of(Path(calibration), model, processor, sequences, length)
 
 
 def require_apart(out: Path | None, *sources: str | Path | None) -> None:

@@ -10,9 +10,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -77,7 +78,8 @@ def reader_inside(holder: nn.Module) -> nn.Module:
 def takes_holders(function: F) -> F:
     """Decorator of a function of models: a holder may stand for the model inside it, and is returned for that.
 
-    A `tokenizer` that isn't given is the holder's `reader_inside`.
+    A `tokenizer` that isn't given is the holder's `reader_inside`. Where new tensors are made on meta by default, as a
+    model that is built there wants it, the function's own are not: it goes by the device of the model.
     """
     reads_texts = "tokenizer" in inspect.signature(function).parameters
 
@@ -87,7 +89,12 @@ def takes_holders(function: F) -> F:
         if inner is not model and reads_texts and kwargs.get("tokenizer") is None:
             kwargs["tokenizer"] = reader_inside(model)
         kwargs = {name: one if name == "tokenizer" else model_inside(one) for name, one in kwargs.items()}
-        returned = function(inner, *map(model_inside, args), **kwargs)
+        with _off_meta():
+            returned = function(inner, *map(model_inside, args), **kwargs)
         return model if returned is inner else returned
 
     return cast(F, run)
+
+
+def _off_meta() -> AbstractContextManager[Any]:
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import OptionError
@@ -16,8 +17,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse what isn't an optimizer of this model.
 
     Raises:
-        OptionError: it has no parameter groups, or none with a Parameter of the model.
+        OptionError: it has no parameter groups, or none with a Parameter of the model; or its state is of all of them
+            together, as LBFGS's is.
     """
+    inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+    if isinstance(inner, torch.optim.LBFGS):
+        raise OptionError(
+            f"optimizer: the state of {type(inner).__name__} is of all Parameters together, so none can be exchanged. "
+            "Leave optimizer= out, and make a new one after the change."
+        )
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
         raise OptionError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}.")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -92,7 +92,7 @@ class Padded:
         if keep is not None:
             for name in self.norms:
                 norm = module.get_submodule(name)
-                if isinstance(norm, MaskedBatchNorm):  # a later patch may have put another norm there
+                if _is_batch_norm(norm):  # a later patch may have put another norm there
                     if first_at(module, name) is not norm:
                         raise UnsupportedError(
                             f"{name} was patched by hfpatch 0.2.0 with norm='batch' and placement= in one request, "
@@ -100,6 +100,12 @@ class Padded:
                         )
                     put(tree, name, _with_padding(norm, keep))
         return {**checkpointed_once(module), **views(module, tree)}, {}
+
+
+def _is_batch_norm(norm: Any) -> bool:
+    """Whether a module is one, or PEFT's wrapper of one, which passes on what it is called with."""
+    wrapped = getattr(norm, "base_layer", None) or getattr(norm, "original_module", None)
+    return isinstance(norm, MaskedBatchNorm) or (wrapped is not None and _is_batch_norm(wrapped))
 
 
 def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:

@@ -191,6 +191,9 @@ class PatchedModel(UnlimitedGeneration):
         )
 
     def initialize_weights(self) -> None:
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, AffineNorm):  # some hosts fill what an nn.LayerNorm has, which this one may not have
+                vars(module)["_is_hf_initialized"] = True
         super().initialize_weights()  # type: ignore[misc]
         start_values(self)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
+from .norm_interface import USUAL, NormInterface
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,17 @@ OWN = "own"  # default of `replacing`: take the gain or shift under the replaced
 def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
     """Names of a norm's gain and shift: those of an `AffineNorm`, else "weight" and "bias"; None for an absent one."""
     if norm is None:
-        return "weight", "bias"
+        return USUAL
     if isinstance(norm, AffineNorm):
         return norm.facts.gain, norm.facts.shift
-    usual = AffineNorm.names
-    return tuple(name if norm._parameters.get(name) is not None else None for name in usual)  # type: ignore[return-value]
+    return tuple(name if norm._parameters.get(name) is not None else None for name in USUAL)  # type: ignore[return-value]
 
 
 HALF = (torch.float16, torch.bfloat16)
 RENAMED = ("gamma", "beta")  # in a module called LayerNorm transformers loads these as weight and bias
 
 
-class AffineNorm(nn.Module):
+class AffineNorm(NormInterface):
     """Base class of the norm modules: replaces a norm and keeps its Parameters, dtype, device, eps and axis.
 
     Subclasses define `normalise(h)`, for float32 (or float64) input with the channels last, and the names under which
@@ -84,7 +84,6 @@ class AffineNorm(nn.Module):
     """
 
     kind: ClassVar[str] = ""  # registered name of its norm scheme
-    names: ClassVar[tuple[str, str]] = ("weight", "bias")
     scalars: ClassVar[tuple[str, ...]] = ()  # learned scalars (one value each) that a repair searches: see `trials`
 
     def __init__(
@@ -97,7 +96,7 @@ class AffineNorm(nn.Module):
         self.facts = replace(
             facts, gain=None if gain is None else gain_name, shift=None if shift is None else shift_name
         )
-        self.normalized_shape, self.eps = facts.shape, facts.eps
+        self.eps = facts.eps
         same_shape = all(one is None or one.shape == facts.shape for one in (gain, shift))
         special = facts.channels_first or facts.offset or facts.eps is None or not facts.shape
         self.fused_eps = facts.eps if same_shape and not special else None  # None: torch's fused function doesn't apply
@@ -148,9 +147,8 @@ class AffineNorm(nn.Module):
         )
         new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
         if old is None:
-            with torch.no_grad():
-                for name, parameter in new.named_parameters():
-                    parameter.fill_(new.initial_value(name))
+            new.reset_parameters()
+        new.leave_out_of_decay(replaced=old)
         return new
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -188,7 +186,7 @@ class AffineNorm(nn.Module):
 
     def normalised_shape(self, h: Tensor) -> torch.Size:
         """The trailing shape of h that is normalised together."""
-        return h.shape[-max(1, len(self.normalized_shape)) :]
+        return h.shape[-max(1, len(self.facts.shape)) :]
 
     def eps_for(self, h: Tensor) -> float:
         """eps; if that is None the machine epsilon of h's dtype, as in torch's RMSNorm."""
@@ -228,6 +226,12 @@ class AffineNorm(nn.Module):
                 f"parameter, as in {{**super().initial_values(), {name!r}: 0.5}}."
             )
         return values[name]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give every parameter its starting value."""
+        for name, parameter in self.named_parameters():
+            parameter.fill_(self.initial_value(name))
 
     def extra_repr(self) -> str:
         """Size, eps, and the parameters besides gain and shift with their present values: `64, alpha=0.21`."""
@@ -269,6 +273,11 @@ class LayerNorm(AffineNorm):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
+    def __init__(self, *norm: Any, **like: Any):
+        super().__init__(*norm, **like)
+        if type(self) is LayerNorm and self.fused_eps is not None:  # it is torch's, whose attributes are read by others
+            self.normalized_shape, self.elementwise_affine = self.facts.shape, self.weight is not None
+
     def normalise(self, h: Tensor) -> Tensor:
         return F.layer_norm(h, self.normalised_shape(h), None, None, self.eps_for(h))
 
@@ -276,7 +285,7 @@ class LayerNorm(AffineNorm):
         gain, shift, eps = self.weight, self.bias, self.fused_eps
         if eps is None or any(one is not None and one.dtype != hidden_states.dtype for one in (gain, shift)):
             return super().forward(hidden_states)
-        return F.layer_norm(hidden_states, self.normalized_shape, gain, shift, eps)
+        return F.layer_norm(hidden_states, self.facts.shape, gain, shift, eps)
 
 
 class RMSNorm(AffineNorm):
@@ -301,7 +310,7 @@ class RMSNorm(AffineNorm):
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        shape, gain, shift, eps = self.normalized_shape, self.weight, self.bias, self.fused_eps
+        shape, gain, shift, eps = self.facts.shape, self.weight, self.bias, self.fused_eps
         if eps is None:
             return super().forward(hidden_states)
         if shift is None:
@@ -341,11 +350,6 @@ class DynamicTanh(AffineNorm):
         super().__init__(*norm)
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in AffineNorm.names:  # some hosts read the dtype of their norm's weight
-            name = self.names[AffineNorm.names.index(name)]
-        return super().__getattr__(name)
 
     def normalise(self, h: Tensor) -> Tensor:
         # 1 - 2 sigmoid(-2 u) takes a CPU a fifth of the time, but is off by 1e-7 where u is small, as repairs make it

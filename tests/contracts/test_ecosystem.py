@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from own_norm import slopes
 from safetensors.torch import load_file
 from tiny_models import difference, inputs, load, logged, outputs, patch, tiny
 from torch import Tensor
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import WrappedModelError
 from hfpatch.export import export_model
+from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
@@ -68,6 +71,68 @@ def test_an_adapter_of_a_base_that_was_never_saved(tmp_path: Path) -> None:
     tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")).save_pretrained(tmp_path / "adapter")  # control
 
 
+TRAINED_BEFORE = {"opt": ["out_proj", "fc2"], "gpt2": ["c_proj"]}  # what an exact swap centres
+
+
+@pytest.mark.parametrize("family", TRAINED_BEFORE)
+@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": "rms:fold_bias=true"}], ids=lambda one: one["norm"])
+def test_an_adapter_of_the_unpatched_model_is_merged_before_the_patch(
+    family: str, request_: dict[str, str], tmp_path: Path
+) -> None:
+    """It adds to rows that an exact swap centres. Merged first, it is centred with them; put on the patched base it
+    is part of another function, which is the control."""
+    peft = pytest.importorskip("peft")
+    base = tiny(family, "AutoModelForCausalLM")
+    torch.manual_seed(0)
+    options = {"target_modules": TRAINED_BEFORE[family], "fan_in_fan_out": family == "gpt2"}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options)).eval()
+    adapted.save_pretrained(tmp_path)
+    given = inputs(base)
+    expected = outputs(adapted, **given)
+    size = max(float(one.abs().max()) for one in expected)
+
+    def opened(model: Any) -> Any:
+        return peft.PeftModel.from_pretrained(model, tmp_path).eval()
+
+    merged = opened(tiny(family, "AutoModelForCausalLM")).merge_and_unload()
+    patched = patch_model(merged, **request_)  # a swap that isn't exact would warn, which is an error here
+    assert difference(outputs(patched, **given), expected) <= 1e-6 * size
+    wrong = opened(patch_model(tiny(family, "AutoModelForCausalLM"), **request_))
+    assert difference(outputs(wrong, **given), expected) > 1e-3 * size
+
+
+LN_TUNED = [("gpt2", norm) for norm in ("layer", "rms", "rms:fraction=0.5", "dyt", "derf", "deepnorm", "slopes")]
+LN_TUNED += [("llama", "dyt"), ("bert", "rms"), ("bert", "batch"), ("bert", "derf"), ("t5", "dyt"), ("vit", "dyt")]
+NORMS_OF = {"bert": ["LayerNorm"], "vit": ["layernorm_before", "layernorm_after"]}
+
+
+@pytest.mark.parametrize(("family", "norm"), LN_TUNED)
+def test_ln_tuning_merges(family: str, norm: str, tmp_path: Path) -> None:
+    """Trained copies of the norms take their places, and gain and shift may be called anything."""
+    peft = pytest.importorskip("peft")
+    with slopes() if norm == "slopes" else nullcontext():
+        patch(tiny(family), norm=norm).save_pretrained(tmp_path / "base")
+        base = load(tmp_path / "base")
+        given, before = inputs(base), outputs(base)
+        adapted = peft.get_peft_model(base, peft.LNTuningConfig(target_modules=NORMS_OF.get(family)))
+        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        expected = outputs(adapted.eval(), **given)
+        assert difference(before, expected) > 1e-2
+        adapted.save_pretrained(tmp_path / "adapter")
+        again = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
+        assert difference(outputs(again, **given), expected) <= 1e-6
+        for one in (adapted, again):
+            merged = one.merge_and_unload()
+            assert difference(outputs(merged, **given), expected) <= 1e-6
+            assert merged.state_dict().keys() == load(tmp_path / "base").state_dict().keys()
+        merged.save_pretrained(tmp_path / "merged")
+        assert difference(outputs(load(tmp_path / "merged"), **given), expected) <= 1e-6
+
+
 # Training
 
 
@@ -83,19 +148,18 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def trainer(model: Any, folder: Path, **options: Any) -> transformers.Trainer:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=4,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-        **options,
-    )
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **(defaults | options))
     return transformers.Trainer(model=model, args=arguments, train_dataset=Sequences())
 
 

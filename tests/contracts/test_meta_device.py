@@ -15,10 +15,11 @@ import pytest
 import torch
 from exported_models import HEADS, REQUESTS
 from rope_proof import CACHE
-from tiny_models import CONFIGS, inputs, patch, tiny, tiny_config
+from tiny_models import CONFIGS, difference, inputs, patch, tiny, tiny_config
 from torch import Tensor
 
 from hfpatch.errors import PatchError
+from hfpatch.patch import outcomes
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 # those whose forward is another one's are left out
@@ -107,3 +108,20 @@ def test_control_a_tensor_on_another_device(monkeypatch: pytest.MonkeyPatch) -> 
     real = RotaryEmbedding.forward
     monkeypatch.setattr(RotaryEmbedding, "forward", lambda self, x: real(self, torch.ones(x.shape)))
     assert obstacles(model).keys() == {"evaluated", "trained", "decoded"}
+
+
+WITH_WEIGHTS = [{"norm": "rms"}, {"norm": "deepnorm"}, {"placement": "sandwich"}, {"pos": "alibi"}]
+WITH_WEIGHTS += [{"pos": "learned:max_positions=128"}]
+
+
+@pytest.mark.parametrize("request_", WITH_WEIGHTS, ids=lambda one: next(iter(one.values())))
+def test_a_model_with_weights_where_new_ones_are_made_on_meta(request_: dict[str, str]) -> None:
+    """It is patched on its own device, as it would be elsewhere, and the default stays what it was."""
+    for family in ("gpt2", "bert") if "pos" in request_ else ("gpt2",):
+        expected, model = patch(tiny(family), **request_), tiny(family)
+        with torch.device("meta"):
+            patch(model, **request_)
+            assert torch.empty(1).is_meta
+        assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        assert difference(model, expected) == 0
+        assert outcomes(model) == outcomes(expected)

@@ -98,6 +98,31 @@ def test_padding_counts_for_nothing(family: str, placement: str | None) -> None:
         assert error(encoded(others), encoded(given)) > 1e-3
 
 
+@pytest.mark.parametrize("wrapper", ["LNTuning", "modules_to_save"])
+def test_padding_under_a_wrapper_of_peft(wrapper: str) -> None:
+    """The mask reaches a norm that an adapter trains, too."""
+    peft = pytest.importorskip("peft")
+    model, twin = (patch(make("bert"), norm="batch") for _ in range(2))
+    if wrapper == "LNTuning":
+        config = peft.LNTuningConfig(target_modules=["LayerNorm"])
+    else:
+        config = peft.LoraConfig(target_modules=["query"], modules_to_save=["LayerNorm"])
+    adapted = steady(peft.get_peft_model(twin, config))
+    for one in (model, adapted):
+        one(**padded(model))
+    trained = [
+        one for name, one in adapted.named_modules() if name.endswith(".default") and hasattr(one, "running_mean")
+    ]
+    expected = [one for one in model.modules() if isinstance(one, MaskedBatchNorm)]
+    assert len(trained) == 4
+    for one, other in zip(trained, expected, strict=True):
+        torch.testing.assert_close(one.running_mean, other.running_mean)
+    control = patch(make("bert"), norm="batch")
+    control(**(padded(model) | {"attention_mask": torch.ones_like(padded(model)["attention_mask"])}))
+    first = next(one for one in control.modules() if isinstance(one, MaskedBatchNorm))
+    assert not torch.allclose(first.running_mean, expected[0].running_mean)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_lenses_of_earlier_checkpoints_are_refused(inside: bool) -> None:
     """hfpatch 0.2.0 had the block's placement before the mask, and one more mask inside the block."""

@@ -58,14 +58,31 @@ def tiny(
             for name, value in settings.items():
                 setattr(config, name, value)
             make = _class_of(model_type, config, auto_class)
-            model = (make.from_config if hasattr(make, "from_config") else make)(config)
-            model = model.float().eval()
+            model = _made(make, config).float().eval()
             randomise(model, torch.Generator().manual_seed(seed))
             return model, make_inputs(model, override.inputs)
     except Unbuildable:
         raise
     except Exception as error:
         raise Unbuildable(model_type, last_line(error)) from error
+
+
+def untrained(model_type: str) -> PreTrainedModel:
+    """A tiny model of this type as its class makes it, on the default device. Raises Unbuildable."""
+    if reason := OVERRIDES.get(model_type, Override()).reason:
+        raise Unbuildable(model_type, reason)
+    try:
+        with own_randomness(0):
+            config = tiny_config(model_type)
+            return _made(_class_of(model_type, config, None), config).float().eval()
+    except Unbuildable:
+        raise
+    except Exception as error:
+        raise Unbuildable(model_type, last_line(error)) from error
+
+
+def _made(make: Any, config: PretrainedConfig) -> PreTrainedModel:
+    return (make.from_config if hasattr(make, "from_config") else make)(config)
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------

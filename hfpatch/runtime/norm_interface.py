@@ -1,0 +1,55 @@
+"""What other code expects of a norm module: Parameters called weight and bias, and a class that weight decay knows.
+
+transformers' Trainer leaves out of weight decay what is in an `nn.LayerNorm`, and what has a name that it knows (bias,
+layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are known by their class alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+USUAL = ("weight", "bias")  # names of a norm's gain and shift
+
+
+class NormInterface(nn.Module):
+    """Base of the norm modules.
+
+    Gain and shift are also read and set as `weight` and `bias`: hosts read the dtype of their norm's weight, and PEFT
+    sets both when it merges.
+
+    `undecayed` is a norm's class for where weight decay is to leave it out: the same one, and an `nn.LayerNorm` to
+    `isinstance`; it is made with each class. Since it needn't be LayerNorm's arithmetic, it has no `normalized_shape`
+    but where it is: what would put a LayerNorm of its own in its place (accelerate's conversion to fp8, quanto) then
+    stops, instead of computing something else.
+    """
+
+    names: ClassVar[tuple[str, str]] = USUAL  # those under which gain and shift are stored
+    undecayed: ClassVar[type[NormInterface]]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, nn.LayerNorm):
+            name = f"{cls.__qualname__}.undecayed"  # under which pickle finds it
+            body = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
+            cls.undecayed = type(cls.__name__, (cls, nn.LayerNorm), body)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self._stored(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(self._stored(name), value)
+
+    def _stored(self, name: str) -> str:
+        return self.names[USUAL.index(name)] if name in USUAL else name
+
+    def leave_out_of_decay(self, replaced: nn.Module | None) -> None:
+        """Let weight decay leave out all of its Parameters, unless it reached the gain of the replaced norm.
+
+        That one is no `nn.LayerNorm`, and its name decides (imagegpt's ln_1, aimv2's rms_norm1); a bias never decays.
+        Parameters of other names would start to, so with those none decays.
+        """
+        named = {name for name, parameter in self._parameters.items() if parameter is not None}
+        if replaced is None or isinstance(replaced, nn.LayerNorm) or not named <= set(USUAL):
+            self.__class__ = type(self).undecayed

@@ -1,0 +1,240 @@
+"""Weight decay under transformers' Trainer: what it leaves out of a model it leaves out of the patched one.
+
+tests/sweeps/weight_decay.py asks the same of every model type.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from decay import Decay, decayed
+from forms import called
+from own_norm import slopes
+from sampled import slow_but
+from test_ecosystem import losses, trainer
+from tiny_models import CONFIGS, COPIES, difference, load, outputs, patch, tiny, tiny_config
+from torch import nn
+from transformers import AutoModel
+
+from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.export import export_model
+from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.norm_interface import NormInterface
+
+FAMILIES = sorted(CONFIGS)
+OF_NORMS = [{"norm": name, "init": "copy"} for name in (*NORMS, "rms:fraction=0.5", "layer:bias=false")]
+OTHERS = [{"pos": name} for name in POSITIONS if name != "learned"] + [{"pos": "learned:max_positions=99"}]
+OTHERS += [{"pos": "learned:image_size=16"}, *({"mlp": name} for name in MLPS)]
+PLACED = [{"placement": name} for name in ("pre", "post", "olmo2", "sandwich")]
+
+
+def on_meta(family: str) -> Any:
+    with torch.device("meta"):
+        return AutoModel.from_config(tiny_config(family))
+
+
+def differing(family: str, requests: list[dict[str, Any]]) -> tuple[list[str], int]:
+    """What decays otherwise after each request, and how many of the requests the family takes."""
+    before, found, taken = Decay.of(on_meta(family)), [], 0
+    for request in requests:
+        try:
+            patched = patch(on_meta(family), **request)
+        except PatchError:
+            continue
+        taken += 1
+        found += [f"{request}: {name}" for name in before.differing(patched)]
+    return found, taken
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_every_norm(family: str) -> None:
+    with slopes() as own:
+        found, taken = differing(family, [*(one for one in OF_NORMS if one["norm"] != "deepnorm"), own])
+    assert found == []
+    assert taken >= 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_positions_and_mlps(family: str) -> None:
+    found, taken = differing(family, OTHERS)
+    assert found == []
+    assert taken >= (0 if family == "cohere" else 1)
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gpt2", "bart"]))
+def test_after_placements(family: str) -> None:
+    found, _ = differing(family, [*PLACED, {"norm": "deepnorm"}])
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{"norm": "rms:mode=parametrize"}, {"norm": "rms"}, {"norm": "dyt", "pos": "rope"}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_after_exact_and_joint_patches(family: str, request_: dict[str, Any]) -> None:
+    """On a model with weights, where an exact swap is carried out; and one patch after another."""
+    model = tiny(family)
+    before = Decay.of(model)
+    assert before.differing(patch(model, **request_)) == []
+    assert before.differing(patch(model, norm="derf")) == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom", "convnext"])
+def test_control_norms_that_are_no_layer_norm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the class that says so, the gains of norms that are known by it alone begin to decay."""
+    monkeypatch.setattr(NormInterface, "leave_out_of_decay", lambda self, replaced: None)
+    found, taken = differing(family, OF_NORMS)
+    assert len({request.partition(": h")[0] for request in found}) >= taken - 1
+
+
+def test_control_a_norm_that_decayed() -> None:
+    """imagegpt's norms are no nn.LayerNorm, and called ln_1 and ln_f: their gains decay, with every scheme that can."""
+    config = transformers.ImageGPTConfig(n_embd=32, n_layer=1, n_head=4, n_positions=16, vocab_size=17)
+    with torch.device("meta"):
+        plain, layer, dyt = (AutoModel.from_config(config) for _ in range(3))
+    before = Decay.of(plain)
+    assert before.parameters["ln_f.weight"]
+    assert decayed(patch(layer, norm="layer", init="copy")) >= {"h.0.ln_1.weight", "h.0.ln_2.weight", "ln_f.weight"}
+    patch(dyt, norm="dyt", init="copy")
+    assert before.differing(dyt) == []
+    assert before.left_out(dyt) == ["h.0.ln_1.gain", "h.0.ln_2.gain", "ln_f.gain"]
+
+
+@pytest.mark.parametrize("request_", [one for one in OF_NORMS if one["norm"] != "batch"], ids=lambda one: one["norm"])
+def test_vectors_stay_vectors(request_: dict[str, Any]) -> None:
+    """Common lists go by the number of axes: whatever a norm adds has one."""
+    model = patch(on_meta("gpt2"), **request_)
+    known = dict(on_meta("gpt2").named_parameters())
+    assert all(parameter.dim() == 1 for name, parameter in model.named_parameters() if name not in known)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "rms:fraction=0.5", "deepnorm", "batch"])
+def test_names_of_common_lists(norm: str) -> None:
+    """`["bias", "LayerNorm.weight"]`: gains and shifts keep their names, but where weights must not be mistaken."""
+    assert on_meta("bert").state_dict().keys() <= patch(on_meta("bert"), norm=norm, init="copy").state_dict().keys()
+
+
+# --- copies and checkpoints -------------------------------------------------------------------------------------------
+
+FORMS = [("gpt2", "layer"), ("gpt2", "rms"), ("gpt2", "rms:fraction=0.5"), ("vit", "derf"), ("bart", "dyt")]
+OPENED_ELSEWHERE = """
+import json, sys
+sys.modules["hfpatch"] = None
+from transformers import AutoModel, Trainer
+print(json.dumps([Trainer.get_decay_parameter_names(None, AutoModel.from_pretrained(folder, trust_remote_code=True))
+    for folder in sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(("family", "norm"), FORMS)
+def test_copies_and_checkpoints(family: str, norm: str, tmp_path: Path) -> None:
+    model = patch(tiny(family), norm=norm)
+    expected = decayed(model)
+    assert decayed(tiny(family)) >= expected
+    model.save_pretrained(tmp_path)
+    for one in (*(copied(model) for copied in COPIES.values()), load(tmp_path)):
+        assert decayed(one) == expected
+        assert [type(module) for module in one.modules()] == [type(module) for module in model.modules()]
+
+
+def test_norms_that_are_centred_as_well() -> None:
+    """A norm behind a sum that an exact swap centres: two generated classes on one module."""
+    model = patch(tiny("bert"), norm="rms")
+    model = patch(model, norm="layer")
+    assert Decay.of(tiny("bert")).differing(model) == []
+    for copied in COPIES.values():
+        assert difference(copied(model), model) == 0
+
+
+@pytest.mark.slow
+def test_remote_code(tmp_path: Path) -> None:
+    models = [patch(tiny(family), norm=norm) for family, norm in FORMS]
+    for index, model in enumerate(models):
+        export_model(model, tmp_path / str(index), "remote", verify=False)
+    folders = [tmp_path / str(index) for index in range(len(models))]
+    done = called(sys.executable, "-c", OPENED_ELSEWHERE, *folders, home=tmp_path, hide_hfpatch=True)
+    found = json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
+    for names, model in zip(found, models, strict=True):
+        assert set(names) & dict(model.named_parameters()).keys() == decayed(model)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def trained(norm: str | None, folder: Path) -> list[float]:
+    """The losses of 100 steps of a GPT-2 under a strong decay, patched or not."""
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    model = tiny("gpt2", "AutoModelForCausalLM", **dropout)
+    if norm is not None:
+        patch(model, norm=norm)
+    one = trainer(model, folder, max_steps=100, weight_decay=1.0, learning_rate=1e-3, save_strategy="no")
+    one.train()
+    return losses(one)
+
+
+@pytest.mark.slow
+def test_a_control_trains_as_the_original_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, control = (trained(norm, tmp_path) for norm in (None, "layer"))
+    assert len(original) == 100
+    assert control == pytest.approx(original, abs=1e-5)
+    monkeypatch.setattr(NormInterface, "leave_out_of_decay", lambda self, replaced: None)
+    without = trained("layer", tmp_path)
+    assert max(abs(one - other) for one, other in zip(original, without, strict=True)) > 1e-3
+
+
+# --- what else goes by nn.LayerNorm -----------------------------------------------------------------------------------
+
+
+class Converted(nn.LayerNorm):
+    """Transformer Engine's LayerNorm."""
+
+    def __init__(self, width: int, eps: float, params_dtype: torch.dtype):
+        super().__init__(width, eps, dtype=params_dtype)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of Transformer Engine that accelerate's conversion to fp8 names."""
+    from accelerate.utils import transformer_engine as conversion
+
+    package, kernels = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    package.pytorch, kernels.LayerNorm, kernels.Linear = kernels, Converted, nn.Linear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", kernels)
+    monkeypatch.setattr(conversion, "is_transformer_engine_available", lambda: True)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "rms:fraction=0.5", "dyt", "derf"])
+@pytest.mark.usefixtures("transformer_engine")
+def test_a_kernel_for_layer_norms_takes_no_other_norm(norm: str) -> None:
+    """Only what computes what an nn.LayerNorm does is replaced; another norm stops the conversion."""
+    from accelerate.utils.transformer_engine import convert_model
+
+    model = patch(tiny("gpt2"), norm=norm)
+    before = outputs(model)
+    stops = norm != "layer"
+    with torch.no_grad(), pytest.raises(AttributeError, match="normalized_shape") if stops else nullcontext():
+        convert_model(model, _convert_linear=False)
+    assert any(isinstance(module, Converted) for module in model.modules()) == (not stops)
+    assert difference(before, outputs(model)) <= 1e-5
+
+
+def test_hosts_that_initialise_their_layer_norms_by_class(tmp_path: Path) -> None:
+    """Hiera's `_init_weights` fills the shift of each nn.LayerNorm: also where a patch dropped it."""
+    settings = {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 1], "num_heads": [1, 2], "num_query_pool": 1}
+    config = transformers.HieraConfig(**settings, query_stride=[2, 2], masked_unit_size=[2, 2])
+    for norm in ("layer:bias=false", "dyt", "rms"):
+        model = patch(transformers.HieraModel(config).eval(), norm=norm, init="copy")
+        model.save_pretrained(tmp_path / norm.partition(":")[0])
+        headed = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / norm.partition(":")[0])
+        assert difference(list(headed.hiera.parameters()), list(model.parameters())) == 0
