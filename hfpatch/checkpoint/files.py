@@ -102,3 +102,8 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 def is_plain_name(file: Any) -> bool:
     """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
+
+
+def printable(text: str) -> str:
+    """A text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

@@ -14,8 +14,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import OPENED, patched_model_class, report_edited_config
-from ..checkpoint.file_digests import compare, strongest_check, variant_of
+from ..checkpoint.classes import OPENED, patched_model_class
+from ..checkpoint.file_digests import compare, has_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
 from ..core.bare import require_bare
@@ -177,10 +177,9 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     host = getattr(transformers, found.title, None)
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        if strongest_check(folder, variant) == "full":
-            compare(folder, options)
-            if vars(found.opened)[OPENED].edited:
-                report_edited_config(folder, refuse=True)
+        if has_digests(folder, options):
+            saved = compare(folder, options).config
+            vars(found.opened)[OPENED].require_unchanged(folder, saved, refuse=True)
         elif host is not None:
             patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
 
