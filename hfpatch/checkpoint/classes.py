@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -21,17 +21,30 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..errors import FingerprintWarning, OptionError
+from ..errors import OptionError
+from ..runtime.apply import MISFITS
 from ..runtime.classes import PatchedConfig, PatchedModel
-from ..runtime.errors import CheckpointError
+from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
-from .file_digests import DIGEST_FILES, compare, has_digests, opens_weight_files, warn_of_no_digests, write_digests
+from .file_digests import (
+    DIGEST_FILES,
+    compare,
+    has_digests,
+    named_file,
+    opens_weight_files,
+    options_of_place,
+    saved_config,
+    warn_of_no_digests,
+    write_digests,
+)
 from .files import FILES, require_sound_files
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import (
+    OPENED,
+    Opened,
     checked_config,
     checkpoint_name,
     config_digest,
@@ -40,44 +53,7 @@ from .stored_config import (
 )
 from .weight_names import MARKER, require_known_names, warn_of_lost_weights
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 _saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record is set for one save at a time
-
-
-class Opened(NamedTuple):
-    """What a config that was read from disk knows of the file.
-
-    Attributes:
-        digest: of what it says.
-        saved: what that was when hfpatch 0.2 saved it; None in a newer file.
-        report: the digest of the report of its repair, if it has one.
-    """
-
-    digest: str
-    saved: Any
-    report: Any
-
-    def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
-        """Report a config.json that isn't the one that was saved; many a change is meant, so by default as a warning.
-
-        Args:
-            name: of the checkpoint.
-            saved: the digest that lies beside its weights.
-            refuse: whether it is an error.
-
-        Raises:
-            CheckpointError: it is to be refused.
-        """
-        if (saved or self.saved) in (None, self.digest):
-            return
-        message = (
-            f"{name}: its config.json, or the patch record in it, was edited after it was saved, so it may compute "
-            "something else. If the change is as it should be, from_pretrained(..., check_fingerprint=False) and "
-            "save_pretrained; else download or save it again."
-        )
-        if refuse:
-            raise CheckpointError(message)
-        warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -190,7 +166,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if kwargs.get("use_safetensors") is None and opens_weight_files(name, kwargs):
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
-                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
+                named = named_file(name, kwargs)
+                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), named, **cache)
             if full or (check_fingerprint and opens_weight_files(name, kwargs)):
                 if full or has_digests(name, kwargs):
                     compared = compare(name, kwargs, every_byte=full)
@@ -204,6 +181,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 raise CheckpointError(
                     f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` "
                     "names the file."
+                ) from error
+            except MISFITS as error:
+                if isinstance(error, PatchError) or not _was_edited(cls, name, kwargs):
+                    raise
+                raise CheckpointError(
+                    f"{name}: its config.json, or the patch record in it, was edited after it was saved, and doesn't "
+                    f"open: {first_line(error):.200}. Download or save it again."
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
@@ -322,6 +306,15 @@ class _RefusedPart:
 def _is_own_config(config: Any, name: Any) -> bool:
     """Whether the config passed for opening a checkpoint is the checkpoint's own, as far as its name tells."""
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
+
+
+def _was_edited(cls: Any, name: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the config.json of a checkpoint isn't the one that was saved, as far as there are digests."""
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig) and name is not None:
+        config = cls.config_class.from_pretrained(name, **options_of_place(options))
+    opened: Opened | None = vars(config).get(OPENED)
+    return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved_config(name, options))
 
 
 def with_loading_info(load: Callable[..., Any]) -> Any:

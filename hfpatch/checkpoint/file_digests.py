@@ -110,6 +110,12 @@ def has_digests(name: Any, options: Mapping[str, Any]) -> bool:
         return False
 
 
+def saved_config(name: Any, options: Mapping[str, Any]) -> str | None:
+    """The digest of config.json that lies beside the weights, if there is one; name and options as above."""
+    path = None if name is None else _digest_file(name, options)
+    return None if path is None else _read(path).config
+
+
 def warn_of_no_digests(name: Any, options: Mapping[str, Any]) -> None:
     """Warn of a checkpoint that was saved without digests; name and options are as in `from_pretrained`."""
     message = (
@@ -158,12 +164,8 @@ def compare(name: Any, options: Mapping[str, Any], every_byte: bool = True) -> C
             f"{name} has no {_name(options)}, so its weights can't be compared byte by byte: an older hfpatch, "
             "or something else than save_pretrained, saved them. Open it with check_fingerprint=True and save it again."
         )
-    saved, config = _read(path), options.get("config")
-    if isinstance(config, PreTrainedConfig):
-        named = vars(config).get("transformers_weights")
-    else:
-        named = PreTrainedConfig.get_config_dict(name, **_where(options))[0].get("transformers_weights")
-    files = [find(str(named))] if is_plain_name(named) else weight_files(find, _variant(options))
+    saved, named = _read(path), named_file(name, options)
+    files = weight_files(find, _variant(options)) if named is None else [find(named)]
     files += [*path.parent.glob(DISTRIBUTED)]
     found = {one.name: one for one in _digests(filter(None, files), every_byte)}
     changed = {tensor for tensor in saved.tensors.keys() & found.keys() if found[tensor].differs(saved)}
@@ -183,7 +185,17 @@ def compare(name: Any, options: Mapping[str, Any], every_byte: bool = True) -> C
     return Compared(len(found), sum(one.size for one in found.values()), same, saved.config)
 
 
-def _where(options: Mapping[str, Any]) -> dict[str, Any]:
+def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
+    """The file of all weights, if the config names one; name and options are as in `from_pretrained`."""
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
+    named = (config if isinstance(config, dict) else vars(config)).get("transformers_weights")
+    return named if is_plain_name(named) else None
+
+
+def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `from_pretrained` that say where files are."""
     return {key: options[key] for key in _WHERE if options.get(key) is not None}
 
 
@@ -191,7 +203,7 @@ def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None
     """What finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
 
     def find(file: str) -> Path | None:
-        found = cached_file(str(name), file, **_where(options), _raise_exceptions_for_missing_entries=False)
+        found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
         return None if found is None else Path(found)
 
     return find

@@ -21,7 +21,9 @@ PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
 
 
-def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:
+def require_sound_files(
+    name: Any, subfolder: str = "", variant: str | None = None, named: str | None = None, **cache: Any
+) -> None:
     """Refuse a local folder whose weights are pickled or missing, or whose index leads out of it.
 
     Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
@@ -29,6 +31,7 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
 
     Args:
         name, subfolder, variant: as in `from_pretrained`.
+        named: the file that config.json names, if it does.
         cache: its `cache_dir` and `revision`.
 
     Raises:
@@ -46,6 +49,10 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
             listed_files(Path(cached))
         return
     folder = Path(name) / subfolder
+    if named is not None:
+        if not (folder / named).is_file():
+            raise CheckpointError(f"{folder / named} is missing, which config.json names. Download or save it again.")
+        return
     if weight_files(lambda file: path if (path := folder / file).is_file() else None, variant):
         return
     pickled = sorted(path.name for path in folder.glob("*.bin*") if path.name.startswith("pytorch_model"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
+from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
@@ -17,11 +19,52 @@ from ..runtime.refuse_host import ENTRY as GUARDED
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 # of a config: what changes no output in eval mode, or what loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
 _HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
+
+
+class Opened(NamedTuple):
+    """What a config that was read from disk knows of the file.
+
+    Attributes:
+        digest: of what it says.
+        saved: what that was when hfpatch 0.2 saved it; None in a newer file.
+        report: the digest of the report of its repair, if it has one.
+    """
+
+    digest: str
+    saved: Any
+    report: Any
+
+    def is_unchanged(self, saved: str | None) -> bool:
+        """Whether it is the one that was saved, as far as that is known; `saved` is as in `require_unchanged`."""
+        return (saved or self.saved) in (None, self.digest)
+
+    def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
+        """Report a config.json that isn't the one that was saved; many a change is meant, so by default as a warning.
+
+        Args:
+            name: of the checkpoint.
+            saved: the digest that lies beside its weights.
+            refuse: whether it is an error.
+
+        Raises:
+            CheckpointError: it is to be refused.
+        """
+        if self.is_unchanged(saved):
+            return
+        message = (
+            f"{name}: its config.json, or the patch record in it, was edited after it was saved, so it may compute "
+            "something else. If the change is as it should be, from_pretrained(..., check_fingerprint=False) and "
+            "save_pretrained; else download or save it again."
+        )
+        if refuse:
+            raise CheckpointError(message)
+        warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
 def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:

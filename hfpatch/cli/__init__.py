@@ -13,9 +13,9 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.classes import OPENED
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
+from ..checkpoint.stored_config import OPENED
 from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table

@@ -14,10 +14,11 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import OPENED, patched_model_class
+from ..checkpoint.classes import patched_model_class
 from ..checkpoint.file_digests import compare, has_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
+from ..checkpoint.stored_config import OPENED
 from ..core.bare import require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
