@@ -325,6 +325,18 @@ def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pyte
     assert f"Warning: {patched} has no hfpatch_weights.json" in called(*again)
 
 
+def test_no_code_of_a_terminal_is_printed_that_stands_in_a_file(patched: Path) -> None:
+    path = patched / "hfpatch_weights.json"
+    stored = json.loads(path.read_text())
+    stored["tensors"]["\x1b[2J\x1b[31mall is well\r"] = "0"
+    path.write_text(json.dumps(stored))
+    assert "\\x1b[2J\\x1b[31mall is well\\r (missing)" in refused("verify", str(patched))
+    edited(patched, lambda config: config["hfpatch"].update(base_model_type="\x1b[31mgpt2"))
+    said = called("verify", str(patched), status=1)
+    assert "\x1b" not in said
+    assert "\\x1b[31mgpt2" in said
+
+
 @pytest.fixture
 def patched(tmp_path: Path) -> Path:
     patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms").save_pretrained(tmp_path / "patched")

@@ -65,8 +65,10 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """What kind of model it is."""
-        return (self.config.get("architectures") or [self.config.get("model_type")])[0]
+        """The class that it was saved from; its family if what config.json names is no name of a class."""
+        name = str((self.config.get("architectures") or [""])[0])
+        family = self.config.get("model_type") if self.record is None else self.record.base_model_type
+        return name if name.isidentifier() and name.isascii() else str(family)
 
     @property
     def form(self) -> str:
