@@ -76,9 +76,9 @@ class NotPreservedWarning(UserWarning):
 
 
 class FingerprintWarning(UserWarning):
-    """A checkpoint has no fingerprint or an incomplete one, so that opening it can't check the model fully.
+    """A checkpoint can't be compared fully with what was saved: it has no digests, or lacks weights.
 
-    Or it is opened with an attention that computes something else than the one that it was saved with.
+    Or its config.json was edited after it was saved.
     """
 
 

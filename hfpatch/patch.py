@@ -22,6 +22,7 @@ from .core.journal import Journal
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .measure.randomness import keep_random_state
 from .measure.text_batches import tokenizer_of
 from .outcome import Measurement, write_outcomes
 from .plan import Plan, checked_request, make_plan
@@ -315,7 +316,7 @@ def _carry_out(
     reference = conversion.measure() if conversion is not None else None
     measurement = Measurement(plan, model, inputs, reference, repairs)
     verdict = None
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+    with keep_random_state(), torch.inference_mode(False):
         exact.apply(model, edits)
         if conversion is not None and reference is not None:
             verdict = conversion.verify(reference)

@@ -229,6 +229,7 @@ def make_plan(
     plan.phases = _phases(model, plan)
     plan.phases[-1].values.extend(partial(found.derived.apply, model) for found in planned.values())
     plan.record = plan.record.with_edits(plan.edits)
+    plan.record.require_readable()
     return plan
 
 

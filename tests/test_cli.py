@@ -217,13 +217,13 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
     assert (tmp_path / "out/model.safetensors").exists()
 
 
-def test_warnings_are_one_line_on_stderr(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.checkpoint.fingerprint._obstacle", lambda model: "it is a test")
-    request = ["patch", str(checkpoint), str(tmp_path / "out"), "--pos", "nope", "--calibration", "none"]
+def test_warnings_are_one_line_on_stderr(patched: Path, tmp_path: Path) -> None:
+    (patched / "hfpatch_weights.json").unlink()
+    request = ["patch", str(patched), str(tmp_path / "out"), "--pos", "nope", "--calibration", "none"]
     result = run.invoke(app, request)
-    lossy, unchecked = result.stderr.splitlines()
+    unchecked, lossy = result.stderr.splitlines()
     assert lossy.startswith("Warning: GPT2LMHeadModel: the patched model computes another function. pos='nope' is a")
-    assert unchecked.startswith("Warning: GPT2LMHeadModel is saved without a fingerprint: it is a test")
+    assert unchecked.startswith(f"Warning: {patched} has no hfpatch_weights.json")
     assert "Warning" not in result.stdout
 
 
@@ -326,27 +326,39 @@ def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> 
 def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once. So do exports; without digests they go on with a warning. tests/checkpoint has all that is found."""
     hashed: list[str] = []
-    digest = file_digests._digest
-    monkeypatch.setattr(file_digests, "_digest", lambda path, name: hashed.append(name) or digest(path, name))
+    digest = file_digests._digest_of_file
+    monkeypatch.setattr(file_digests, "_digest_of_file", lambda path, name: hashed.append(name) or digest(path, name))
     again = ("export", str(patched), str(patched.parent / "again"), "--to", "plugin")
     weights = patched / "model.safetensors"
     size = sum(one.nbytes for one in load_file(weights).values())
     said = called("verify", str(patched))
     assert sorted(hashed) == sorted(load_file(weights))
     assert f"tensors ({size:,} bytes) are those that were saved, byte by byte." in said
-    assert "GPT2LMHeadModel opens, and passes the check of its fingerprint." in said
+    assert "GPT2LMHeadModel opens, and config.json is the one that was saved." in said
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     for words in (("verify", str(patched)), again):
         assert "1 of its tensors aren't those that were saved" in refused(*words)
     weights.write_bytes(content)
-    edited(patched, lambda stored: stored["hfpatch"].pop("fingerprint"))
-    unchecked = run.invoke(app, ["verify", str(patched)])
-    assert "opens, but was saved without a fingerprint." in unchecked.stdout
-    assert f"Warning: {patched} was saved without a fingerprint" in unchecked.stderr
+    before = (patched / "config.json").read_text()
+    edited(patched, lambda stored: stored.update(layer_norm_epsilon=0.1))
+    assert "config.json, or the patch record in it, was edited" in refused("verify", str(patched))
+    (patched / "config.json").write_text(before)
     (patched / "hfpatch_weights.json").unlink()
     assert "has no hfpatch_weights.json" in called("verify", str(patched), status=1)
     assert f"Warning: {patched} has no hfpatch_weights.json" in called(*again)
+
+
+def test_no_code_of_a_terminal_is_printed_that_stands_in_a_file(patched: Path) -> None:
+    path = patched / "hfpatch_weights.json"
+    stored = json.loads(path.read_text())
+    stored["tensors"]["\x1b[2J\x1b[31mall is well\r"] = "0"
+    path.write_text(json.dumps(stored))
+    assert "\\x1b[2J\\x1b[31mall is well\\r (missing)" in refused("verify", str(patched))
+    edited(patched, lambda config: config["hfpatch"].update(base_model_type="\x1b[31mgpt2"))
+    said = called("verify", str(patched), status=1)
+    assert "\x1b" not in said
+    assert "\\x1b[31mgpt2" in said
 
 
 @pytest.fixture
@@ -372,7 +384,7 @@ def test_an_edited_config_is_refused(patched: Path) -> None:
 def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:
     tiny("t5", T5EncoderModel).save_pretrained(tmp_path / "in")
     called("patch", str(tmp_path / "in"), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
-    assert "T5EncoderModel opens, and passes" in called("verify", str(tmp_path / "out"))
+    assert "T5EncoderModel opens, and config.json is" in called("verify", str(tmp_path / "out"))
     called("export", str(tmp_path / "out"), str(tmp_path / "again"), "--to", "plugin")
     called("verify", str(tmp_path / "again"))
     report = called("verify", str(tmp_path / "out"), str(tmp_path / "in"))

@@ -387,11 +387,14 @@ def test_a_model_is_changed_by_one_thread_at_a_time(change: str) -> None:
     try:
         with pytest.raises(UnsupportedError, match="another thread"):
             calls[change]()
-        patch(tiny("gpt2"), norm="rms")  # another model
+        another = tiny("gpt2")
+        second = threading.Thread(target=lambda: ended.append(patch(another, norm="rms")))
+        second.start()  # of another model it waits for its turn
     finally:
         goes_on.set()
         first.join(60)
-    assert ended == [model]
+    second.join(60)
+    assert ended == [model, another]
     assert difference(model, patch(patch(tiny("gpt2", LM), pos="nope"), norm="dyt")) == 0
     unpatch_model(model)
     with pytest.raises(NotReversibleError):

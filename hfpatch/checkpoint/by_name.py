@@ -17,12 +17,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..core.suggest import did_you_mean
 from ..errors import FreshHeadWarning
+from ..measure.randomness import keep_random_state
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import host_class
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
-from .file_digests import strongest_check
+from .file_digests import has_digests
 from .streaming import files_of, opened_from
 
 _RANDOM = "config:"
@@ -87,7 +88,7 @@ def opened(
     if is_config(model):
         return random_weights(config, head, trust)
     if stored and (files := files_of(model, config)) is not None:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"), keep_random_state():
             kind = type(random_weights(copy.deepcopy(config), head, trust))
         if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
             built, info = opened_from(files, kind, model, config)
@@ -97,7 +98,7 @@ def opened(
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel
     if hasattr(config, KEY) and strongest:
-        options["check_fingerprint"] = strongest_check(model)
+        options["check_fingerprint"] = "full" if has_digests(model, {}) else True
     options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
     try:
         loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))
@@ -140,7 +141,7 @@ def _expected(model: Any, config: Any, trust: bool) -> set[str]:
     """
     saved, names = model, saved_from(config)
     if host_class(type(model)).__name__ not in names:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"), keep_random_state():
             saved = random_weights(copy.deepcopy(config), None, trust)
         if host_class(type(saved)).__name__ not in names:
             saved = model.base_model

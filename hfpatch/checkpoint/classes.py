@@ -1,7 +1,7 @@
 """Classes of patched models and configs, generated from the host's, and their registration with the Auto classes.
 
 The *host* is the transformers class that is patched. What these classes share with those of exported code
-(trust_remote_code) is in runtime/classes.py; here are checks on loading, fingerprints on saving, and the registration.
+(trust_remote_code) is in runtime/classes.py; here are checks on loading, digests on saving, and the registration.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
@@ -21,48 +21,39 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..errors import FingerprintWarning, OptionError
-from ..runtime.classes import AS_SAVED, PatchedConfig, PatchedModel
-from ..runtime.errors import CheckpointError
+from ..errors import OptionError
+from ..runtime.apply import MISFITS
+from ..runtime.classes import PatchedConfig, PatchedModel
+from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
 from .auto_classes import opening
-from .file_digests import compare, write_digests
+from .file_digests import (
+    DIGEST_FILES,
+    compare,
+    has_digests,
+    named_file,
+    opens_weight_files,
+    options_of_place,
+    saved_config,
+    warn_of_no_digests,
+    write_digests,
+)
 from .files import FILES, require_sound_files
-from .fingerprint import Fingerprint
-from .marker import MARKER, marked
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import (
+    OPENED,
+    Opened,
     checked_config,
     checkpoint_name,
     config_digest,
     require_its_architecture,
-    same_settings,
-    with_config_digest,
     without_disk_only_entry,
-    without_harmless,
 )
+from .weight_names import MARKER, require_known_names, warn_of_lost_weights
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
-COMPARED = "compared"  # check_fingerprint for "full" where the caller has compared the files' bytes already
-_saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record and marker are set for one save
-
-
-class Opened(NamedTuple):
-    """What a config that was read from disk knows of the file.
-
-    Attributes:
-        fingerprint: what is stored in it, if anything.
-        settings: those that were read, before any were passed to `from_pretrained`.
-        edited: whether the file isn't the one that was saved.
-        report: the digest of the report of its repair, if it has one.
-    """
-
-    fingerprint: Fingerprint | None
-    settings: dict[str, Any]
-    edited: bool
-    report: Any
+_saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record is set for one save at a time
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -118,21 +109,19 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings, fingerprint = checked_config(config_dict, where)
-            edited = fingerprint is not None and fingerprint.config != config_digest(config_dict)
+            settings = checked_config(config_dict, where)
+            record = config_dict[KEY]
+            older = record.get(FINGERPRINT)
+            saved = (isinstance(older, Mapping) and older.get("config")) or "unknown" if FINGERPRINT in record else None
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            saved = without_harmless(vars(config)[AS_SAVED])
-            config.__dict__[OPENED] = Opened(fingerprint, saved, edited, config_dict[KEY].get(REPORT))
+            config.__dict__[OPENED] = Opened(config_digest(config_dict), saved, record.get(REPORT))
             return found
 
         def to_dict(self) -> dict[str, Any]:
             return {name: value for name, value in super().to_dict().items() if name != OPENED}
-
-        def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
-            return with_config_digest(super().settings_on_disk(use_diff))
 
         def __repr__(self) -> str:  # transformers calls it whenever it opens a config
             return f"{host.__name__} {host.to_json_string(self)}"
@@ -170,15 +159,21 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         @classmethod
         def from_pretrained(cls, name: Any, *args: Any, check_fingerprint: bool | str = True, **kwargs: Any) -> Any:
-            if not isinstance(check_fingerprint, bool) and check_fingerprint not in ("full", COMPARED):
+            if not isinstance(check_fingerprint, bool) and check_fingerprint != "full":
                 raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
             wants_info = kwargs.pop("output_loading_info", False)
-            if check_fingerprint == "full":
-                kwargs |= compare(name, kwargs)[-1]
-            if kwargs.get("use_safetensors") is None and kwargs.get("gguf_file") is None and name is not None:
+            full, compared = check_fingerprint == "full", None
+            if kwargs.get("use_safetensors") is None and opens_weight_files(name, kwargs):
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
-                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), **cache)
+                named = named_file(name, kwargs)
+                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), named, **cache)
+            if full or (check_fingerprint and opens_weight_files(name, kwargs)):
+                if full or has_digests(name, kwargs):
+                    compared = compare(name, kwargs, every_byte=full)
+                    kwargs |= compared.same
+                else:
+                    warn_of_no_digests(name, kwargs)
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
                 loaded = with_loading_info(load)
@@ -187,6 +182,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     f"{name}: its weights can't be read: {error!s:.300}. Download or save it again; `hfpatch verify` "
                     "names the file."
                 ) from error
+            except MISFITS as error:
+                if isinstance(error, PatchError) or not _was_edited(cls, name, kwargs):
+                    raise
+                raise CheckpointError(
+                    f"{name}: its config.json, or the patch record in it, was edited after it was saved, and doesn't "
+                    f"open: {first_line(error):.200}. Download or save it again."
+                ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
             if opened is None or not _is_own_config(kwargs.get("config"), name):
@@ -194,14 +196,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if opened.report is not None and name is not None:
                 model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
             if check_fingerprint:
-                if opened.fingerprint is None:
-                    _warn_of_no_fingerprint(cls.__name__, name)
-                else:
-                    if same_settings(opened.settings, without_harmless(model.config.to_dict())):
-                        opened.fingerprint.require(model, name, info)
-                    if opened.edited:
-                        nothing_known = not opened.fingerprint.knows(model)
-                        report_edited_config(name, refuse=check_fingerprint is not True or nothing_known)
+                opened.require_unchanged(name, None if compared is None else compared.config, refuse=full)
+                require_known_names(model, name, info)
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -211,26 +207,25 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             state_dict: Any = None,
             push_to_hub: bool = False,
             *args: Any,
-            mark_weights: bool = True,
             **kwargs: Any,
         ) -> None:
+            if kwargs.pop("mark_weights", None) is not None:
+                warnings.warn("mark_weights= has no effect: no weights are marked.", FutureWarning, stacklevel=2)
             with _saving.setdefault(self, threading.RLock()):
                 record = getattr(self.config, KEY)
                 saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
                 writes = saves and not kwargs.get("distributed_checkpoint")
                 if push_to_hub:
                     kwargs.setdefault("repo_id", Path(save_directory).name)
-                fingerprint = Fingerprint.of(self, state_dict) if is_main_process else None
-                entries: dict[str, Any] = {} if fingerprint is None else {FINGERPRINT: fingerprint.to_json()}
+                if state_dict is not None and is_main_process:
+                    warn_of_lost_weights(self, state_dict)
                 if report is not None:
-                    entries[REPORT] = digest_of(report)
-                setattr(self.config, KEY, {**record, **entries})
+                    setattr(self.config, KEY, {**record, REPORT: digest_of(report)})
                 try:
                     writing = replacing(save_directory) if writes else nullcontext(save_directory)
-                    marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
-                    with writing as folder, marking as weights:
+                    with writing as folder:
                         streams = FILES in vars(self)
-                        weights = {} if streams else weights
+                        weights = {} if streams else None if state_dict is None else dict(state_dict)
                         super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
                         if streams:  # opening a checkpoint needs nothing that makes a patch
                             from .streaming import write_weights
@@ -238,6 +233,9 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                             write_weights(self, Path(folder), kwargs.get("max_shard_size"))
                         if saves:
                             write_report(self, Path(folder))
+                        if saves and not writes:  # each process writes shards of its own
+                            for stale in Path(folder).glob(DIGEST_FILES):
+                                stale.unlink()
                 finally:
                     setattr(self.config, KEY, record)
 
@@ -310,6 +308,15 @@ def _is_own_config(config: Any, name: Any) -> bool:
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
+def _was_edited(cls: Any, name: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the config.json of a checkpoint isn't the one that was saved, as far as there are digests."""
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig) and name is not None:
+        config = cls.config_class.from_pretrained(name, **options_of_place(options))
+    opened: Opened | None = vars(config).get(OPENED)
+    return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved_config(name, options))
+
+
 def with_loading_info(load: Callable[..., Any]) -> Any:
     """A loaded model and what transformers says of its weights; the model alone where its host can't say that.
 
@@ -321,31 +328,6 @@ def with_loading_info(load: Callable[..., Any]) -> Any:
         if not str(error).startswith("'tuple' object"):
             raise
         return load()
-
-
-def _warn_of_no_fingerprint(class_name: str, name: Any) -> None:
-    message = (
-        f"{name} was saved without a fingerprint, so whether this {class_name} is the one that was saved can't be "
-        "fully checked. Save it again with all its weights in memory, unquantized and without adapters; or silence "
-        "this: from_pretrained(..., check_fingerprint=False)."
-    )
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
-
-
-def report_edited_config(name: Any, refuse: bool) -> None:
-    """Warn that config.json isn't the one that was saved: the check's few inputs don't show all that may follow.
-
-    Raises:
-        CheckpointError: it is to be refused: the full check was asked for, or there was nothing to compare.
-    """
-    message = (
-        f"{name}: its config.json, or the patch record in it, was edited after it was saved. The check runs few "
-        "inputs, on which a small change doesn't show. If the change is as it should be, save_pretrained makes a new "
-        "fingerprint; else download or save it again."
-    )
-    if refuse:
-        raise CheckpointError(message)
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
 class _ExportConfig(HfpatchConfig):

@@ -21,7 +21,9 @@ PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
 
 
-def require_sound_files(name: Any, subfolder: str = "", variant: str | None = None, **cache: Any) -> None:
+def require_sound_files(
+    name: Any, subfolder: str = "", variant: str | None = None, named: str | None = None, **cache: Any
+) -> None:
     """Refuse a local folder whose weights are pickled or missing, or whose index leads out of it.
 
     Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
@@ -29,6 +31,7 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
 
     Args:
         name, subfolder, variant: as in `from_pretrained`.
+        named: the file that config.json names, if it does.
         cache: its `cache_dir` and `revision`.
 
     Raises:
@@ -46,6 +49,10 @@ def require_sound_files(name: Any, subfolder: str = "", variant: str | None = No
             listed_files(Path(cached))
         return
     folder = Path(name) / subfolder
+    if named is not None:
+        if not (folder / named).is_file():
+            raise CheckpointError(f"{folder / named} is missing, which config.json names. Download or save it again.")
+        return
     if weight_files(lambda file: path if (path := folder / file).is_file() else None, variant):
         return
     pickled = sorted(path.name for path in folder.glob("*.bin*") if path.name.startswith("pytorch_model"))
@@ -102,3 +109,8 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 def is_plain_name(file: Any) -> bool:
     """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
+
+
+def printable(text: str) -> str:
+    """A text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
+from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
@@ -16,8 +18,8 @@ from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
 from .auto_classes import model_types_of
 from .files import is_plain_name
-from .fingerprint import CONFIG, Fingerprint
 
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 # of a config: what changes no output in eval mode, or what loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
@@ -25,8 +27,48 @@ _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementati
 _HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
 
 
-def checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Validates a patched config.json; returns it without an export's `auto_map` entries, and its fingerprint.
+class Opened(NamedTuple):
+    """What a config that was read from disk knows of the file.
+
+    Attributes:
+        digest: of what it says.
+        saved: what that was when hfpatch 0.2 saved it; None in a newer file.
+        report: the digest of the report of its repair, if it has one.
+    """
+
+    digest: str
+    saved: Any
+    report: Any
+
+    def is_unchanged(self, saved: str | None) -> bool:
+        """Whether it is the one that was saved, as far as that is known; `saved` is as in `require_unchanged`."""
+        return (saved or self.saved) in (None, self.digest)
+
+    def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
+        """Report a config.json that isn't the one that was saved; many a change is meant, so by default as a warning.
+
+        Args:
+            name: of the checkpoint.
+            saved: the digest that lies beside its weights.
+            refuse: whether it is an error.
+
+        Raises:
+            CheckpointError: it is to be refused.
+        """
+        if self.is_unchanged(saved):
+            return
+        message = (
+            f"{name}: its config.json, or the patch record in it, was edited after it was saved, so it may compute "
+            "something else. If the change is as it should be, from_pretrained(..., check_fingerprint=False) and "
+            "save_pretrained; else download or save it again."
+        )
+        if refuse:
+            raise CheckpointError(message)
+        warnings.warn(message, FingerprintWarning, stacklevel=3)
+
+
+def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
+    """Validates a patched config.json; returns it without an export's `auto_map` entries.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -40,8 +82,7 @@ def checked_config(config_dict: dict[str, Any], where: Any) -> tuple[dict[str, A
     record: Any = without_disk_only_entry(config_dict.get(KEY))
     checked(record, where)
     parse_edits(record["edits"], where)
-    fingerprint = Fingerprint.from_json(record[FINGERPRINT], where) if FINGERPRINT in record else None
-    return without_remote_code(config_dict), fingerprint
+    return without_remote_code(config_dict)
 
 
 def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any) -> None:
@@ -91,36 +132,20 @@ def _is_reference(value: Any) -> bool:
 # What may change in it, and its digest
 
 
-def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether both are written alike: a tuple is a list, and NaN itself."""
-    return _digest_of(a) == _digest_of(b)
-
-
 def config_digest(stored: Mapping[str, Any]) -> str:
-    """A digest of what config.json says of the model and its patch, but for the fingerprint, which it goes into.
+    """A digest of what config.json says of the model and its patch, but for what hfpatch 0.2 added of its own digests.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
     """
     record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
     settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
-    return _digest_of([without_harmless(settings), record])
+    text = json.dumps([_without_harmless(settings), record], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def with_config_digest(stored: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json with its own digest in the fingerprint, if it has one."""
-    fingerprint = stored[KEY].get(FINGERPRINT)
-    if fingerprint is None:
-        return stored
-    return {**stored, KEY: {**stored[KEY], FINGERPRINT: {**fingerprint, CONFIG: config_digest(stored)}}}
-
-
-def _digest_of(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def without_harmless(value: Any) -> Any:
+def _without_harmless(value: Any) -> Any:
     """Settings of a config without those that change no output, inner ones included."""
     if not isinstance(value, Mapping):
         return value
     names = {str(name): one for name, one in value.items()}
-    return {name: without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
+    return {name: _without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}

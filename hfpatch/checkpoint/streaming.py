@@ -23,9 +23,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, str
 from ..core.stored_tensor import StoredTensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
-from .file_digests import DISTRIBUTED, finder, variant_of
+from .file_digests import DISTRIBUTED, as_bytes, finder, variant_of
 from .files import FILES, weight_files, weight_names
-from .weight_digest import as_bytes
 
 _SMALL = 2**20  # bytes up to which a tensor is read at once, such as those of norms and biases
 _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torch_dtype.items()}

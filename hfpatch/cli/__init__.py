@@ -14,9 +14,9 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.classes import COMPARED, OPENED
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
+from ..checkpoint.stored_config import OPENED
 from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
@@ -385,13 +385,12 @@ def _compared(
 
 
 def _verify_files(model: str, head: str | None, trust: bool) -> None:
-    """Both checks of a patched checkpoint, and what they looked at."""
+    """Compare all of a patched checkpoint's files with what was saved, open it, and say what was compared."""
     config = config_of(model, trust)
     if not hasattr(config, KEY):
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
-    tensors, size, same = compare(model, {})
-    typer.echo(f"{tensors} tensors ({size:,} bytes) are those that were saved, byte by byte.")
-    built = opened(model, head, trust, check_fingerprint=COMPARED, **same)
-    unchecked = vars(config)[OPENED].fingerprint is None
-    passes = "but was saved without a fingerprint" if unchecked else "and passes the check of its fingerprint"
-    typer.echo(f"{type(built).__name__} opens, {passes}.")
+    found = compare(model, {})
+    vars(config)[OPENED].require_unchanged(model, found.config, refuse=True)
+    typer.echo(f"{found.tensors} tensors ({found.size:,} bytes) are those that were saved, byte by byte.")
+    built = opened(model, head, trust, **found.same)
+    typer.echo(f"{type(built).__name__} opens, and config.json is the one that was saved.")

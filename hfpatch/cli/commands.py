@@ -11,6 +11,7 @@ import typer
 import typer.core
 from safetensors import SafetensorError
 
+from ..checkpoint.files import printable
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning
 from ..runtime.errors import PatchError, first_line
 
@@ -30,8 +31,13 @@ class Commands(typer.core.TyperGroup):
                 message = f"weights can't be read: {message}. Download or save the checkpoint again."
             if "trust_remote_code=True" in str(error):
                 message += " Pass --trust-remote-code to run it."
-            typer.echo(f"Error: {message}", err=True)
+            _say(f"Error: {message}")
             raise typer.Exit(1) from None
+
+
+def _say(message: str) -> None:
+    """Print on stderr; what a checkpoint's files have of a terminal's codes is escaped."""
+    typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
 @contextlib.contextmanager
@@ -44,7 +50,7 @@ def _own_warnings() -> Iterator[None]:
 
         def print_own(message: Any, category: Any, *rest: Any) -> None:
             if issubclass(category, _OWN_WARNINGS):
-                typer.echo(f"Warning: {message}", err=True)
+                _say(f"Warning: {message}")
             else:
                 show(message, category, *rest)
 

@@ -17,6 +17,8 @@ from .suggest import did_you_mean, nearest
 
 S = TypeVar("S", bound="Scheme")
 MOST = 2**63 - 1  # the largest integer that torch takes
+# a comma before an option's name, outside of JSON's strings: what follows has whole ones only
+_NEXT_OPTION = re.compile(r',\s*(?=[A-Za-z_]\w*=)(?=(?:[^"\\]|\\.|"(?:[^"\\]|\\.)*")*$)')
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _is_word(value: Any) -> bool:
 
 def _parse_options(text: str, options: str) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
-    for part in re.split(r",\s*(?=[A-Za-z_]\w*=)", options) if options else ():
+    for part in _NEXT_OPTION.split(options) if options else ():
         key, equals, value = part.partition("=")
         if not equals:
             raise OptionError(f"{part!r} in {text!r} is not option=value; write for example 'dyt:alpha=0.8'.")

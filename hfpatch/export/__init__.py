@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.weight_digest import has_adapters
+from torch import nn
+
 from ..core.holders import model_inside
 from ..core.staging import staged_folder
 from ..errors import OptionError, WrappedModelError
@@ -84,7 +85,7 @@ def export_model(
         raise OptionError("verify= and example_inputs= are of a remote export's check; pass to='remote' with them.")
     save_options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     inner = model_inside(model)
-    if to == "plugin" and has_adapters(inner):  # the other forms are compared with the model
+    if to == "plugin" and _has_adapters(inner):  # the other forms are compared with the model
         raise WrappedModelError(
             f"{type(inner).__name__} has adapters inside, whose layers would be saved under names that it doesn't open "
             "with. Merge them first (merge_and_unload), or save the adapter by itself."
@@ -107,3 +108,10 @@ def export_model(
         if tokenizer is not None:
             save_tokenizer(tokenizer, written)
     return replace(exported, folder=Path(folder))
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT's layers stand in a model, whose weights are then saved under other names."""
+    return getattr(model, "_hf_peft_config_loaded", False) or any(
+        type(module).__module__.startswith("peft.") for module in model.modules()
+    )

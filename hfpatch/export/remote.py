@@ -62,7 +62,7 @@ def write_remote(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     auto_map = write_code(model, folder)
-    model.save_pretrained(folder, mark_weights=False, **save_options)  # servers refuse tensors they don't know
+    model.save_pretrained(folder, **save_options)
     config = folder / "config.json"
     stored = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": auto_map, "model_type": KEY}
     config.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")

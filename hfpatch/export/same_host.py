@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.copies import unpatched_config
+from ..measure.randomness import keep_random_state
 from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
 from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.errors import UnsupportedError, first_line
@@ -52,7 +53,7 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
             raise UnsupportedError(f"{name} {obstacle.format(host=host.__name__)}")
     config = _without_dropped_rotations(model)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with keep_random_state(), torch.device("cpu"):
             twin = host._from_config(config, dtype=model.dtype).eval()
     except Exception as error:  # whatever a class raises that doesn't know a setting
         raise UnsupportedError(f"its config takes other values: {first_line(error)}") from error

@@ -12,6 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import opened_classes
+from ..measure.randomness import keep_random_state
 from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
@@ -55,7 +56,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     model_classes = opened_classes(getattr(transformers, auto), configs)
     if not model_classes or auto not in target.layout.heads:
         raise UnsupportedError(f"it has no head for {auto}")
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with keep_random_state(), torch.device("cpu"):
         model = model_classes[0]._from_config(config, dtype=anatomy.stem["embedding"].weight.dtype).eval()
     weights, parts = Weights(model), (*_blocks(anatomy, target.layout), anatomy.stem, anatomy.head)
     for (_, root, paths), section in zip(sections(model, target.layout, auto), parts, strict=True):

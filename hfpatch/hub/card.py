@@ -1,11 +1,14 @@
 """The model card of a pushed checkpoint: metadata that the Hub reads, and a section that each push renews.
 
 All of it comes from the checkpoint, the caller or the base model's own card; what none of them says is left out. The
-section stands between two comments; the rest of a card stays as its author wrote it.
+section stands between two comments; the rest of a card stays as its author wrote it. What a file says goes into that
+section only in a form that shows it as it is: names and versions that are such, and texts without markup.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +54,8 @@ _LIBRARIES = ("transformers", "hfpatch")  # that a push names
 # Of the Hub's four relations (adapter, finetune, merge, quantized) the one for a whole model whose weights were made
 # from those of one other: a patch is no adapter, merges nothing and quantizes nothing.
 _RELATION = "finetune"
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,30}")
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "places of the norms"}
 
 
@@ -196,44 +201,45 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         yield "## What was patched"
         calls = [f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts]
         if isinstance(data.base_model, str):
-            opened = f'model = {auto}.from_pretrained("{data.base_model}")'
+            opened = f"model = {auto}.from_pretrained({json.dumps(data.base_model)})"
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
-        yield "```python\n" + "\n".join(calls) + "\n```"
+        yield _fenced("\n".join(calls), "python")
         measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
-        yield f"What was measured right after each of them, before any training:\n\n```text\n{measured}\n```\n\n{HOW}"
+        yield f"What was measured right after each of them, before any training:\n\n{_fenced(measured, 'text')}"
+        yield HOW
         if changes := changes_by_config(found.opened):
             lines = str(Table(changes))
-            yield f"Module by module (what was written into weights alone isn't listed):\n\n```text\n{lines}\n```"
+            yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fenced(lines, 'text')}"
         edits = "\n".join(map(str, record.edits))
-        yield f"Its config.json holds that as edits of the host's modules:\n\n```text\n{edits}\n```"
+        yield f"Its config.json holds that as edits of the host's modules:\n\n{_fenced(edits, 'text')}"
         if PAGE in found.files:
             yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
     form = "plugin" if found.form == "remote" and auto not in found.config["auto_map"] else found.form
     for words, language, code in ways_to_open(facts.repo_id, auto, form, facts.subfolder):
-        yield f"{words}\n\n```{language}\n{code}\n```"
+        yield f"{words}\n\n{_fenced(code, language)}"
     if facts.report is not None:
         yield "## What the patch changed, measured"
-        yield f"By `hfpatch verify`; the truth is the original (`reference`) in float64.\n\n```\n{facts.report}\n```"
+        yield "By `hfpatch verify`; the truth is the original (`reference`) in float64."
+        yield _fenced(str(facts.report))
     yield "## Licence"
     yield _licence(facts, data)
 
 
 def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
     bases = [base] if isinstance(base, str) else base or []
-    of = " and ".join(f"[{one}](https://huggingface.co/{one})" for one in bases) or "A pretrained model"
+    of = " and ".join(map(_link, bases)) or "A pretrained model"
     config, record = facts.checkpoint.config, facts.checkpoint.record
     if record is None:
         kind = config.get("model_type")
         return f"{of}, patched by hfpatch and exported as a stock `{kind}` model, which transformers opens by itself."
-    host = (config.get("architectures") or [record.base_model_type])[0]
     schemes: dict[str, list[str]] = {}
     for kind, part in facts.parts:
         schemes.setdefault(_NOUNS[kind], []).append(f"`{part.scheme.name}`")
     changes = ", ".join(f"its {noun} are {' and '.join(dict.fromkeys(names))}" for noun, names in schemes.items())
-    version = config.get("transformers_version")
-    saved = f" Saved with transformers {version}." if version else ""
-    return f"{of} (`{host}`) with its architecture patched by hfpatch: {changes}.{saved}"
+    version = str(config.get("transformers_version"))
+    saved = f" Saved with transformers {version}." if _VERSION.fullmatch(version) else ""
+    return f"{of} (`{facts.checkpoint.title}`) with its architecture patched by hfpatch: {changes}.{saved}"
 
 
 def _licence(facts: CardFacts, data: Any) -> str:
@@ -243,6 +249,22 @@ def _licence(facts: CardFacts, data: Any) -> str:
             f"Not known: the base model's card {reason}. Whatever licence the base model has holds here; look it up "
             "before use."
         )
-    name = f"`{data.license}`" + (f" ({data.license_name})" if data.license_name else "")
+    name = f"`{_plain(data.license)}`" + (f" ({_plain(data.license_name)})" if data.license_name else "")
     carried = facts.license is None and facts.licence()["license"] == data.license
     return f"{name}, carried over from the base model's card." if carried else f"{name}, as the metadata above says."
+
+
+def _fenced(text: str, language: str = "") -> str:
+    """A block of code, whose fence is longer than any in the text."""
+    fence = "`" * (1 + max([2, *map(len, re.findall("`+", text))]))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _link(base: str) -> str:
+    """A link to a model of the Hub; of what isn't an id the text."""
+    return f"[{base}](https://huggingface.co/{base})" if _ID.fullmatch(base) else _plain(base)
+
+
+def _plain(text: Any) -> str:
+    """A line of text without what Markdown or HTML is made of."""
+    return " ".join(re.sub(r"[`*_\[\]()<>#!|&\\]", "", str(text)).split())

@@ -14,10 +14,11 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import OPENED, patched_model_class, report_edited_config
-from ..checkpoint.file_digests import compare, strongest_check, variant_of
+from ..checkpoint.classes import patched_model_class
+from ..checkpoint.file_digests import compare, has_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
+from ..checkpoint.stored_config import OPENED
 from ..core.bare import require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
@@ -64,8 +65,10 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """What kind of model it is."""
-        return (self.config.get("architectures") or [self.config.get("model_type")])[0]
+        """The class that it was saved from; its family if what config.json names is no name of a class."""
+        name = str((self.config.get("architectures") or [""])[0])
+        family = self.config.get("model_type") if self.record is None else self.record.base_model_type
+        return name if name.isidentifier() and name.isascii() else str(family)
 
     @property
     def form(self) -> str:
@@ -177,10 +180,9 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     host = getattr(transformers, found.title, None)
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        if strongest_check(folder, variant) == "full":
-            compare(folder, options)
-            if vars(found.opened)[OPENED].edited:
-                report_edited_config(folder, refuse=True)
+        if has_digests(folder, options):
+            saved = compare(folder, options).config
+            vars(found.opened)[OPENED].require_unchanged(folder, saved, refuse=True)
         elif host is not None:
             patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
+from .randomness import keep_random_state
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:
@@ -25,7 +26,7 @@ def unpatched_config(config: PreTrainedConfig) -> Any:
 def host_on_meta(model: PreTrainedModel, config: PreTrainedConfig) -> Any:
     """A model of a model's host class without weights, from a config that isn't copied; no random number is drawn."""
     host: Any = host_class(type(model))
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), keep_random_state():
         return host(config)
 
 

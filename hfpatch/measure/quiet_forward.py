@@ -14,6 +14,8 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from .randomness import keep_random_state, process_state
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around which it puts an autocast
@@ -31,7 +33,6 @@ def quiet(model: nn.Module) -> Iterator[None]:
     hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
     outer = {name: model.__dict__[name] for name in (_AUTOCAST, "forward") if name in model.__dict__}
     device = device_of(model)
-    devices = [device] if device.type not in ("cpu", "meta", "mps") else []
     try:
         for module, name, registered in hooks:
             kept = [(key, one) for key, one in registered.items() if name in _FLAGS or is_library_hook(one)]
@@ -44,7 +45,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             model.__dict__["forward"] = outer[_AUTOCAST]
         has_autocast = torch.amp.is_autocast_available(device.type)
         exact = torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
-        with torch.no_grad(), exact, torch.random.fork_rng(devices=devices), default_device(device):
+        with torch.no_grad(), exact, keep_random_state(device), default_device(device):
             yield
     finally:
         model.__dict__.update(outer)
@@ -61,14 +62,15 @@ def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[Non
     """All attentions of a model computed by one implementation: "sdpa", or "eager", which can return its maps."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = implementation
-        yield
-    finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
+    with process_state:  # models may share a config
+        before = [(config, config._attn_implementation_internal) for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = implementation
+            yield
+        finally:
+            for config, own in before:
+                config._attn_implementation_internal = own
 
 
 def give_back_memory() -> None:

@@ -1,10 +1,12 @@
-"""Random weights for comparisons of models, drawn without changing the state of any random generator."""
+"""Random numbers of hfpatch's own: generators are put back, and what is of the whole process changes under one lock."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -12,15 +14,34 @@ from torch import Tensor, nn
 
 from .shrink import SPREAD
 
+# Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
+# another one has changed them would leave them at that one's values.
+process_state = threading.RLock()
+_WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
+
+
+@contextmanager
+def keep_random_state(*devices: torch.device) -> Iterator[None]:
+    """Put torch's random generators back at the end, the CPU's and those of these devices; one thread at a time."""
+    kinds = {device.type for device in devices} - {*_WITHOUT_A_STREAM}
+    with process_state, torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        for kind in kinds:
+            of_kind = [device for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(devices=of_kind, device_type=kind))
+        yield
+
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed torch, numpy and random inside, and put their states back; of torch's devices the CPU and these alone."""
-    states, devices = (random.getstate(), numpy.random.get_state()), list(devices)
-    with torch.random.fork_rng(devices=devices):
+    devices = [device for device in devices if device.type not in _WITHOUT_A_STREAM]
+    with keep_random_state(*devices):
+        states = random.getstate(), numpy.random.get_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
         for device in devices:
-            torch.cuda.default_generators[device.index].manual_seed(seed)
+            kind: Any = torch.get_device_module(device.type)
+            with kind.device(device):
+                kind.manual_seed(seed)
         numpy.random.seed(seed)
         random.seed(seed)
         try:
@@ -33,13 +54,13 @@ def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
     """`seeded`, with deterministic algorithms; memory left uninitialised is NaN inside."""
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with seeded(seed):
+    with seeded(seed):
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
             yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def randomise(model: nn.Module, generator: torch.Generator) -> None:

@@ -17,6 +17,7 @@ from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.quiet_forward import fitting, give_back_memory, quiet
+from ..measure.randomness import keep_random_state
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
 
 _ENOUGH = "some hundred make a good repair."
@@ -206,7 +207,7 @@ def tried(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable
         OptionError: the model doesn't take them.
     """
     rest = iter(batches)
-    with torch.random.fork_rng(devices=[]):  # a shuffling loader draws its order when its iterator is made
+    with keep_random_state():  # a shuffling loader draws its order when its iterator is made
         first = next(rest)
     takes = inspect.signature(model.forward).parameters
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}

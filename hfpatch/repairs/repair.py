@@ -99,9 +99,9 @@ def repair(
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
+        transaction_on(model) if edits is None else nullcontext(edits) as edits,  # refuses at once
         quiet(model),
         quiet(reference),
-        transaction_on(model) if edits is None else nullcontext(edits) as edits,
     ):
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")

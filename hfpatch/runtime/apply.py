@@ -15,7 +15,7 @@ from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_l
 from .record import KEY, saved_from
 
 # what an edit raises that doesn't fit the model
-_MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 class Direct:
@@ -60,7 +60,7 @@ def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: b
     for edit in edits:
         try:
             count += _apply(edit, tree, writer)
-        except _MISFITS as error:
+        except MISFITS as error:
             if not fresh or isinstance(error, PatchError):
                 raise
             where = f"the edit {str(edit)[:80]!r} of its patch record"

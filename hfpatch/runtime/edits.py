@@ -36,7 +36,9 @@ from .errors import CheckpointError, UnsupportedError
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
 SLOTS = LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
 _MAX_LENGTH, _MAX_EDITS, _MAX_AXES = 20_000, 10_000, 8  # of an edit, of a record, of a module's output
-_NAME = re.compile(r"(@(lens|centre|scale)|<head>|\*|[A-Za-z0-9]\w*|_hfpatch_\w+|_[a-z]\w*)")
+_MAX_SCALE = 1e30  # float32 goes somewhat further
+_OTHERS = r"\s.*|=()\[\]{}'\""  # what no name holds here, though torch allows all but the dot
+_NAME = re.compile(rf"@(lens|centre|scale)|<head>|\*|_hfpatch_\w+|_[a-z]\w*|[^@<_{_OTHERS}][^{_OTHERS}]*")
 _RESERVED = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: an edit can't assign these
 _PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # entry point groups of other packages
 COMPONENTS: dict[str, Any] = {}
@@ -255,7 +257,8 @@ class Edit:
             )
         places, equals, value = text.partition(" = ")
         at = tuple(places.split(" | "))
-        if not equals or not all(all(map(_NAME.fullmatch, place.split("."))) for place in at):
+        named = places.isprintable() and all(all(map(_NAME.fullmatch, place.split("."))) for place in at)
+        if not equals or not named:
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit of the form 'names = value'.")
         leaves = {place.rpartition(".")[2] for place in at}
         if leaves & _RESERVED or (len(leaves) > 1 and leaves & {*SLOTS}):
@@ -288,7 +291,7 @@ def _slot_takes(leaf: str, value: Any) -> bool:
     if leaf == CENTRE_SLOT:
         return type(value) is int and -_MAX_AXES <= value < _MAX_AXES
     if leaf == SCALE_SLOT:
-        return type(value) in (int, float) and value > 0
+        return type(value) in (int, float) and 0 < value < _MAX_SCALE
     return True
 
 

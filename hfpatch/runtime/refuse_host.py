@@ -114,6 +114,11 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     return released
 
 
+def names_guarded(stored: Mapping[str, Any]) -> list[str]:
+    """Names of the settings whose values are in the patch record, without those of their parts."""
+    return [path.rpartition(".")[2] for path in stored[KEY].get(ENTRY, ())] if KEY in stored else []
+
+
 def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """Where a sentence stands in a config or one of its parts: its dotted name, the part's settings, its name there."""
     for name, value in settings.items():

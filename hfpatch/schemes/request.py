@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from ..core.scheme import Scheme
 from ..runtime.edits import Edit, parse_edits
-from ..runtime.errors import CheckpointError, PatchError
+from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
 from ..runtime.record import KEY, VERSION, checked
 from .mlps import MLP
 from .norms import Norm
@@ -180,6 +181,23 @@ class Record:
             kind, part = _part(item, f"{where}: request {index} of its patch record")
             record = record.plus(kind, part)
         return record
+
+    def require_readable(self) -> None:
+        """Refuse a record that a checkpoint couldn't be opened with: what is written is bounded as what is read is.
+
+        Raises:
+            UnsupportedError: says what of it.
+        """
+        stored = json.loads(json.dumps(self.to_json()))
+        try:
+            again = type(self).from_json(stored, "what config.json would hold")
+        except CheckpointError as error:
+            raise UnsupportedError(f"the patched model couldn't be opened again: {error}") from error
+        written = [*map(str, self.edits), *(part.to_json(kind) for kind, part in self.parts)]
+        read = [*again.edits, *again.parts]
+        for text, one, other in zip(written, [*self.edits, *self.parts], read, strict=True):
+            if one != other:
+                raise UnsupportedError(f"the patched model couldn't be opened again: {text!r:.200} reads as another.")
 
     @classmethod
     def of(cls, config: Any) -> Record:

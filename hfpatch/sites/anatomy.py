@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..measure.randomness import keep_random_state
 from ..runtime.edits import pattern_of
 from .blocks import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
 
@@ -322,7 +323,7 @@ def _is_addend(moves: _Moves, point: CallKey) -> bool:
 def _training(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
     """Sets this module alone to training mode; mode, attributes and random state are restored afterwards."""
     mode = module.training
-    with torch.random.fork_rng(devices=[]):
+    with keep_random_state():
         torch.manual_seed(0)
         module.training = True
         try:

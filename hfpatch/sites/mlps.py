@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..measure.randomness import keep_random_state
 from ..runtime.gated import GatedActivation, GatedLinear, bare_copy, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
 
@@ -186,13 +187,13 @@ def is_activation(function: Activation) -> bool:
 @contextmanager
 def on_meta_in_float32() -> Iterator[None]:
     """Context with default device meta and dtype float32, whatever is set while a model loads; random state is kept."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with keep_random_state(), torch.device("meta"):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
             yield
-    finally:
-        torch.set_default_dtype(before)
+        finally:
+            torch.set_default_dtype(before)
 
 
 @dataclass

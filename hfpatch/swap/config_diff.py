@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.randomness import keep_random_state
 from ..runtime.attention import AttentionLens
 from ..runtime.constants import Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
@@ -175,7 +176,7 @@ def _buffers(
     after.to_empty(device="cpu", recurse=False)
     for buffer in changed:
         after._buffers[buffer].fill_(_UNSET)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with keep_random_state(), torch.no_grad():
         whole._init_weights(after)  # as transformers fills them after it has loaded a model
     for buffer in changed:
         value = after._buffers[buffer]

@@ -90,6 +90,5 @@ class Subject:
 @contextmanager
 def isolated(model: nn.Module) -> Iterator[None]:
     """No gradients, and the same random numbers every time; the random streams are put back."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), seeded(0, devices):
+    with torch.no_grad(), seeded(0, {p.device for p in model.parameters()}):
         yield

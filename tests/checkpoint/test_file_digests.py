@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModel, GPT2Model
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.checkpoint.file_digests import compare, variant_of, write_digests
+from hfpatch.checkpoint.file_digests import compare, sample, variant_of, write_digests
+from hfpatch.checkpoint.stored_config import config_digest
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError
 
@@ -55,7 +56,9 @@ def flip(folder: Path, entry: int, files: str = "*.safetensors") -> None:
 def test_what_is_stored(saved: Path) -> None:
     """By its formula, written out; wherever a tensor is."""
     stored = json.loads((saved / "whole/hfpatch_weights.json").read_text())
-    assert stored.keys() == {"version", "tensors"}
+    assert stored.keys() == {"version", "config", "tensors", "samples"}
+    assert stored["samples"].keys() == {WTE}
+    assert stored["config"] == config_digest(stored_in(saved / "whole"))
     weights = load_file(saved / "whole/model.safetensors")
     assert stored["tensors"].keys() == weights.keys()
     for name, tensor in weights.items():
@@ -63,7 +66,8 @@ def test_what_is_stored(saved: Path) -> None:
         assert stored["tensors"][name] == hashlib.sha256(text).hexdigest()[:32]
     assert json.loads((saved / "shards/hfpatch_weights.json").read_text()) == stored
     for kind in ("whole", "shards"):
-        assert compare(saved / kind, {}) == (len(weights), sum(one.nbytes for one in weights.values()), {})
+        expected = (len(weights), sum(one.nbytes for one in weights.values()), {}, stored["config"])
+        assert compare(saved / kind, {}) == compare(saved / kind, {}, every_byte=False) == expected
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
@@ -107,9 +111,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 @pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
 def test_tensors(change: Callable[[dict[str, Tensor]], Any], says: str, folder: Path) -> None:
     with_weights(folder, change)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        full(folder)
-    assert len(str(caught.value)) < 1_500
+    for check in (True, "full"):
+        with pytest.raises(CheckpointError, match=says) as caught:
+            AutoModel.from_pretrained(folder, check_fingerprint=check)
+        assert len(str(caught.value)) < 1_500
 
 
 def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
@@ -137,7 +142,9 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
 
 def test_saved_without_digests(folder: Path, saved: Path) -> None:
     (folder / "hfpatch_weights.json").unlink()
-    AutoModel.from_pretrained(folder)
+    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json") as warned:
+        type(AutoModel.from_pretrained(saved / "whole")).from_pretrained(folder)
+    assert [one.filename for one in warned] == [__file__]
     with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json"):
         full(folder)
     full(saved / "whole").save_pretrained(folder, variant="x")
@@ -151,14 +158,26 @@ def test_saved_without_digests(folder: Path, saved: Path) -> None:
     [
         *("", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}'),
         json.dumps({"version": 1, "tensors": {WTE: 5, "\n" * 2_000: []}}),  # no digests: all tensors differ
+        json.dumps({"version": 1, "tensors": [[5, "x"], ["y", "z"]]}),
+        json.dumps({"version": 1, "tensors": {}, "samples": [[5, "x"]]}),
     ],
     ids=lambda text: text[:40],
 )
 def test_malformed_digests(content: str, folder: Path) -> None:
     (folder / "hfpatch_weights.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json") as caught:
+    for check in (True, "full"):
+        with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json") as caught:
+            AutoModel.from_pretrained(folder, check_fingerprint=check)
+        assert len(str(caught.value)) < 3_000
+
+
+def test_names_are_printed_without_a_terminals_codes(folder: Path) -> None:
+    stored = json.loads((folder / "hfpatch_weights.json").read_text())
+    stored["tensors"]["\x1b[31m\r\nall is well\x07"] = "0"
+    (folder / "hfpatch_weights.json").write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match=r": \\x1b\[31m\\r\\nall is well\\x07 \(missing\)") as caught:
         full(folder)
-    assert len(str(caught.value)) < 3_000
+    assert str(caught.value).isprintable()
 
 
 def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
@@ -181,16 +200,20 @@ def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
                 opening(folder)
 
 
-def test_a_checkpoint_without_a_fingerprint_is_opened_with_a_warning(saved: Path, tmp_path: Path) -> None:
-    """Once each time, where it is opened, and not where no check was asked for."""
-    model = AutoModel.from_pretrained(saved / "whole")
-    with pytest.warns(FingerprintWarning, match="state_dict="):
-        model.save_pretrained(tmp_path, state_dict=model.state_dict())
-    assert "fingerprint" not in stored_in(tmp_path)["hfpatch"]
-    for check in (True, "full"):
-        with pytest.warns(FingerprintWarning) as warned:
-            type(model).from_pretrained(tmp_path, check_fingerprint=check)
-        assert [one.filename for one in warned] == [__file__]
-    flip(tmp_path, 50_001)
-    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
-        full(tmp_path)
+def test_small_tensors_are_sampled_in_full() -> None:
+    assert torch.equal(sample(torch.arange(4096).view(64, 64)), torch.arange(4096))
+    assert sample(torch.tensor(3.0)).tolist() == [3.0]
+    assert sample(torch.empty(0)).tolist() == []
+
+
+@pytest.mark.parametrize("shape", [(4097,), (300, 768), (3, 5, 7, 900), (768, 30_000)])
+def test_larger_ones_at_places_from_end_to_end(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    found = sample(whole)
+    runs = found.view(-1, 64)
+    assert 8 <= len(runs) <= 64
+    assert torch.equal(runs - runs[:, :1], torch.arange(64).expand(len(runs), -1))  # neighbors
+    apart = (runs[1:, 0] - runs[:-1, 0]).unique()
+    assert len(apart) == 1
+    assert runs[0, 0] == 0
+    assert whole.numel() - runs[-1, -1] <= apart + 64

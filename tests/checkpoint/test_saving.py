@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_edits import stored_in
 from tiny_models import difference, patch, randomise, tiny
 from transformers import AutoModel, GPT2Model
 
@@ -240,4 +239,3 @@ def test_a_model_is_saved_over_the_files_that_it_is_mapped_from(checkpoints: dic
     AutoModel.from_pretrained(folder).save_pretrained(folder, max_shard_size=SHARDED)
     opened = AutoModel.from_pretrained(folder, check_fingerprint="full")
     assert difference(opened, AutoModel.from_pretrained(checkpoints[f"{WHOLE} 1"])) == 0
-    assert "fingerprint" in stored_in(folder)["hfpatch"]

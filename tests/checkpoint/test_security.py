@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from checkpoint_edits import stored_in, with_config, with_record
 from safetensors.torch import load_file
 from tiny_models import difference, inputs, outputs, patch, tiny
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.schemes.rope import RoPE
@@ -107,6 +108,7 @@ def twice(stored: str) -> str:
 
 
 UNREAD = "can't be read"
+OF_MODELS = EDITED, MISSING = "was edited after it was saved, and doesn't open", r"x\.safetensors is missing"
 RUN = "__import__('os').system('true')"
 NUMBERS = ("1e400", "Infinity", "NaN", "9" * 5000, nested(400), nested(9_000))
 CODE = (
@@ -157,6 +159,23 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
         f"auto_map {value!r}": (setting(auto_map=value), CheckpointError, "auto_map")
         for value in ("x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]})
     },
+    **{
+        f"an edit of {place} to None": (edit("None", place), CheckpointError, EDITED)
+        for place in ("wte.weight", "h.0.attn.c_attn.weight")
+    },
+    **{
+        f"a scale of {value}": (edit(value, "wte.@scale"), CheckpointError, "@scale takes no such value")
+        for value in ("1e308", "1e30", "0.0", "-1.0", "True")
+    },
+    **{
+        f"guarded {value!r}": (entry(guarded=value), CheckpointError, "guarded in its patch record")
+        for value in ([], 5, None, "x", {"a": [1]}, {"initializer_range": "x"})
+    },
+    **{
+        f"guarded as {value!r}": (entry(guarded={"initializer_range": value}), CheckpointError, "range doesn't fit")
+        for value in (True, 1, 10**25)
+    },
+    "weights that aren't there": (setting(transformers_weights="x.safetensors"), CheckpointError, MISSING),
     "weights that are pickled": (setting(transformers_weights="adapter_model.bin"), CheckpointError, "names 'adapter"),
     "weights elsewhere": (setting(transformers_weights="../x.safetensors"), CheckpointError, "names '../x.safe"),
     "weights at the root": (setting(transformers_weights="/x.safetensors"), CheckpointError, "names '/x.safe"),
@@ -168,11 +187,25 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
 def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: Path) -> None:
     damage(folder)
     before = files(tmp_path)
-    for auto in (AutoConfig, AutoModel):
+    openers = [AutoModel.from_pretrained, partial(AutoModel.from_pretrained, check_fingerprint=False)]
+    if says not in OF_MODELS:
+        openers.append(AutoConfig.from_pretrained)
+    for opener in openers:
         with pytest.raises(kind, match=says) as caught:
-            auto.from_pretrained(folder)
+            opener(folder)
         assert len(str(caught.value)) < 1000
     assert files(tmp_path) == before
+
+
+def test_an_edit_that_takes_away_what_transformers_ties(tmp_path: Path) -> None:
+    model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt")
+    for place in ("wte", "<head>.lm_head", "<head>.lm_head.weight"):
+        model.save_pretrained(tmp_path)
+        edit("None", place)(tmp_path)
+        for opener in (AutoModelForCausalLM, type(model)):
+            for check in (True, False):
+                with pytest.raises(CheckpointError, match=EDITED):
+                    opener.from_pretrained(tmp_path, check_fingerprint=check)
 
 
 def test_the_control_of_configs(folder: Path) -> None:
@@ -268,7 +301,7 @@ def test_headers(damage: Callable[[bytes], bytes], kind: str, saved: Path, tmp_p
     victim = next(path for path in sorted(folder.glob("*.safetensors")) if "h.0.ln_1.alpha" in load_file(path))
     victim.write_bytes(damage(victim.read_bytes()))
     before = files(tmp_path)
-    with pytest.raises(CheckpointError, match=r"its weights can't be read: .*Download or save it again") as caught:
+    with pytest.raises(CheckpointError, match=r"can't be read: .*Download or save it again") as caught:
         AutoModel.from_pretrained(folder)
     assert len(str(caught.value)) < 500
     assert files(tmp_path) == before

@@ -14,7 +14,7 @@ import measure_large
 import pytest
 import torch
 import zoo
-from checkpoint_edits import weights_of, with_config, with_record, with_weights
+from checkpoint_edits import weights_of, with_config, with_weights
 from safetensors import safe_open
 from sampled import sampled
 from tiny_models import patch, tiny
@@ -26,7 +26,7 @@ import hfpatch
 from hfpatch.checkpoint import by_name, streaming
 from hfpatch.cli import app
 from hfpatch.core.stored_tensor import StoredTensor
-from hfpatch.errors import FreshHeadWarning
+from hfpatch.errors import FingerprintWarning, FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.errors import CheckpointError
 
@@ -104,7 +104,7 @@ def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, mo
     index = json.loads((tmp_path / "streamed" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == after
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in streamed.values())
-    assert "passes the check of its fingerprint" in called("verify", tmp_path / "streamed")
+    assert "config.json is the one that was saved" in called("verify", tmp_path / "streamed")
 
 
 def test_other_shards_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,11 @@ def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:
     patch(tiny("llama", CAUSAL), norm="dyt").save_pretrained(tmp_path)
     with pytest.warns(FreshHeadWarning, match="has no weights for score of LlamaForSequenceClassification"):
         stored(tmp_path, "AutoModelForSequenceClassification")
-    with_record(without(tmp_path, "model.layers.0.mlp.*"), fingerprint=...)
-    with pytest.raises(CheckpointError, match=r"lacks 3 weights of LlamaForCausalLM \(model\.layers\.0\.mlp\."):
+    with pytest.raises(CheckpointError, match=r"3 of its tensors.*model\.layers\.0\.mlp.*missing"):
+        stored(without(tmp_path, "model.layers.0.mlp.*"))
+    (tmp_path / "hfpatch_weights.json").unlink()
+    lacks = r"lacks 3 weights of LlamaForCausalLM \(model\.layers\.0\.mlp\."
+    with pytest.warns(FingerprintWarning), pytest.raises(CheckpointError, match=lacks):
         stored(tmp_path)
 
 

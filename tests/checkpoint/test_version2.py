@@ -2,7 +2,8 @@
 
 fixtures/version2.json holds, for each scheme, the config.json that hfpatch 0.2.0 wrote with transformers 5.23, the
 tensors by name and shape, and what the model returned. The weights are a function of their names (`values`), so that
-none are stored. It is of that version, and stays.
+none are stored. version2_checked.json is one with what that version stored to compare by: digests of weights and
+config.json, the outputs of a small forward, and a tensor in the file that no model has. Both are of that version.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_edits import weights_of, with_config, with_weights
 from safetensors.torch import save_file
-from tiny_models import inputs
+from tiny_models import inputs, logged
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
+from hfpatch.checkpoint.weight_names import MARKER
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from hfpatch.errors import FingerprintWarning
+from hfpatch.runtime.errors import CheckpointError
 
 FIXTURE = Path(__file__).parent / "fixtures/version2.json"
 SAVED: dict[str, dict[str, Any]] = json.loads(FIXTURE.read_text(encoding="utf-8"))
@@ -64,6 +68,47 @@ def test_a_checkpoint_of_version_2_opens_as_it_was(scheme: str, tmp_path: Path) 
     model, found = opened(written(saved, tmp_path))
     assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sums(model) == pytest.approx(saved["outputs"], rel=1e-4, abs=1e-4)
+
+
+CHECKED: dict[str, Any] = json.loads(FIXTURE.with_name("version2_checked.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Path:
+    written(CHECKED, tmp_path)
+    (tmp_path / "hfpatch_weights.json").write_text(json.dumps(CHECKED["digests"]), encoding="utf-8")
+    with_weights(tmp_path, lambda weights: weights.update({MARKER: torch.zeros(1)}))
+    return tmp_path
+
+
+def test_what_version_2_compared_by_is_compared(checked: Path, tmp_path: Path) -> None:
+    """Every byte as ever, and by default small tensors and the names of larger ones."""
+    with warnings.catch_warnings(), logged() as lines:
+        warnings.simplefilter("error", FingerprintWarning)
+        for check in (True, "full"):
+            model = AutoModelForCausalLM.from_pretrained(checked, check_fingerprint=check)
+        assert sums(model.transformer) == pytest.approx(CHECKED["outputs"], rel=1e-4, abs=1e-4)
+        assert not model.load_state_dict(weights_of(checked), strict=False).unexpected_keys
+        model.save_pretrained(tmp_path / "again")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "again", check_fingerprint="full")
+    assert not [line for line in lines if MARKER in line]
+    assert MARKER not in weights_of(tmp_path / "again")
+    bias, large = "transformer.h.0.mlp.c_fc.bias", "transformer.wte.weight"
+    with_weights(checked, lambda weights: weights[large].view(-1)[0].add_(1))
+    AutoModelForCausalLM.from_pretrained(checked)
+    with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)"):
+        AutoModelForCausalLM.from_pretrained(checked, check_fingerprint="full")
+    with_weights(checked, lambda weights: weights[bias].add_(1))
+    with pytest.raises(CheckpointError, match=r"1 of its tensors.*c_fc\.bias \(changed\)"):
+        AutoModelForCausalLM.from_pretrained(checked)
+
+
+def test_a_config_of_version_2_that_was_edited_is_told(checked: Path) -> None:
+    with_config(checked, layer_norm_epsilon=0.1)
+    with pytest.warns(FingerprintWarning, match="edited"):
+        AutoModelForCausalLM.from_pretrained(checked)
+    with pytest.raises(CheckpointError, match="edited"):
+        AutoModelForCausalLM.from_pretrained(checked, check_fingerprint="full")
 
 
 def test_every_scheme_is_there() -> None:

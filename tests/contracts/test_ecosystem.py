@@ -11,12 +11,10 @@ import pytest
 import torch
 import transformers
 from own_norm import slopes
-from safetensors.torch import load_file
-from tiny_models import difference, inputs, load, logged, outputs, patch, tiny
+from tiny_models import difference, inputs, load, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hfpatch.checkpoint.marker import MARKER
 from hfpatch.errors import WrappedModelError
 from hfpatch.export import export_model
 from hfpatch.patch import patch_model
@@ -176,10 +174,7 @@ def test_a_trainer_saves_and_resumes(tmp_path: Path) -> None:
     whole = trainer(without_dropout(), tmp_path / "run")
     whole.train()
     resumed = trainer(without_dropout(), tmp_path / "resumed")
-    assert MARKER in load_file(tmp_path / "run/checkpoint-2/model.safetensors")
-    with logged() as lines:
-        resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
-    assert not [line for line in lines if MARKER in line]
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
     assert len(losses(whole)) == 4
     silent = trainer(without_dropout(), tmp_path / "silent", save_strategy="no")
     silent.train()
@@ -187,7 +182,7 @@ def test_a_trainer_saves_and_resumes(tmp_path: Path) -> None:
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
     assert losses(whole)[-1] != pytest.approx(losses(whole)[0], rel=1e-3)  # control: it learns
     for name in ("2", "4"):
-        assert "fingerprint" in (tmp_path / f"run/checkpoint-{name}/config.json").read_text()
+        assert (tmp_path / f"run/checkpoint-{name}/hfpatch_weights.json").exists()
     given = inputs(whole.model)
     trained = outputs(whole.model.eval(), **given)[-1]
     whole.save_model(str(tmp_path / "final"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_edits import with_config
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from local_hub import LICENSES, LocalHub
 from local_store import Blob, Repo
@@ -22,6 +24,7 @@ from hfpatch.export.modeling import FILE
 from hfpatch.hub.card import BEGIN, END, CardFacts, card
 from hfpatch.hub.changes import changes_by_config
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
+from hfpatch.runtime.edits import Edit
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
 from hfpatch.verification.report import Report
@@ -297,3 +300,44 @@ def test_cards_in_the_folder_and_on_the_hub(hub: LocalHub, copied: Path, name: s
     assert ModelCard(MINE).text.encode() in hub.repos[name].files()["README.md"]
     (copied / "README.md").unlink()
     assert push_patched(copied, name).changed == []  # the Hub's own is kept
+
+
+BAD = "\n\n# Free weights\n\n<script>alert(1)</script> [here](https://example.org) ```"
+
+
+def test_what_stands_in_config_json_is_no_markup(checkpoint: Path, tmp_path: Path) -> None:
+    """The version and the class are outside of every digest; whoever wrote the file could put a page into the card."""
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    with_config(copy, transformers_version=f"5.0{BAD}", architectures=[f"GPT2LMHeadModel{BAD}"])
+    text, _ = card(facts(read_checkpoint(copy)), None)
+    assert "Saved with" not in text
+    assert "(`gpt2`) with its architecture patched" in text
+    original, _ = card(facts(read_checkpoint(checkpoint)), None)
+    assert "(`GPT2LMHeadModel`) with its architecture patched" in original, "the control"
+    assert "Saved with transformers" in original
+    assert outside_code(text).keys() == outside_code(original).keys()
+    assert read_checkpoint(copy).title == "gpt2"
+
+
+def outside_code(text: str) -> dict[str, int]:
+    """What a reader of Markdown finds outside of blocks of code: headings, tags, links and fences, and how often."""
+    parts = re.split(r"(?ms)^(`{3,})\w*\n.*?^\1$", text)
+    kinds = re.findall(r"(?m)^#+ .*|<[^>]*>|\]\([^)]*\)|```", "".join(parts[::2]))
+    return {kind: kinds.count(kind) for kind in kinds}
+
+
+def test_what_others_cards_say_is_no_markup(folder: Checkpoint) -> None:
+    base = ModelCardData(license="other", license_name=f"mine{BAD}")
+    text, _ = card(facts(folder, base_model="openai/gpt2", base_card=base), None)
+    section = text.partition(BEGIN)[2].partition(END)[0]
+    plain, _ = card(facts(folder, base_model="openai/gpt2", base_card=ModelCardData(license="other")), None)
+    assert outside_code(section) == outside_code(plain.partition(BEGIN)[2].partition(END)[0])
+    assert "mine Free weights" in section
+
+
+def test_edits_that_look_like_the_end_of_a_block(folder: Checkpoint) -> None:
+    assert folder.record is not None
+    edits = (*folder.record.edits, Edit.of("```", None))
+    found = replace(folder, record=replace(folder.record, edits=edits))
+    text, _ = card(facts(found), None)
+    assert outside_code(text) == outside_code(card(facts(folder), None)[0])

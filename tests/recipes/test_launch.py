@@ -12,9 +12,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from hfrecipes.settings import read_run
 from hfrecipes.training import Run
 from run_files import ROOT, read_results, tiny
-from safetensors.torch import load_file
-
-from hfpatch.checkpoint.marker import MARKER
 
 pytestmark = pytest.mark.slow
 
@@ -94,9 +91,9 @@ def test_two_processes_train_stop_go_on_save_and_load(alone, text, tmp_path, con
     folder = out / "rms+rope"
     saved, alike = (json.loads((where / "rms+rope" / "config.json").read_text()) for where in (out, alone))
     assert saved["model_type"] == alike["model_type"]
-    assert MARKER in load_file(folder / "model.safetensors")
+    assert (folder / "hfpatch_weights.json").exists()
     assert saved["architectures"] == alike["architectures"]
-    assert saved["hfpatch"].keys() == alike["hfpatch"].keys(), "with the fingerprint of its function"
+    assert saved["hfpatch"].keys() == alike["hfpatch"].keys()
     of_run = Run(read_run(small(tmp_path, text), "finetune.py"), "")
     loss = of_run.measure(of_run.task.load(str(folder)), of_run.loader(of_run.task.heldout))["loss"]
     assert loss == pytest.approx(results["stages"]["rms+rope"]["end"]["loss"], abs=1e-5)

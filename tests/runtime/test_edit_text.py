@@ -6,19 +6,24 @@ Texts that are no edits are refused in checkpoint/test_security.py and test_chec
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import difference, patch, reload, tiny
+from tiny_models import changes, difference, fingerprint, patch, randomise, registered, reload, tiny
 from torch import nn
+from transformers import AutoConfig, GPT2Model
 
+from hfpatch.core.registry import NORMS
+from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.apply import Tree, apply, condensed
 from hfpatch.runtime.edits import Call, Edit, as_data, register_component
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import RMSNorm
+from hfpatch.schemes.norms import Derf, DyT, Norm
 from hfpatch.schemes.request import Record
 
 
@@ -144,3 +149,79 @@ def test_replacing_modules_with_children_takes_steps_in_proportion_to_the_blocks
         assert apply(edits, model) == 2 * blocks
         counts.append(steps)
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0, counts
+
+
+# What is written is bounded as what is read is
+
+
+class Named(GPT2Model):
+    """One more norm, whose name is any that torch takes."""
+
+    name = "a-b"
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.more = nn.ModuleDict({self.name: nn.LayerNorm(config.n_embd)})
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        output.last_hidden_state = self.more[self.name](output.last_hidden_state)
+        return output
+
+
+def named(name: str) -> Any:
+    kind = type("Named", (Named,), {"name": name})
+    return randomise(kind(tiny("gpt2").config))
+
+
+@pytest.mark.parametrize("name", ["a-b", "a->b", "a/b:c", "1st", "straße", "+", "x,y", "a<b>", "%#~&;!?"])
+def test_names_that_torch_allows_are_read(name: str, tmp_path: Path) -> None:
+    model = patch(named(name), norm="dyt")
+    assert any(name in edit for edit in model.config.hfpatch["edits"])
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, check_fingerprint="full")
+    assert type(again.more[name]).__name__ == "DynamicTanh"
+    assert difference(model, again) == 0
+
+
+UNREADABLE = ["a b", "a = b", "a | b", "x()", "x[0]", "a\nb", "\x1b[31m", "__x", "@lens2", "é" * 20_000]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_names_that_cant_be_read_are_refused_before_anything_changes(name: str) -> None:
+    model = named(name)
+    before = fingerprint(model)
+    for call in (plan_patch, patch_model):
+        with pytest.raises(UnsupportedError, match="couldn't be opened again") as caught:
+            call(model, norm="dyt")
+        assert len(str(caught.value)) < 1_000
+    assert not changes(before, fingerprint(model))
+    patch_model(model, norm="dyt", keep=["more.*"], init="reset")  # control: the rest of it can
+
+
+def test_too_many_edits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt2")
+    monkeypatch.setattr("hfpatch.runtime.edits._MAX_EDITS", 3)
+    with pytest.raises(UnsupportedError, match="aren't a list of at most 3 strings"):
+        patch_model(model, norm="dyt", pos="rope")
+    assert not hasattr(model.config, "hfpatch")
+    patch(model, norm="dyt")  # control
+
+
+@dataclass(frozen=True)
+class Worded(DyT):
+    """A norm with an option that is any text."""
+
+    words: str = ""
+
+
+@pytest.mark.parametrize("words", ["a,alpha=2", 'say "x", alpha=3', "a\\", ",alpha=", "plain", '"', ""])
+def test_an_option_of_any_text_is_read(words: str, tmp_path: Path) -> None:
+    with registered(NORMS, "worded", Worded):
+        scheme = Worded(0.25, words=words)
+        assert Norm.resolve(str(scheme)) == scheme
+        model = patch(tiny("gpt2"), norm=scheme)
+        model.save_pretrained(tmp_path)
+        assert Record.of(AutoConfig.from_pretrained(tmp_path)).norm[-1].scheme == scheme
+    assert Norm.resolve("derf:alpha=0.5, s=0.25") == Derf(0.5, 0.25)  # control: text that a user writes

@@ -96,7 +96,6 @@ def test_what_is_on_disk_and_in_memory(saved: Path, stored: dict[str, Any]) -> N
     assert AutoConfig.from_pretrained(saved, initializer_range=0.1).initializer_range == 0.1
     assert "guarded" not in config.hfpatch
     assert SENTENCE not in str(config.to_dict())
-    del stored["hfpatch"]["fingerprint"]  # which is of weights
     assert stored == json.loads(config.to_json_string())  # and again
 
 

@@ -9,6 +9,7 @@ sequences go through an attention function of the server's that sees no mask.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import re
@@ -83,7 +84,7 @@ def served(folder: Path, server: str, trust: bool = True) -> PreTrainedModel:
     if server == "vllm":
         require_attentions(model)
     _replace_modules(model, server)
-    _fill(model, load_file(folder / "model.safetensors"))
+    _fill(model, load_file(folder / "model.safetensors"), _heads(folder, config, trust))
     return model.eval()
 
 
@@ -155,11 +156,24 @@ def _replace_modules(model: nn.Module, server: str) -> None:
                 setattr(parent, name, Replaced(child))
 
 
-def _fill(model: Any, weights: dict[str, Tensor]) -> None:
-    """Weights by their names inside the base model; those of a head are left out."""
+def _heads(folder: Path, config: Any, trust: bool) -> set[str]:
+    """Modules and tensors of the class that the checkpoint was saved from, around its base."""
+    (name,) = config.architectures
+    auto_map = getattr(config, "auto_map", None) or {}
+    own = [reference for reference in auto_map.values() if str(reference).endswith(f".{name.removeprefix('Hfpatch')}")]
+    cls = get_class_from_dynamic_module(own[0], str(folder)) if own and trust else None
+    cls = cls or getattr(sys.modules["transformers"], name)
+    with init_empty_weights(include_buffers=False):
+        whole = cls._from_config(copy.deepcopy(config))
+    return {name.partition(".")[0] for name in whole.state_dict()} - {whole.base_model_prefix}
+
+
+def _fill(model: Any, weights: dict[str, Tensor], heads: set[str]) -> None:
+    """Weights by their names inside the base model; those of a head are left out, and any others raise."""
     prefix, children = f"{model.base_model_prefix}.", {name for name, _ in model.named_children()}
     inside = {name.removeprefix(prefix): value for name, value in weights.items()}
-    inside = {name: value for name, value in inside.items() if name.partition(".")[0] in children}
+    left_out = {name for name in inside if name in weights and name.partition(".")[0] in heads - children}
+    inside = {name: value for name, value in inside.items() if name not in left_out}
     own = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in inside}
     if inside.keys() != own.keys():
         raise NotServedError(f"weights that fit nothing, or are missing: {sorted(inside.keys() ^ own.keys())[:3]}")
