@@ -128,6 +128,15 @@ class RoPE(Position):
                 raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
             for number in value if listed else () if name in ("rope_type", "truncate") else (value,):
                 require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
+        if scaling.get("factor", 1.0) < 1:
+            raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
+        for least, most in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            defaults = {"beta_slow": 1.0, "beta_fast": 32.0}
+            low, high = (scaling.get(name, defaults.get(name, 0.0)) for name in (least, most))
+            if (least in scaling or most in scaling) and not low < high:
+                raise OptionError(
+                    f"RoPE: scaling[{most!r}] must be above scaling[{least!r}], not {high!r} and {low!r}."
+                )
 
     @classmethod
     def takes(cls, kind: str, option: str) -> bool:

@@ -8,7 +8,7 @@ of the model depends on these settings.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -25,7 +25,8 @@ from ..runtime.apply import apply
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, described, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
-from ..runtime.rotary import ORIGINAL
+from ..runtime.lens import host_class
+from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..schemes.rope import SCALING_OPTIONS, RoPE
@@ -38,6 +39,7 @@ OWN_ROTATION_KEPT = (
     "replaces it"
 )
 NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
+OTHER_ANGLES = "queries and keys are rotated by other angles than they were trained for"  # likewise
 _PARTIAL = "partial_rotary_factor"
 _USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
 _TOLERANCE = 1e-9  # of outputs in float64
@@ -106,7 +108,10 @@ def _change(
     if isinstance(scheme, RoPE):
         change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
-            _require_served(model, rotation, _new_settings(rotation, scheme), example_inputs)
+            new = _new_settings(rotation, scheme)
+            _require_served(model, rotation, new, example_inputs)
+            if _turns_alike(rotation, new) and row.loss == OTHER_ANGLES and not change.edits[1:]:
+                row.replace_by(str(row.becomes), exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.dropped:
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
@@ -132,7 +137,7 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row, some_kept
     lenses = reordering(rotation, pairing, scheme.pairing)
     becomes = _described(new, scheme.pairing or pairing.present)
     same = new == rotation.settings and not rotation.dropped and not lenses
-    loss = None if same else "queries and keys are rotated by other angles than they were trained for"
+    loss = None if same else OTHER_ANGLES
     row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
         "its own settings" if same else None
     )
@@ -180,6 +185,30 @@ def _described(settings: Settings, pairing: str | None) -> str:
     pieces += [f"partial={partial:g}"] if partial != 1 else []
     pieces += [piece for piece in (pairing, None if kind == "default" else kind) if piece]
     return f"RoPE({', '.join(pieces)})"
+
+
+def require_same_frequencies(model: Any, names: Collection[str]) -> None:
+    """Refuse a patched model whose rotary modules turn otherwise than ones that are built from its config do.
+
+    Args:
+        model: with the config that a checkpoint will have.
+        names: of the rotations that were changed.
+
+    Raises:
+        UnsupportedError: the frequencies in place are other ones.
+    """
+    for rotation in find_rotations(model):
+        if rotation.name not in names or rotation.path is None:
+            continue
+        with torch.device("cpu"):
+            built = host_class(type(rotation.module))(reduce(getattr, rotation.path, model.config))
+        now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
+        if now.is_meta or torch.equal(now.cpu(), expected.to(now.dtype)):
+            continue
+        raise UnsupportedError(
+            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config says, so the request "
+            "would take no effect, or a checkpoint would open as another model. The model was left unchanged."
+        )
 
 
 # --- whether the host's class takes other settings -------------------------------------------------------------------
@@ -233,6 +262,15 @@ def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
         rotation.frequencies(rotation.rebuilt(settings)) for settings in (old, {**old, setting: new[setting]})
     )
     return not torch.equal(one, other)
+
+
+def _turns_alike(rotation: NativeRotation, new: Settings) -> bool:
+    """Whether other settings give the same angles at every position, as `linear` with a factor of 1 does."""
+    if rotation.dropped or {new.get("rope_type"), rotation.settings.get("rope_type")} & set(ADAPTIVE):
+        return False
+    one, other = (rotation.rebuilt(settings) for settings in (rotation.settings, new))
+    scales = [getattr(module, "attention_scaling", None) for module in (one, other)]
+    return scales[0] == scales[1] and torch.equal(rotation.frequencies(one), rotation.frequencies(other))
 
 
 @torch.no_grad()
