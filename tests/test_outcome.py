@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import warnings
@@ -169,6 +170,53 @@ def test_without_weights_it_says_so() -> None:
     norm, positions = outcomes(patch(model, norm="rms", pos="rope")).values()
     assert norm.startswith("exact as planned, not measured")
     assert positions.startswith("approximate as planned, not measured: weights aren't in memory; not preserved")
+
+
+def raising(error: Exception, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a forward of GPT-2 raise from its `at`-th call on."""
+    calls, host_forward = [], GPT2LMHeadModel.forward
+
+    @functools.wraps(host_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= at:
+            raise error
+        return host_forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+@pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt"}, {"norm": "layer", "init": "exact"}], ids=str)
+@pytest.mark.parametrize("at", [1, 2])  # before the patch, and after it
+def test_out_of_memory_is_no_outcome(
+    error: Exception, request_: dict[str, str], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    raising(error, at, monkeypatch)
+    with pytest.raises(type(error), match=str(error)):
+        patch_model(model, **request_)
+    assert not changes(before, fingerprint(model))
+
+
+def test_other_errors_of_a_forward_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    raising(RuntimeError("bad input"), 1, monkeypatch)
+    (outcome,) = outcomes(patch(tiny("gpt2", LM), pos="rope")).values()
+    assert outcome.startswith("approximate as planned, not measured: RuntimeError: bad input")
+
+
+def test_a_comparison_that_fails_isnt_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(truth: Any, outputs: Any) -> None:
+        raise TypeError("can't be compared")
+
+    monkeypatch.setattr("hfpatch.outcome.deviations", fail)
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(TypeError, match="can't be compared"):
+        patch_model(model, pos="rope")
+    assert not changes(before, fingerprint(model))
 
 
 # A new length or size is run

@@ -130,13 +130,10 @@ class RoPE(Position):
                 require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
         if scaling.get("factor", 1.0) < 1:
             raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
-        for least, most in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
-            defaults = {"beta_slow": 1.0, "beta_fast": 32.0}
-            low, high = (scaling.get(name, defaults.get(name, 0.0)) for name in (least, most))
-            if (least in scaling or most in scaling) and not low < high:
-                raise OptionError(
-                    f"RoPE: scaling[{most!r}] must be above scaling[{least!r}], not {high!r} and {low!r}."
-                )
+        for low, high, usual in (("beta_slow", "beta_fast", (1, 32)), ("low_freq_factor", "high_freq_factor", (0, 1))):
+            pair = [scaling.get(name, default) for name, default in zip((low, high), usual, strict=True)]
+            if {low, high} & set(scaling) and not pair[0] < pair[1]:
+                raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}], and they are {pair[::-1]}.")
 
     @classmethod
     def takes(cls, kind: str, option: str) -> bool:

@@ -1,9 +1,9 @@
 """Makes inputs at the length and the image size that a model's config says, to see that the model runs there.
 
-What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one text of
-as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens at the last
-positions, which reach the last rows of tables and the largest angles of rotations. Images and sounds come in full, since
-a model takes no others.
+What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
+text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens
+at the last positions, which reach the last rows of tables and the largest angles of rotations. Images and sounds come
+in full, since a model takes no others.
 """
 
 from __future__ import annotations

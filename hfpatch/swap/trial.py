@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,10 +119,10 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     names = {change.row.module for change in changes if change.changes and change.row.loss}
     reached = False
     for probe in probes:
-        before, after = (attempt(one, lambda probe=probe: probe, copy) for one in (original, model))
+        before, after = (attempt(one, partial(dict, probe), copy) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(model, lambda probe=probe: probe, lambda one: _shaken(copy(one), names))
+        other = attempt(model, partial(dict, probe), lambda one: _shaken(copy(one), names))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(
