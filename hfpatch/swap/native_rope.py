@@ -8,6 +8,7 @@ of the model depends on these settings.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from typing import Any
@@ -29,7 +30,7 @@ from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..schemes.rope import SCALING_OPTIONS, RoPE
+from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
 from ..sites.pairing import pairing_of, reordering
 from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
@@ -107,10 +108,12 @@ def _change(
         return Change(row)
     if isinstance(scheme, RoPE):
         change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
+        if row.loss is not None and (caching := _caching_loss(model, rotation, scheme)) is not None:
+            row.loss += f"; {caching}"
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
             new = _new_settings(rotation, scheme)
             _require_served(model, rotation, new, example_inputs)
-            if _turns_alike(rotation, new) and row.loss == OTHER_ANGLES and not change.edits[1:]:
+            if row.loss == OTHER_ANGLES and not change.edits[1:] and _turns_alike(rotation, new):
                 row.replace_by(str(row.becomes), exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.dropped:
@@ -143,6 +146,17 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row, some_kept
     )
     found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
     return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"), *found))
+
+
+def _caching_loss(model: Any, rotation: NativeRotation, scheme: RoPE) -> str | None:
+    """What generating with a cache loses; None in models that make it anew where longrope changes over (Phi-3)."""
+    new = _new_settings(rotation, scheme)
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        return None
+    prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    if new.get("rope_type") == "longrope" and ORIGINAL in (*prepare.__code__.co_names, *prepare.__code__.co_consts):
+        return None
+    return caching_loss(new, getattr(rotation.module.config, "max_position_embeddings", 0))
 
 
 def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "") -> Edit:
