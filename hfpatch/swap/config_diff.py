@@ -71,7 +71,10 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
         if name in old and name in new and not _replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
             buffers = _buffers(what, name, module, old[name], new[name], after)
-            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in places]
+            for buffer, value in buffers:
+                saved = buffer not in module._non_persistent_buffers_set  # also where a lens hides it
+                if saved or f"{name}.{buffer}".strip(".") not in places:
+                    derived.buffers.append((name, buffer, value))
     return derived
 
 

@@ -35,9 +35,9 @@ def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
     """What is wrong with a config that has other settings; None if nothing is."""
     written, paths = unpatched_config(config), config_paths(config)
     changed = [((*paths[id(owner)], name), value) for owner, name, value in settings if id(owner) in paths]
-    for path, value in changed:
-        setattr(reduce(getattr, path[:-1], written), path[-1], value)
     try:
+        for path, value in changed:
+            setattr(reduce(getattr, path[:-1], written), path[-1], value)
         if hasattr(written, "validate"):
             written.validate()
         read = type(written).from_dict(json.loads(written.to_json_string()))

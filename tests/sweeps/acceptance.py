@@ -33,10 +33,12 @@ from tiny_models import changes, fingerprint, patch
 from torch import Tensor
 from zoo_overrides import OVERRIDES, Override
 
+from hfpatch.measure.copies import unpatched_config
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.lens import host_class
 from hfpatch.schemes.learned import Learned
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
@@ -110,7 +112,7 @@ def verdict(model_type: str, name: str) -> str:
         )
     except Exception as error:
         return f"wrong: {zoo.last_line(error)}"
-    inputs, short = _inputs(model_type, name, scheme, original, given)
+    inputs, short = _inputs(model_type, name, scheme, original, model, given)
     for what, one in inputs.items():
         try:
             found = run(model, one)
@@ -131,14 +133,14 @@ def verdict(model_type: str, name: str) -> str:
 
 
 def _inputs(
-    model_type: str, name: str, scheme: str | Position, original: Any, given: dict[str, Any]
+    model_type: str, name: str, scheme: str | Position, original: Any, model: Any, given: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], bool]:
     """Inputs of the old and of the new length or size by name, and whether there are none of the new length."""
     if name in SIZES:
         new = sized(given, *SIZES[name])
         try:
-            run(original, new)
-        except Exception:  # its host takes one size alone
+            run(_unpatched(model), given)
+        except Exception:  # its host, made for the new size, doesn't take others
             return {"new size": new}, False
         return {"old size": given, "new size": new}, False
     length = _old_length(original)
@@ -152,6 +154,12 @@ def _inputs(
         return {"old length": few, "new length": _of_length(model_type, original, min(new_length, MOST))}, False
     except Exception:  # what else its inputs depend on isn't known here
         return {"old length": few}, True
+
+
+def _unpatched(model: Any) -> Any:
+    """What transformers builds of a patched model's config, with random weights."""
+    with own_randomness(0):
+        return host_class(type(model))(unpatched_config(model.config)).float().eval()
 
 
 def _old_length(model: Any) -> int | None:
