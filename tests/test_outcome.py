@@ -222,12 +222,13 @@ def test_a_comparison_that_fails_isnt_blamed_on_the_model(monkeypatch: pytest.Mo
 # A new length or size is run
 
 
-ENCODER = "max_encoder_position_embeddings"
+ENCODER = "with max_encoder_position_embeddings"
 NOTHING_RUNS = [
-    ("dinov2", "learned:image_size=[32, 64]", r"image_size=\(32, 64\)", "RuntimeError"),  # its host wants a square
-    ("dinov2_with_registers", "learned:image_size=[32, 64]", r"image_size=\(32, 64\)", "RuntimeError"),
+    ("dinov2", "learned:image_size=[32, 64]", r"with image_size=\(32, 64\)", "RuntimeError"),  # its host wants a square
+    ("dinov2_with_registers", "learned:image_size=[32, 64]", r"with image_size=\(32, 64\)", "RuntimeError"),
     ("led", "learned:max_positions=8", f"{ENCODER}=8", "IndexError"),  # it pads inputs to whole windows of 512
     ("led", "learned:max_positions=600", f"{ENCODER}=600", "IndexError"),
+    ("yoso", "sinusoidal", "on longer inputs than before", "RuntimeError"),  # it cuts positions from a buffer
 ]
 
 
@@ -238,7 +239,7 @@ def test_a_size_at_which_nothing_runs_is_refused(
 ) -> None:
     model, given = zoo.tiny(model_type)
     before = fingerprint(model)
-    with pytest.raises(UnsupportedError, match=f"doesn't run with {size}.*{said}.*left unchanged"):
+    with pytest.raises(UnsupportedError, match=f"doesn't run {size}.*{said}.*left unchanged"):
         patch_model(model, pos=pos, **({"calibration": [given] * 2} if calibrated else {}))
     assert not changes(before, fingerprint(model))
 
@@ -288,7 +289,7 @@ def test_a_long_one_is_run_in_part(pos: str, monkeypatch: pytest.MonkeyPatch) ->
     forward.__signature__ = inspect.signature(host_forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(kind, "forward", forward)
     patch(model, pos=pos)
-    length = 131072 if "131072" in pos else model.config.n_positions
+    length = 131072 if "131072" in pos else 2 * model.config.n_positions  # of any length
     assert max(tokens for tokens, _ in seen) == min(2048, length)
     assert max(position for _, position in seen) == length
 

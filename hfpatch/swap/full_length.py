@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.shrink import TOKENS
+from ..runtime.classes import is_unlimited
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
 from ..sites.rotations import find_rotations
@@ -27,16 +28,21 @@ from .image_tables import IMAGE_SIZE, sides
 LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # of texts, by their names in configs
 _MULTIPLICATIONS = 2**35  # of one forward, about a second on one core
 _FEWEST, _MOST = 64, 2_048  # tokens, whatever they cost
+_LONGEST = 2**31 - 1  # positions are 32-bit integers in some hosts
 
 
 def full_length(model: Any) -> int | None:
-    """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does."""
+    """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does.
+
+    Where a patch left no table, so that texts may be of any length, it is twice what the config says.
+    """
     stacks = [item for item in find_stacks(model) if item.stack.grid is None and item.removed_rows() is None]
     held = [max_positions(item) for item in stacks if not isinstance(item.table(), ComputedPositions)]
     if any(held):
         return min(filter(None, held))
     said = Inputs(model.config).find(*LENGTHS)
-    return max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
+    longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
+    return longest if longest is None else min(longest * (1 + is_unlimited(model)), _LONGEST)
 
 
 def _scaled_lengths(model: nn.Module) -> Iterator[int]:
@@ -53,7 +59,7 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
 
 
 def _scaled(length: int, factor: float | None) -> int:
-    return min(int(length * (factor or 2.0)), 2**31 - 1)
+    return int(min(length * (factor or 2.0), _LONGEST))
 
 
 def full_inputs(model: nn.Module) -> tuple[dict[str, Any], bool]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.plan_table import Change
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import fitting, quiet
+from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
 from .config_diff import Setting
 from .full_length import fitted, full_inputs, last_positions
@@ -86,9 +87,10 @@ def _positions(model: Any, which: int) -> dict[str, Any] | None:
 
 
 def _refusal(model: Any, settings: list[Setting], error: Exception) -> UnsupportedError:
-    what = ", ".join(f"{name}={value}" for _, name, value in settings if not isinstance(value, dict))
+    changed = ", ".join(f"{name}={value}" for _, name, value in settings if not isinstance(value, dict))
+    usual = "on longer inputs than before" if is_unlimited(model) else "at its full length"
     return UnsupportedError(
-        f"{type(model).__name__} doesn't run {f'with {what}' if what else 'at its full length'} after this patch: "
+        f"{type(model).__name__} doesn't run {f'with {changed}' if changed else usual} after this patch: "
         f"{described(error).rstrip('.')}. The model was left unchanged."
     )
 

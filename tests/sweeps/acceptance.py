@@ -138,22 +138,26 @@ def _inputs(
     """Inputs of the old and of the new length or size by name, and whether there are none of the new length."""
     if name in SIZES:
         new = sized(given, *SIZES[name])
-        try:
-            run(_unpatched(model), given)
-        except Exception:  # its host, made for the new size, doesn't take others
-            return {"new size": new}, False
-        return {"old size": given, "new size": new}, False
+        return {**({"old size": given} if _takes(_unpatched(model), given) else {}), "new size": new}, False
     length = _old_length(original)
     if length is None:
         return {"old length": given}, False
     new_length = scheme.max_positions if isinstance(scheme, Learned) else 2 * length
     assert new_length is not None
-    few = given if new_length >= 12 else _of_length(model_type, original, new_length)
+    host, inputs = _unpatched(model) if isinstance(scheme, Learned) else original, {}
+    if host is original or _takes(host, given):
+        inputs["old length"] = given
+    if short := not _takes(original, _of_length(model_type, original, min(length, MOST))):
+        return inputs or {"few tokens": _of_length(model_type, host, 12)}, short  # what else they depend on isn't known
+    return {**inputs, "new length": _of_length(model_type, host, min(new_length, MOST))}, False
+
+
+def _takes(model: Any, inputs: dict[str, Any]) -> bool:
     try:
-        run(original, _of_length(model_type, original, min(length, MOST)))
-        return {"old length": few, "new length": _of_length(model_type, original, min(new_length, MOST))}, False
-    except Exception:  # what else its inputs depend on isn't known here
-        return {"old length": few}, True
+        run(model, inputs)
+    except Exception:
+        return False
+    return True
 
 
 def _unpatched(model: Any) -> Any:
