@@ -114,8 +114,9 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
                 f"{type(model).__name__}: {attribute}={value} can't be stored, since a part of the model reads a "
                 f"copy of its config that isn't saved with a checkpoint. {_ADVICE}"
             )
-        setattr(reduce(getattr, paths[id(owner)], config), attribute, value)
     try:
+        for owner, attribute, value in settings:
+            setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
         return host_on_meta(model, config)
     except Exception as error:
         reason = described(error, 120)
