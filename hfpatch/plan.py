@@ -32,6 +32,7 @@ from .schemes.positions import Position
 from .schemes.request import INITS, KINDS, Part, Record
 from .swap.config_diff import Setting
 from .swap.planners import Planned, planner_of
+from .swap.written_config import require_valid_config
 
 
 @dataclass
@@ -226,6 +227,7 @@ def make_plan(
         require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, found in planned.items():
         _require_change(plan, kind, found)
+    require_valid_config(model, plan.lengths)
     plan.phases = _phases(model, plan)
     plan.phases[-1].values.extend(partial(found.derived.apply, model) for found in planned.values())
     plan.record = plan.record.with_edits(plan.edits)

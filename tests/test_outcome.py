@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ from tiny_models import changes, difference, fingerprint, inputs, patch, reload,
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
+from hfpatch.checkpoint.patched_config import give_patched_config
 from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
 from hfpatch.export import native_model
@@ -74,11 +77,8 @@ def test_what_is_exact_by_chance_is_said_without_a_warning() -> None:
         patch_model(model, norm="layer")
     outcome = outcomes(model)["norm='layer'"]
     assert re.match(f"exact on the inputs measured: outputs differ by {NUMBER}; not preserved: LayerNorm: ", outcome)
-    off = tiny("gpt2", LM)
-    with torch.no_grad():
-        off.transformer.wpe.weight.copy_(off.transformer.wpe.weight.mean(0))
-    with pytest.warns(NotPreservedWarning, match="is approximate"):
-        patch_model(off, pos="nope", example_inputs={"input_ids": torch.ones(1, 1, dtype=torch.long)})
+    with pytest.warns(NotPreservedWarning, match="is approximate: outputs differ by 0; not preserved: inputs beyond 8"):
+        patch_model(tiny("gpt2", LM), pos="learned:max_positions=8")
 
 
 def test_what_is_exact_beside_what_isnt_is_not_called_measured() -> None:
@@ -129,10 +129,11 @@ def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: nn.Module) -> None:
+    def fail(model: nn.Module, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
     monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
     unmeasured = "as planned, not measured: UnsupportedError: no inputs could be made for this one"
     for request, kind in (({"pos": "rope"}, "approximate"), ({"norm": "layer"}, "exact")):
         (outcome,) = outcomes(patch(tiny("gpt2", LM), **request)).values()
@@ -171,10 +172,161 @@ def test_without_weights_it_says_so() -> None:
     assert positions.startswith("approximate as planned, not measured: weights aren't in memory; not preserved")
 
 
-def test_a_forward_that_fails_after_the_patch_is_a_reason() -> None:
-    """Twelve tokens are too many for it then."""
+def raising(error: Exception, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a forward of GPT-2 raise from its `at`-th call on."""
+    calls, host_forward = [], GPT2LMHeadModel.forward
+
+    @functools.wraps(host_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= at:
+            raise error
+        return host_forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+@pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt"}, {"norm": "layer", "init": "exact"}], ids=str)
+@pytest.mark.parametrize("at", [1, 2])  # before the patch, and after it
+def test_out_of_memory_is_no_outcome(
+    error: Exception, request_: dict[str, str], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    raising(error, at, monkeypatch)
+    with pytest.raises(type(error), match=str(error)):
+        patch_model(model, **request_)
+    assert not changes(before, fingerprint(model))
+
+
+def test_other_errors_of_a_forward_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    raising(RuntimeError("bad input"), 1, monkeypatch)
+    (outcome,) = outcomes(patch(tiny("gpt2", LM), pos="rope")).values()
+    assert outcome.startswith("approximate as planned, not measured: RuntimeError: bad input")
+
+
+def test_a_comparison_that_fails_isnt_blamed_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(truth: Any, outputs: Any) -> None:
+        raise TypeError("can't be compared")
+
+    monkeypatch.setattr("hfpatch.outcome.deviations", fail)
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(TypeError, match="can't be compared"):
+        patch_model(model, pos="rope")
+    assert not changes(before, fingerprint(model))
+
+
+# A new length or size is run
+
+
+ENCODER = "with max_encoder_position_embeddings"
+NOTHING_RUNS = [
+    ("dinov2", "learned:image_size=[32, 64]", r"with image_size=\(32, 64\)", "RuntimeError"),  # its host wants a square
+    ("dinov2_with_registers", "learned:image_size=[32, 64]", r"with image_size=\(32, 64\)", "RuntimeError"),
+    ("led", "learned:max_positions=8", f"{ENCODER}=8", "IndexError"),  # it pads inputs to whole windows of 512
+    ("led", "learned:max_positions=600", f"{ENCODER}=600", "IndexError"),
+    ("yoso", "sinusoidal", "on longer inputs than before", "RuntimeError"),  # it cuts positions from a buffer
+]
+
+
+@pytest.mark.parametrize(("model_type", "pos", "size", "said"), NOTHING_RUNS)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_size_at_which_nothing_runs_is_refused(
+    model_type: str, pos: str, size: str, said: str, calibrated: bool
+) -> None:
+    model, given = zoo.tiny(model_type)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=f"doesn't run {size}.*{said}.*left unchanged"):
+        patch_model(model, pos=pos, **({"calibration": [given] * 2} if calibrated else {}))
+    assert not changes(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("pos", ["learned:max_positions=512", "learned:max_positions=1024"])
+def test_a_size_at_which_it_runs_isnt(pos: str) -> None:
+    """Control: as many rows as the window that LED pads to, or two of them."""
+    model, _ = zoo.tiny("led")
+    assert "not measured" not in next(iter(outcomes(patch(model, pos=pos)).values()))
+
+
+def test_the_inputs_are_those_that_fit_before_and_after() -> None:
     (outcome,) = outcomes(patch(tiny("gpt2", LM), pos="learned:max_positions=8")).values()
-    assert outcome.startswith("approximate as planned, not measured: IndexError: ")
+    assert outcome.startswith("approximate: outputs differ by 0; not preserved: inputs beyond 8 tokens")
+    model, _ = zoo.tiny("vit")  # no image is of both sizes
+    (outcome,) = outcomes(patch(model, pos="learned:image_size=96")).values()
+    assert outcome.startswith("approximate: it runs at its new size, and not on the inputs of before (ValueError: ")
+
+
+def test_users_inputs_are_cut_and_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be made."""
+
+    def fail(model: nn.Module, **options: Any) -> None:
+        raise UnsupportedError("no inputs could be made for this one")
+
+    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    for model_type, pos in (("vit", "learned:image_size=96"), ("gpt2", "learned:max_positions=8")):
+        model, given = zoo.tiny(model_type)
+        (outcome,) = outcomes(patch(model, pos=pos, example_inputs=given)).values()
+        assert outcome.startswith("approximate: it runs at its new size"), outcome
+    model, given = zoo.tiny("dinov2")
+    with pytest.raises(UnsupportedError, match="doesn't run after this patch: RuntimeError"):
+        patch(model, pos="learned:image_size=[32, 64]", example_inputs=given)
+
+
+@pytest.mark.parametrize("pos", ["rope:max_positions=131072", "alibi", "learned:max_positions=131072"])
+def test_a_long_one_is_run_in_part(pos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a second's worth of tokens, and a few at the last positions."""
+    model, seen = tiny("gpt2", LM), []
+    kind, host_forward = type(model), type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = kwargs.get("position_ids")
+        seen.append((kwargs["input_ids"].shape[1], 0 if positions is None else int(positions.max()) + 1))
+        return host_forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(host_forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(kind, "forward", forward)
+    patch(model, pos=pos)
+    length = 131072 if "131072" in pos else 2 * model.config.n_positions  # of any length
+    assert max(tokens for tokens, _ in seen) == min(2048, length)
+    assert max(position for _, position in seen) == length
+
+
+# A change that moves nothing
+
+
+@pytest.mark.parametrize("pos", ["rope", "nope", "alibi", "sinusoidal"])
+def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its edits are lost on the way, as where a foreign attention is in the place of the host's."""
+    monkeypatch.setattr("hfpatch.plan.apply", lambda edits, model, changes: None)
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=f"pos='{pos}' would change nothing"):
+        patch_model(model, pos=pos)
+    assert not changes(before, fingerprint(model))
+
+
+def test_what_reaches_no_output_isnt_refused() -> None:
+    """Attentions behind gates that are closed: that nothing moves tells nothing then."""
+    model = tiny("llama", LM)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    (outcome,) = outcomes(patch(model, pos="rope:theta=77")).values()
+    assert outcome.startswith("approximate: outputs differ by 0;")
+
+
+def test_frequencies_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ones than the config will say: a checkpoint would be another model."""
+    model = tiny("llama", LM)
+    before = fingerprint(model)
+    forget = lambda model, record, edits, lengths=(): give_patched_config(model, record, edits)  # noqa: E731
+    monkeypatch.setattr("hfpatch.patch.give_patched_config", forget)
+    with pytest.raises(UnsupportedError, match=r"model\.rotary_emb: LlamaRotaryEmbedding keeps other frequencies"):
+        patch_model(model, pos="rope:theta=77")
+    assert not changes(before, fingerprint(model))
 
 
 def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:

@@ -280,10 +280,10 @@ def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None
         other_axes = [i for i in range(values.dim()) if i != axis]
         pieces = -(-values.numel() // _PIECE) if other_axes else 1
         chunk_axis = max(other_axes, key=lambda i: values.shape[i], default=0)
-        operands = operand_or_zero.to(device, torch.float64).expand(values.shape)
+        operands = operand_or_zero.to(device).to(torch.float64).expand(values.shape)
         parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (values, operands)]
         for x, y in zip(*parts, strict=True):
-            x.copy_(_calculated(kind, x.to(device, torch.float64, copy=True), y, axis))
+            x.copy_(_calculated(kind, x.to(device).to(torch.float64, copy=True), y, axis))
     return values
 
 

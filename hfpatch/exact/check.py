@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.float64 import in_float64
 from ..measure.hooks import Call, first_tensor, hooked
 from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shaken
 from ..schemes.request import EXACT
@@ -108,7 +109,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any], norms: list[str], noise: fl
     def watch(name: str, call: Call) -> None:
         facts = describe(modules[name])
         assert facts is not None
-        x, axes = first_tensor(call).detach().double(), channel_axes(facts)
+        x, axes = in_float64(first_tensor(call).detach()), channel_axes(facts)
         deviation = (x.var(axes, correction=0) + max(facts.eps or 0.0, 1e-30)).sqrt()
         found.widths.add(math.prod(x.shape[axis] for axis in axes))
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())

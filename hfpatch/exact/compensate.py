@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.float64 import in_float64
 from ..core.transaction import Transaction
 from ..measure.hooks import hooked
 from ..measure.outputs import outputs_of
@@ -78,14 +79,14 @@ def compensate(
 def _mean_shift(norm: nn.Module) -> float:
     facts = describe(norm)
     shift = facts.parameters_of(norm)[1] if facts is not None else None
-    return 0.0 if shift is None else float(shift.detach().double().mean())
+    return 0.0 if shift is None else float(in_float64(shift.detach()).mean())
 
 
 def _add(writer: nn.Module, value: float, transaction: Transaction) -> None:
     bias = writer._parameters["bias"]
     assert bias is not None
     if value:
-        operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device=bias.device)
+        operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device="cpu")
         transaction.rewrite(writer, "bias", "add", operand)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..core.float64 import in_float64
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
@@ -166,7 +167,7 @@ def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
 
 
 def _absorb(scale: _Place, writers: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
-    factor = scale.value.detach().double().clone()
+    factor = in_float64(scale.value.detach()).clone()
     for place in writers:
         operand = along_axis(factor, place.value, axes[pattern_of(place.name)])
         transaction.rewrite(place.module, place.attribute, "multiply", operand)

@@ -15,12 +15,14 @@ from .randomness import own_randomness
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
 
-def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Any]:
+def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
     """Random inputs for one forward of a transformers model: text, images, sound, or several of them.
 
     Args:
         model: isn't run; its device doesn't matter, the inputs are on the CPU.
         seed: equal seeds give equal inputs; torch's global generator is left as it was.
+        tokens: of a text; None for a few, as many as the config allows.
+        batch: texts, images or sounds.
 
     Returns:
         Keyword arguments of `model.forward`, float ones in float32.
@@ -32,7 +34,7 @@ def example_inputs(model: nn.Module, seed: int = 0) -> dict[str, Any]:
         raise UnsupportedError(f"{type(model).__name__} has no transformers config. Pass example_inputs={{...}}.")
     try:
         with own_randomness(seed), torch.device("cpu"):
-            inputs = make_inputs(model, {})
+            inputs = make_inputs(model, {}, tokens, batch)
             return _for_head(model, inputs)
     except (ValueError, TypeError) as error:
         raise UnsupportedError(
@@ -63,13 +65,16 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def make_inputs(model: nn.Module, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def make_inputs(
+    model: nn.Module, overrides: Mapping[str, Any], tokens: int | None = None, batch: int = BATCH
+) -> dict[str, Any]:
     """Inputs for one forward: required ones, text if it takes text, and those in `overrides`.
 
     Args:
         model: its forward's signature and its config are read.
         overrides: by name `...` for the usual input of that name, None to leave one out, a function of the `Inputs`
             that makes them, or a value.
+        tokens, batch: as in `example_inputs`.
 
     Raises:
         ValueError: an input isn't known by its name.
@@ -96,7 +101,7 @@ def make_inputs(model: nn.Module, overrides: Mapping[str, Any]) -> dict[str, Any
         usual.add(main)
     if "encoder_hidden_states" in parameters and getattr(config, "add_cross_attention", False):
         usual.add("encoder_hidden_states")
-    make = Inputs(config)
+    make = Inputs(config, tokens, batch)
     names = (required | usual | set(overrides)) - {n for n, how in overrides.items() if how is None}
     return {name: make(name, overrides.get(name, ...)) for name in sorted(names)}
 
@@ -126,10 +131,11 @@ def longest_text(model: PreTrainedModel) -> int | None:
 class Inputs:
     """Makes one input by its name, or by the description an override gives."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PreTrainedConfig, tokens: int | None = None, batch: int = BATCH) -> None:
+        self.config, self.batch = config, batch
         most = self.find("max_position_embeddings")
-        self.tokens = min(TOKENS, most) if isinstance(most, int) and most > 1 else TOKENS
+        few = min(TOKENS, most) if isinstance(most, int) and most > 1 else TOKENS
+        self.tokens = few if tokens is None else tokens
 
     def __call__(self, name: str, how: Any = ...) -> Any:
         if how is not ...:
@@ -161,14 +167,14 @@ class Inputs:
 
     def states(self) -> Tensor:
         """Hidden states of a text."""
-        return self.normal(BATCH, self.tokens, self.find("hidden_size", "d_model"))
+        return self.normal(self.batch, self.tokens, self.find("hidden_size", "d_model"))
 
     def images(self, *frames: int) -> Tensor:
         """Pixel values, with a frames axis if a number of frames is given."""
         size, channels = self.find("image_size", "img_size", default=IMAGE_SIZE), self.channels()
         if isinstance(size, dict):
             size = (size["height"], size["width"])
-        return self.normal(BATCH, *frames, channels, *(size if isinstance(size, list | tuple) else (size, size)))
+        return self.normal(self.batch, *frames, channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
     def channels(self) -> int:
         """Of an image."""
@@ -194,23 +200,23 @@ def _states_or_patches(make: Inputs) -> Tensor:
 def _spectrogram(make: Inputs) -> Tensor:
     bins = make.find("input_feat_per_channel")
     if bins:  # frames first
-        return make.normal(BATCH, 64, bins * make.find("input_channels", default=1))
+        return make.normal(make.batch, 64, bins * make.find("input_channels", default=1))
     mels = make.find("num_mel_bins", "feature_size", "n_mels", default=80)
     positions = make.find("max_source_positions")
-    return make.normal(BATCH, mels, 2 * positions) if positions else make.normal(BATCH, 64, mels)
+    return make.normal(make.batch, mels, 2 * positions) if positions else make.normal(make.batch, 64, mels)
 
 
 def _sound(make: Inputs) -> Tensor:
     length, bins, channels = (make.find(name) for name in ("max_length", "num_mel_bins", "audio_channels"))
     if length and bins and make.find("frequency_stride"):  # spectrograms
-        return make.normal(BATCH, length, bins)
-    return make.normal(BATCH, *([channels] if channels else []), 4000)
+        return make.normal(make.batch, length, bins)
+    return make.normal(make.batch, *([channels] if channels else []), 4000)
 
 
 _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
-    "input_ids": lambda make: make.ids(BATCH, make.tokens),
-    "decoder_input_ids": lambda make: make.ids(BATCH, make.tokens),
-    "attention_mask": lambda make: torch.ones(BATCH, make.tokens, dtype=torch.long),
+    "input_ids": lambda make: make.ids(make.batch, make.tokens),
+    "decoder_input_ids": lambda make: make.ids(make.batch, make.tokens),
+    "attention_mask": lambda make: torch.ones(make.batch, make.tokens, dtype=torch.long),
     "inputs_embeds": Inputs.states,
     "encoder_hidden_states": Inputs.states,
     "hidden_states": _states_or_patches,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.float64 import in_float64
 from .quiet_forward import quiet
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -189,12 +190,13 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
     for piece in zip(*(x.split(size) for x in rows), strict=True):
         if piece[0].numel():
             truth, output, *others = piece
-            yield *aligned(truth, output), *(x.to(truth.device) for x in others)
+            wide = aligned(truth, output)
+            yield *wide, *(x.to(wide[0].device) for x in others)
 
 
 def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float64 on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
-    pair = (x.detach().to(truth.device).double() for x in (truth, output))
+    """Both `in_float64` on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
+    pair = (in_float64(x.detach().to(truth.device)) for x in (truth, output))
     t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
     return t, y
 
@@ -226,8 +228,8 @@ def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        wide = output.double()
-        return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype)
+        wide = in_float64(output)
+        return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype).to(output.device)
 
     with quiet(model):  # which takes the hooks off again and puts the random stream back
         if noise:

@@ -107,8 +107,9 @@ def mean_rows(table: Tensor, first: int = 0) -> Tensor:
     (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
     """
     axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
-    rows = table.detach().to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
-    return rows[first:].mean(axes, keepdim=True).to(table.dtype)
+    rows = table.detach().cpu() if table.device.type == "mps" else table.detach()  # MPS has no float64
+    rows = rows.to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
+    return rows[first:].mean(axes, keepdim=True).to(table.dtype).to(table.device)
 
 
 def rows_of(table: nn.Module | Tensor) -> Tensor:

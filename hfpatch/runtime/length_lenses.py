@@ -45,8 +45,10 @@ class FilledArguments(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tokens = arguments.get("input_ids")
+        if tokens is None and (embeds := arguments.get("inputs_embeds")) is not None:
+            tokens = embeds[..., 0]
         if tokens is None:
-            tokens = arguments["inputs_embeds"][..., 0]
+            return {}, {}  # the host says what it needs
         missing = [name for name in self.names if arguments.get(name) is None]
         filled = {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
         if self.counts and "position_ids" in filled:
@@ -144,6 +146,8 @@ class CountedLength(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         strides = [getattr(module, name).stride for name in self.convolutions]
+        if not isinstance(arguments.get(self.argument), Tensor):
+            return {}, {}  # the host says what it needs
         sizes = list(arguments[self.argument].shape[-len(strides[0]) :])
         for stride in strides:
             sizes = [size // step for size, step in zip(sizes, stride, strict=True)]
@@ -185,7 +189,7 @@ class AnyImageSize(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         attributes: dict[str, Any] = {}
-        if self.argument in arguments:
+        if isinstance(arguments.get(self.argument), Tensor):  # else the host says what it needs
             attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
         constant = first_at(module, *self.table.split(" | ")) if self.table is not None else None
         if constant is not None:

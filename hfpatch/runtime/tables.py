@@ -66,8 +66,11 @@ class ComputedPositions(nn.Embedding):
         nn.Module.__init__(new)
         own = {name: value for name, value in vars(old).items() if name not in {*vars(new), LENS, CENTRED}}
         vars(new).update(own, rule=rule, first=first)
-        new.register_buffer("weight", old.weight.detach(), persistent=False)
-        if not old.weight.is_meta:
+        weight, usual = old.weight.detach(), torch.get_default_device()
+        if weight.is_meta and usual.type != "meta":  # accelerate's init_empty_weights: buffers hold values
+            weight = torch.empty_like(weight, device=usual)
+        new.register_buffer("weight", weight, persistent=False)
+        if not weight.is_meta:
             new.reset()
         return new
 

@@ -35,6 +35,21 @@ SCALING_OPTIONS = {"rope_type"}.union(*(names for options in SCALINGS.values() f
 THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
 
 
+def caching_loss(scaling: Mapping[str, Any] | None, length: int) -> str | None:
+    """Return what generating with a cache loses, for the plan, with scaling by the input's length; None with another.
+
+    Args:
+        scaling: transformers' `rope_parameters`.
+        length: from which it scales, unless it says so.
+    """
+    if not scaling or scaling.get("rope_type") not in ADAPTIVE:
+        return None
+    return (
+        f"beyond {scaling.get(ORIGINAL) or length} tokens frequencies go by the input's length, and keys in a cache "
+        "keep those of their time: generate with use_cache=False there"
+    )
+
+
 @POSITIONS.register("rope")
 @dataclass(frozen=True)
 class RoPE(Position):
@@ -59,8 +74,9 @@ class RoPE(Position):
             scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
             `original_max_position_embeddings` defaults to the model's own, else to the removed table's length; `factor`
             to max_positions over it, where that is given. With dynamic and longrope, frequencies change as the input
-            grows beyond the original length, and keys in a cache keep those of their time, as in transformers' own
-            models: from there on, generating with a cache isn't the function that it is without one.
+            grows beyond the original length, and keys in a cache keep those of their time, as in most of transformers'
+            own models: from there on, generating with a cache isn't the function that it is without one, and the plan
+            and the outcome say so. (Phi-3 makes its cache anew where longrope changes over.)
         partial: fraction of each head's channels that is rotated, in (0, 1] (1).
         pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
             ("half").
@@ -128,6 +144,12 @@ class RoPE(Position):
                 raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
             for number in value if listed else () if name in ("rope_type", "truncate") else (value,):
                 require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
+        if scaling.get("factor", 1.0) < 1:
+            raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
+        for low, high, usual in (("beta_slow", "beta_fast", (1, 32)), ("low_freq_factor", "high_freq_factor", (0, 1))):
+            pair = [scaling.get(name, default) for name, default in zip((low, high), usual, strict=True)]
+            if {low, high} & set(scaling) and not pair[0] < pair[1]:
+                raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}], and they are {pair[::-1]}.")
 
     @classmethod
     def takes(cls, kind: str, option: str) -> bool:

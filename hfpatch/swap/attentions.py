@@ -23,7 +23,7 @@ from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..schemes.rope import RoPE
+from ..schemes.rope import RoPE, caching_loss
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import WITHOUT_GRID
@@ -92,6 +92,8 @@ def _attention_change(
     loss: str | None = None
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
+        if isinstance(scheme, RoPE) and (stack.causal or getattr(item.owner, "is_decoder", False)):
+            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, _scaled_from(item, scheme)))))
     elif new_bias is not None:
         loss = scheme.attends
     elif rotary is not None:

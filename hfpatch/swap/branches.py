@@ -239,7 +239,7 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
 
 def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, factor: float) -> Tensor:
     """Factor for a Parameter: one number, or one for each of the module's outputs."""
-    one = torch.tensor(factor, dtype=torch.float64)
+    one = torch.tensor(factor, dtype=torch.float64, device="cpu")
     if which == "all":
         return one
     axis = (1 if type(module).__name__ == "Conv1D" else 0) if parameter.dim() > 1 else 0

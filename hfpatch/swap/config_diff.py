@@ -72,7 +72,10 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
         if name in old and name in new and not _replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
             buffers = _buffers(what, name, module, old[name], new[name], after)
-            derived.buffers += [(name, *pair) for pair in buffers if f"{name}.{pair[0]}".strip(".") not in places]
+            for buffer, value in buffers:
+                saved = buffer not in module._non_persistent_buffers_set  # also where a lens hides it
+                if saved or f"{name}.{buffer}".strip(".") not in places:
+                    derived.buffers.append((name, buffer, value))
     return derived
 
 
@@ -112,8 +115,9 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
                 f"{type(model).__name__}: {attribute}={value} can't be stored, since a part of the model reads a "
                 f"copy of its config that isn't saved with a checkpoint. {_ADVICE}"
             )
-        setattr(reduce(getattr, paths[id(owner)], config), attribute, value)
     try:
+        for owner, attribute, value in settings:
+            setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
         return host_on_meta(model, config)
     except Exception as error:
         reason = described(error, 120)

@@ -62,7 +62,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
     layout = layout_of(item, weight)
     size = _new_size(item, scheme, layout)
-    rows, columns = _cut(item, *_sides(size))
+    rows, columns = _cut(item, *sides(size))
     if (rows, columns) == (layout.rows, layout.columns) and not fresh:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
@@ -147,7 +147,7 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
             f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
             "pos='nope' do without."
         )
-    rows, columns = _cut(item, *_sides(size))
+    rows, columns = _cut(item, *sides(size))
     total = table.numel() // table.shape[-1]
     before, after = (grid.tokens(item.owner, counts) for counts in (grid.before, grid.after))
     frames = max(total // (rows * columns), 1) if grid.projection and grid.axes(item.owner) == 3 else 1
@@ -170,7 +170,8 @@ def _is_size(size: Any) -> bool:
     return type(size) is int
 
 
-def _sides(size: Any) -> tuple[int, int]:
+def sides(size: Any) -> tuple[int, int]:
+    """Return height and width of a config's image size, a side or both."""
     return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
 
 
@@ -181,7 +182,7 @@ def _cut(item: FoundStack, height: int, width: int) -> tuple[int, int]:
     if grid.projection:
         rows, columns = grid.cut_sizes(item.owner, height, width)
     else:
-        patch = _sides(getattr(item.owner.config, "patch_size", None) or 0)
+        patch = sides(getattr(item.owner.config, "patch_size", None) or 0)
         if not all(patch):
             raise UnsupportedError(f"{item.table_name}: {type(item.owner.config).__name__} has no patch_size.")
         rows, columns = height // patch[0], width // patch[1]
@@ -201,9 +202,9 @@ def _new_size(item: FoundStack, scheme: Learned, layout: Layout) -> Any:
                 f"{item.table_name} holds {layout.rows} x {layout.columns} patches, and {scheme.max_positions} of them "
                 "don't say how many rows and columns. Give image_size instead; only= chooses other parts."
             )
-        sides = _sides(old)
-        size = tuple(length * side // cells for length, cells in zip(sides, (layout.rows, layout.columns), strict=True))
-    height, width = _sides(size)
+        grid = (layout.rows, layout.columns)
+        size = tuple(length * side // cells for length, cells in zip(sides(old), grid, strict=True))
+    height, width = sides(size)
     if isinstance(old, list | tuple):
         return type(old)((height, width))
     return height if height == width else (height, width)

@@ -8,7 +8,8 @@ of the model depends on these settings.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -25,10 +26,11 @@ from ..runtime.apply import apply
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, described, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
-from ..runtime.rotary import ORIGINAL
+from ..runtime.lens import host_class
+from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import Part
-from ..schemes.rope import SCALING_OPTIONS, RoPE
+from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
 from ..sites.pairing import pairing_of, reordering
 from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
@@ -38,6 +40,7 @@ OWN_ROTATION_KEPT = (
     "replaces it"
 )
 NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
+OTHER_ANGLES = "queries and keys are rotated by other angles than they were trained for"  # likewise
 _PARTIAL = "partial_rotary_factor"
 _USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
 _TOLERANCE = 1e-9  # of outputs in float64
@@ -105,8 +108,13 @@ def _change(
         return Change(row)
     if isinstance(scheme, RoPE):
         change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
+        if row.loss is not None and (caching := _caching_loss(model, rotation, scheme)) is not None:
+            row.loss += f"; {caching}"
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
-            _require_served(model, rotation, _new_settings(rotation, scheme), example_inputs)
+            new = _new_settings(rotation, scheme)
+            _require_served(model, rotation, new, example_inputs)
+            if row.loss == OTHER_ANGLES and not change.edits[1:] and _turns_alike(rotation, new):
+                row.replace_by(str(row.becomes), exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.dropped:
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
@@ -132,12 +140,23 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row, some_kept
     lenses = reordering(rotation, pairing, scheme.pairing)
     becomes = _described(new, scheme.pairing or pairing.present)
     same = new == rotation.settings and not rotation.dropped and not lenses
-    loss = None if same else "queries and keys are rotated by other angles than they were trained for"
+    loss = None if same else OTHER_ANGLES
     row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
         "its own settings" if same else None
     )
     found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
     return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"), *found))
+
+
+def _caching_loss(model: Any, rotation: NativeRotation, scheme: RoPE) -> str | None:
+    """What generating with a cache loses; None in models that make it anew where longrope changes over (Phi-3)."""
+    new = _new_settings(rotation, scheme)
+    if not (isinstance(model, PreTrainedModel) and model.can_generate()):
+        return None
+    prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    if new.get("rope_type") == "longrope" and ORIGINAL in (*prepare.__code__.co_names, *prepare.__code__.co_consts):
+        return None
+    return caching_loss(new, getattr(rotation.module.config, "max_position_embeddings", 0))
 
 
 def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "") -> Edit:
@@ -180,6 +199,30 @@ def _described(settings: Settings, pairing: str | None) -> str:
     pieces += [f"partial={partial:g}"] if partial != 1 else []
     pieces += [piece for piece in (pairing, None if kind == "default" else kind) if piece]
     return f"RoPE({', '.join(pieces)})"
+
+
+def require_same_frequencies(model: Any, names: Collection[str]) -> None:
+    """Refuse a patched model whose rotary modules turn otherwise than ones that are built from its config do.
+
+    Args:
+        model: with the config that a checkpoint will have.
+        names: of the rotations that were changed.
+
+    Raises:
+        UnsupportedError: the frequencies in place are other ones.
+    """
+    for rotation in find_rotations(model):
+        if rotation.name not in names or rotation.path is None:
+            continue
+        with torch.device("cpu"):
+            built = host_class(type(rotation.module))(reduce(getattr, rotation.path, model.config))
+        now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
+        if now.is_meta or torch.equal(now.cpu(), expected.to(now.dtype)):
+            continue
+        raise UnsupportedError(
+            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config says, so the request "
+            "would take no effect, or a checkpoint would open as another model. The model was left unchanged."
+        )
 
 
 # --- whether the host's class takes other settings -------------------------------------------------------------------
@@ -233,6 +276,15 @@ def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
         rotation.frequencies(rotation.rebuilt(settings)) for settings in (old, {**old, setting: new[setting]})
     )
     return not torch.equal(one, other)
+
+
+def _turns_alike(rotation: NativeRotation, new: Settings) -> bool:
+    """Whether other settings give the same angles at every position, as `linear` with a factor of 1 does."""
+    if rotation.dropped or {new.get("rope_type"), rotation.settings.get("rope_type")} & set(ADAPTIVE):
+        return False
+    one, other = (rotation.rebuilt(settings) for settings in (rotation.settings, new))
+    scales = [getattr(module, "attention_scaling", None) for module in (one, other)]
+    return scales[0] == scales[1] and torch.equal(rotation.frequencies(one), rotation.frequencies(other))
 
 
 @torch.no_grad()

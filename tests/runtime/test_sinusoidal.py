@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+import transformers
 import zoo
 from position_checks import RECORDED, TEXT, base, difference, owners, patched, states, tokens
 from position_families import make
@@ -148,3 +151,19 @@ def test_a_table_that_is_read_in_another_way_is_refused() -> None:
         plan_patch(make("vit"), pos="sinusoidal")  # a grid of patches
     with pytest.raises(UnsupportedError, match="read by the model in a way"):
         plan_patch(zoo.tiny("voxtral_encoder")[0], pos="sinusoidal")  # which adds its table's rows one by one
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_built_without_weights_it_has_its_rows(name: str, tmp_path: Path) -> None:
+    """As every buffer does under accelerate's init_empty_weights, which leaves Parameters on the meta device alone."""
+    model = patched(make(name), pos="sinusoidal")
+    model.save_pretrained(tmp_path)
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert not any(buffer.is_meta for buffer in empty.buffers())
+    empty.tie_weights()
+    loaded = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path), device_map={"": "cpu"}).eval()
+    ids = torch.arange(3, 50)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)

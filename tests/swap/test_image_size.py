@@ -201,6 +201,12 @@ NOT_RESIZED = {
         ("gpt2", "learned:image_size=24", NothingToPatchError, "image_size"),
         ("clip_vision_model", "learned:image_size=[96, 160]", UnsupportedError, r"CLIPVisionModel.*\(96, 160\)"),
         ("clip_vision_model", "learned:image_size=8", UnsupportedError, "8 x 8"),
+        (
+            "slanext_vision",
+            "learned:image_size=[32, 64]",
+            UnsupportedError,
+            r"can't be built with image_size=\(32, 64\)",
+        ),
         *((name, f"learned:image_size={NEW}", UnsupportedError, message) for name, message in NOT_RESIZED.items()),
     ],
 )

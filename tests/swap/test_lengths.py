@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,17 @@ import transformers as hf
 import zoo
 from position_checks import difference, generated, patched, states, tokens
 from position_families import make
-from tiny_models import word_tokenizer
+from tiny_models import tiny, word_tokenizer
 from torch import Tensor
 
 from hfpatch.errors import OptionError
 from hfpatch.export.native import native_model
-from hfpatch.patch import unpatch_model
+from hfpatch.patch import outcomes, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.rotations import find_rotations
 from hfpatch.sites.stacks import find_stacks, first_row, max_positions
 
 # --- configs ----------------------------------------------------------------------------------------------------------
@@ -222,6 +224,31 @@ def test_generating_beyond_the_old_length_is_what_gpt_neox_does(scaling: dict[st
     inside = 32 - 20  # steps at which the input is no longer than the table was
     assert difference(outs[True][:inside], outs[False][:inside]) <= 1e-4
     assert difference(outs[True][inside + 1 :], outs[False][inside + 1 :]) > 1e-2  # which the documentation says
+
+
+CACHES = r"beyond 32 tokens frequencies go by the input's length, and keys in a cache keep .* use_cache=False"
+
+
+@by_length
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_plan_and_the_outcome_say_so(family: str, scaling: dict[str, Any]) -> None:
+    model = make("gpt2") if family == "gpt2" else tiny("llama", "AutoModelForCausalLM", max_position_embeddings=32)
+    pairs = 4 if family == "gpt2" else find_rotations(model)[0].frequencies(find_rotations(model)[0].module).numel()
+    lists = {name: [value[0]] * pairs for name, value in scaling.items() if isinstance(value, list)}
+    assert re.search(CACHES, "; ".join(plan_patch(model, pos=RoPE(scaling=scaling | lists)).losses()))
+    assert re.search(CACHES, next(iter(outcomes(patched(model, pos=RoPE(scaling=scaling | lists))).values())))
+
+
+def test_where_a_cache_is_right_they_dont() -> None:
+    """Controls: rules without the length, models that generate nothing, and Phi-3, which makes its cache anew."""
+    yarn = RoPE(scaling={"rope_type": "yarn", "factor": 2.0})
+    dynamic = RoPE(scaling={"rope_type": "dynamic", "factor": 2.0})
+    longrope = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64}
+    longrope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    cases = [(make("gpt2"), yarn), (make("bert"), dynamic), (zoo.tiny("llama")[0], dynamic)]
+    cases += [(zoo.tiny("phi3", auto_class="AutoModelForCausalLM")[0], RoPE(scaling=longrope))]
+    for model, scheme in cases:
+        assert "cache" not in str(plan_patch(model, pos=scheme).losses()), type(model)
 
 
 @by_length

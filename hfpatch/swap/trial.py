@@ -1,0 +1,156 @@
+"""Tries a model whose positions were changed: it runs at its full length and image size, and its outputs moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.plan_table import Change
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import fitting, quiet
+from ..runtime.classes import is_unlimited
+from ..runtime.errors import UnsupportedError, described
+from .config_diff import Setting
+from .full_length import fitted, full_inputs, last_positions
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
+Outputs = dict[str, Tensor]
+Copy = Callable[[Any], Any]  # makes a copy that shares weights: some models change their own settings in a forward
+
+
+def run(model: Any, inputs: Mapping[str, Any], copy: Copy) -> Outputs:
+    """Return the outputs of one forward on a copy."""
+    copied = copy(model)
+    for module in copied.modules():
+        for name in module._non_persistent_buffers_set & module._buffers.keys():
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.clone()  # transformers' longrope writes its frequencies in place
+    with quiet(copied):
+        return outputs_of(copied, inputs)
+
+
+def attempt(model: Any, make: Callable[[], Mapping[str, Any] | None], copy: Copy) -> Outputs | Exception:
+    """Return the outputs of one forward on inputs that are made now, or why there are none.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is too little memory.
+    """
+    try:
+        inputs = make()
+        return {} if inputs is None else run(model, fitting(model, inputs), copy)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        return error
+
+
+def require_runs_in_full(
+    model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None, copy: Copy
+) -> bool:
+    """Refuse a model that doesn't run at its full length and image size (`full_length.py` says how long that is).
+
+    Args:
+        model: after a patch.
+        original: a copy from before, the control: inputs that are made in the same way for its own length run in it.
+        settings: what changed in the config: (config as it was, attribute, new value).
+        given: the user's inputs for the original, if there are any.
+        copy: see `Copy`.
+
+    Returns:
+        Whether it ran; False if no inputs could be made that the original takes either.
+
+    Raises:
+        UnsupportedError: it doesn't run.
+    """
+    full = attempt(model, lambda: full_inputs(model)[0], copy)
+    if isinstance(full, Exception):
+        if not isinstance(attempt(original, lambda: full_inputs(original)[0], copy), Exception):
+            raise _refusal(model, settings, full) from full
+        if given is None:
+            return False
+        full = attempt(model, lambda: fitted(given, model, settings), copy)
+        return not isinstance(full, Exception)
+    last = attempt(model, lambda: _positions(model, 0), copy)
+    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1), copy), Exception):
+        raise _refusal(model, settings, last) from last
+    return True
+
+
+def _positions(model: Any, which: int) -> dict[str, Any] | None:
+    both = last_positions(model)
+    return None if both is None else both[which]
+
+
+def _refusal(model: Any, settings: list[Setting], error: Exception) -> UnsupportedError:
+    changed = ", ".join(f"{name}={value}" for _, name, value in settings if not isinstance(value, dict))
+    usual = "on longer inputs than before" if is_unlimited(model) else "at its full length"
+    return UnsupportedError(
+        f"{type(model).__name__} doesn't run {f'with {changed}' if changed else usual} after this patch: "
+        f"{described(error).rstrip('.')}. The model was left unchanged."
+    )
+
+
+def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str, copy: Copy) -> None:
+    """Refuse a change of positions after which all outputs are, bit for bit, those of before.
+
+    A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
+    reach what was changed: shaking its outputs has to move those of the model.
+
+    Args:
+        model: after a patch.
+        original: a copy from before.
+        changes: of positions, lossy ones.
+        what: the request, for the message.
+        copy: see `Copy`.
+
+    Raises:
+        UnsupportedError: nothing moved.
+    """
+    try:
+        (inputs, whole), last = full_inputs(model), last_positions(model)
+    except UnsupportedError:
+        return
+    probes = [inputs] if last is None else [inputs, last[0]]
+    if not whole and last is None:
+        return
+    names = {change.row.module for change in changes if change.changes and change.row.loss}
+    reached = False
+    for probe in probes:
+        before, after = (attempt(one, partial(dict, probe), copy) for one in (original, model))
+        if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
+            return
+        other = attempt(model, partial(dict, probe), lambda one: _shaken(copy(one), names))
+        reached = reached or (not isinstance(other, Exception) and not equal(after, other))
+    if reached:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {what} would change nothing: with it all outputs are what they were, to the bit, "
+            "at the model's full length. The model was left unchanged."
+        )
+
+
+def equal(outputs: Outputs, others: Outputs) -> bool:
+    """Return whether the outputs of two forwards are the same, to the bit."""
+    same = outputs.keys() == others.keys()
+    return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
+
+
+def _shaken(model: Any, names: set[str]) -> Any:
+    """Return a model, the same one, in which the outputs of some modules are off by up to a tenth."""
+
+    def shake(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple | list):
+            return type(output)(shake(module, args, one) for one in output)
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        return output * (1 + 0.1 * torch.rand_like(output))
+
+    for name, module in model.named_modules():
+        if name in names or name in {one.rpartition(".")[0] for one in names}:  # a type of its layers, or its table
+            shake.__module__ = "torch"  # `quiet` leaves out a user's hooks
+            module.register_forward_hook(shake)
+    return model

@@ -1,0 +1,75 @@
+"""Devices without float64: whatever is computed in it is computed on the CPU there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from no_float64 import MPS, OnMPS
+from tiny_models import tiny
+
+from hfpatch.core.float64 import in_float64
+from hfpatch.measure.outputs import max_error, noise_floor, outputs_of
+from hfpatch.patch import outcomes, patch_model
+from hfpatch.schemes.rope import RoPE
+
+LM = "AutoModelForCausalLM"
+REQUESTS = [
+    ("gpt2", {"norm": "rms"}),
+    ("gpt2", {"norm": "dyt"}),
+    ("gpt2", {"norm": "layer", "init": "exact"}),
+    ("gpt2", {"pos": "rope"}),
+    ("gpt2", {"pos": "nope"}),
+    ("gpt2", {"pos": "alibi"}),
+    ("gpt2", {"pos": "sinusoidal"}),
+    ("gpt2", {"pos": "learned:max_positions=128"}),
+    ("gpt2", {"mlp": "swiglu"}),
+    ("gpt2", {"placement": "olmo2"}),
+    ("bert", {"norm": "rms"}),
+    ("llama", {"pos": "nope"}),
+    ("llama", {"pos": RoPE(theta=77.0)}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
+@pytest.mark.parametrize(("family", "request_"), REQUESTS, ids=str)
+def test_models_there_are_patched_as_on_the_cpu(family: str, request_: dict[str, Any]) -> None:
+    model = tiny(family, LM if family != "bert" else "AutoModelForMaskedLM")
+    on_cpu = patch_model(copy.deepcopy(model), **request_)
+    with OnMPS(model):
+        assert model.device == MPS
+        patch_model(model, **request_)
+    words = [[line.split(":")[0] for line in outcomes(one).values()] for one in (on_cpu, model)]
+    assert words[0] == words[1]
+    for name, value in on_cpu.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_control_float64_there_is_refused() -> None:
+    model = tiny("gpt2", LM)
+    weight = model.transformer.wte.weight
+    with OnMPS(model):
+        for convert in (
+            lambda x: x.double(),
+            lambda x: (x + 1).to(torch.float64),
+            lambda x: x.to("cpu", torch.float64),
+        ):
+            with pytest.raises(TypeError, match="float64"):
+                convert(weight)
+        assert in_float64(weight).dtype == torch.float64
+        assert in_float64(weight).device.type == "cpu"
+        assert weight.device == (weight * 2).device == torch.ones(2, device="mps").device == MPS
+        assert torch.ones(2).device.type == "cpu"
+    assert weight.device.type == "cpu"
+
+
+def test_comparisons_there() -> None:
+    model = tiny("gpt2", LM)
+    with OnMPS(model):
+        ids = torch.arange(3, 9, device="mps")[None]
+        found = outputs_of(model, {"input_ids": ids})
+        assert found["logits"].device == MPS
+        assert max_error(found, found) == 0
+        assert 0 < noise_floor(model, {"input_ids": ids}) < 1e-4
