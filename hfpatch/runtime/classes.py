@@ -23,6 +23,7 @@ from .apply import apply
 from .attention import BIAS, ROTARY
 from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
+from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .overridden import require_effect
@@ -34,6 +35,8 @@ LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goe
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
+
+check_every_save()
 
 
 class PatchedConfig:
