@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .apply import apply
+from .apply import Tree, apply
 from .attention import BIAS, ROTARY
+from .constants import ConstantPositions
 from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
 from .halves import check_every_save
@@ -140,6 +141,16 @@ class PatchedModel(UnlimitedGeneration):
         if lensed:
             cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined]
 
+    @property
+    def _keys_to_ignore_on_save(self) -> Any:
+        """As the host's, but what the patch put in the place of a Parameter that the host computes anew is saved."""
+        ignored = vars(self).get("_keys_to_ignore_on_save", getattr(self.hfpatch_host, "_keys_to_ignore_on_save", None))
+        return {*ignored} - assigned_names(self) if ignored else ignored
+
+    @_keys_to_ignore_on_save.setter
+    def _keys_to_ignore_on_save(self, names: Any) -> None:
+        vars(self)["_keys_to_ignore_on_save"] = names
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         patch_built(self)
@@ -244,6 +255,14 @@ def patch_built(model: Any) -> None:
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
+def assigned_names(model: Any) -> set[str]:
+    """The full names of what the edits of a patched model assign."""
+    tree, names = Tree(model), {id(module): name for name, module in model.named_modules()}
+    edits = edits_of(model.config, type(model).__name__)
+    places = [(owner, leaf) for edit in edits for _, owner, leaf in tree.places(edit.at)]
+    return {f"{names[id(owner)]}.{leaf}".lstrip(".") for owner, leaf in places if owner is not None}
+
+
 def require_plain_linears(model: Any) -> None:
     """Refuse a server or quantizer whose own linear layers would take the places of patched ones.
 
@@ -289,6 +308,8 @@ def start_values(model: nn.Module) -> None:
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):
             values[SCALE] = vars(module)[SCALED]
+        if isinstance(module, ConstantPositions):
+            values["constant"] = 0.0
         for name, parameter in module.named_parameters(recurse=False) if values else ():
             if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                 parameter.fill_(values[name])
