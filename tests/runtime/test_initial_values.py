@@ -27,7 +27,7 @@ LONGER, LARGER = Learned(max_positions=300), Learned(image_size=96)  # the zoo's
 TEXT = ["albert", "bart", "bert", "bert-generation", "blenderbot", "clip_text_model", "deberta", "electra", "gpt2"]
 TEXT += ["gpt_bigcode", "gpt_neo", "longformer", "markuplm", "mbart", "mobilebert", "openai-gpt", "opt", "pegasus"]
 TEXT += ["roberta", "siglip_text_model", "xlm", "marian", "encoder-decoder", "florence2", "flaubert", "led", "biogpt"]
-IMAGE = ["aimv2_vision_model", "blip", "clip", "deit", "dinov2", "idefics2", "internvl", "ijepa", "owlvit"]
+IMAGE = ["aimv2_vision_model", "blip", "clip", "deit", "dinov2", "idefics2", "internvl", "ijepa", "llava", "owlvit"]
 IMAGE += ["pixio", "siglip_vision_model", "vit", "vit_mae", "vivit", "mgp-str", "dpt", "depth_anything"]
 TABLES = [*((name, LONGER) for name in TEXT), *((name, LARGER) for name in IMAGE)]
 ADDED: dict[str, dict[str, Any]] = {
