@@ -31,12 +31,14 @@ from .file_digests import compare, write_digests
 from .files import FILES, require_sound_files
 from .fingerprint import Fingerprint
 from .marker import MARKER, marked
+from .remote_code import REMOTE, code_beside, wants_code
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import (
     checked_config,
     checkpoint_name,
     config_digest,
+    has_remote_code,
     require_its_architecture,
     same_settings,
     with_config_digest,
@@ -57,12 +59,14 @@ class Opened(NamedTuple):
         settings: those that were read, before any were passed to `from_pretrained`.
         edited: whether the file isn't the one that was saved.
         report: the digest of the report of its repair, if it has one.
+        remote: whether an export's code lies beside it.
     """
 
     fingerprint: Fingerprint | None
     settings: dict[str, Any]
     edited: bool
     report: Any
+    remote: bool
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -125,7 +129,9 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
             saved = without_harmless(vars(config)[AS_SAVED])
-            config.__dict__[OPENED] = Opened(fingerprint, saved, edited, config_dict[KEY].get(REPORT))
+            config.__dict__[OPENED] = Opened(
+                fingerprint, saved, edited, config_dict[KEY].get(REPORT), has_remote_code(config_dict)
+            )
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -189,6 +195,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
+            if opened is not None and opened.remote:
+                model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
                 return loaded if wants_info else model
             if opened.report is not None and name is not None:
@@ -212,8 +220,16 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             push_to_hub: bool = False,
             *args: Any,
             mark_weights: bool = True,
+            remote_code: bool | None = None,
             **kwargs: Any,
         ) -> None:
+            """As the host's, in the form that the checkpoint had which the model was opened from.
+
+            Args:
+                mark_weights: write the tensor that says to whoever loads the weights by hand that they are patched.
+                remote_code: write code that opens the checkpoint without hfpatch, and no such tensor, which servers
+                    refuse; `export_model` tries it as well. None: where it was opened from a checkpoint with it.
+            """
             with _saving.setdefault(self, threading.RLock()):
                 record = getattr(self.config, KEY)
                 saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
@@ -225,10 +241,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 if report is not None:
                     entries[REPORT] = digest_of(report)
                 setattr(self.config, KEY, {**record, **entries})
+                coded = saves and wants_code(self, remote_code)
                 try:
                     writing = replacing(save_directory) if writes else nullcontext(save_directory)
-                    marking = marked(self, state_dict) if mark_weights else nullcontext(state_dict)
-                    with writing as folder, marking as weights:
+                    marking = nullcontext(state_dict) if coded or not mark_weights else marked(self, state_dict)
+                    with writing as folder, marking as weights, code_beside(self, folder, coded, bool(remote_code)):
                         streams = FILES in vars(self)
                         weights = {} if streams else weights
                         super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)

@@ -65,6 +65,11 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
             )
 
 
+def has_remote_code(stored: Mapping[str, Any]) -> bool:
+    """Whether a config.json names an export's code."""
+    return any(own_code(reference) is not None for reference in (stored.get("auto_map") or {}).values())
+
+
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}

@@ -17,12 +17,12 @@ from transformers import AutoConfig, PreTrainedModel
 from ..checkpoint.classes import OPENED, patched_model_class, report_edited_config
 from ..checkpoint.file_digests import compare, strongest_check, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
+from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
 from ..core.bare import require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
-from ..export.modeling import FILE
 from ..measure.text_batches import processor_of
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
