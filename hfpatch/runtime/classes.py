@@ -12,11 +12,12 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .apply import Tree, apply
@@ -33,6 +34,7 @@ from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, p
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
+_ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
@@ -193,6 +195,19 @@ class PatchedModel(UnlimitedGeneration):
             module.weight, module.num_embeddings = weight, len(weight)
             setattr(owner, child, module)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, but new rows have no mean where the patch took it from all the others.
+
+        An exact swap to RMSNorm does that; with `mean_resizing=False` the host's own initial values have one.
+        """
+        tables = {name: one for name, one in self.named_modules() if isinstance(one, nn.Embedding)}  # type: ignore[attr-defined]
+        centred = {name: len(one.weight) for name, one in tables.items() if _is_centred(one.weight)}
+        resized = super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
+        for name, rows in centred.items():
+            new = self.get_parameter(f"{name}.weight").data[rows:]  # type: ignore[attr-defined]
+            new.sub_(new.double().mean(-1, keepdim=True).to(new.dtype))
+        return resized
+
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
         """Refused.
 
@@ -281,6 +296,18 @@ def require_plain_linears(model: Any) -> None:
 def _is_marked(module: Any) -> bool:
     """Whether a module's forward does more than its host's."""
     return any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
+
+
+def _is_centred(weight: Tensor) -> bool:
+    """Whether the rows' means are nothing but rounding, also of weights that were saved in half precision.
+
+    Rows of random numbers have a mean of about their spread by the square root of their length, far more than that.
+    """
+    if weight.is_meta or weight.numel() == 0:
+        return False
+    rows = weight.detach()[:: -(-len(weight) // 1024)].float()
+    expected = rows.std(-1) / math.sqrt(rows.shape[-1])
+    return bool(rows.mean(-1).norm() < _ROUNDING * expected.norm())
 
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
