@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedError
-from .record import KEY
+from .record import KEY, ON_DISK
 
 _CHECKS = "hfpatch_checks_parts"  # marks the method: each remote checkpoint has a copy of this file
 
@@ -47,11 +47,12 @@ def require_whole(model: Any) -> None:
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         return
-    lost = dict(_patched_parts(model))
+    own = _record_of(model)
+    lost = {name: record for name, record in _patched_parts(model) if record != own}
     if not lost or _is_built_by_its_caller(type(model)):
         return
-    for name in _built_patched(model):
-        lost.pop(name, None)
+    built = _built_parts(model)
+    lost = {name: record for name, record in lost.items() if built.get(name) != record}
     for name, record in lost.items():
         kind = type(model).__name__
         raise UnsupportedError(
@@ -64,13 +65,15 @@ def require_whole(model: Any) -> None:
 
 
 def _patched_parts(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, patch record) of the transformers models inside one that have another record than it has."""
-    own = getattr(model.config, KEY, None)
+    """(name, patch record) of the patched models inside a model."""
     for name, part in model.named_modules():
         if name and isinstance(part, PreTrainedModel) and hasattr(type(part), "hfpatch_model"):
-            record = getattr(part.config, KEY, None)
-            if record != own:
-                yield name, record or {}
+            yield name, _record_of(part)
+
+
+def _record_of(model: Any) -> dict[str, Any]:
+    """A model's patch record without what it has while it is saved; an empty one where it isn't patched."""
+    return {name: value for name, value in (getattr(model.config, KEY, None) or {}).items() if name not in ON_DISK}
 
 
 def _is_built_by_its_caller(kind: type) -> bool:
@@ -82,15 +85,15 @@ def _is_built_by_its_caller(kind: type) -> bool:
     return False
 
 
-def _built_patched(model: Any) -> list[str]:
-    """The patched parts of a model that its class builds from its config as that is read from a file; none if none."""
+def _built_parts(model: Any) -> dict[str, dict[str, Any]]:
+    """The patched parts, by name, that a model's class builds from its config as that is read from a file."""
     config = type(model.config)
     try:
         stored = json.loads(model.config.to_json_string())
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return [name for name, _ in _patched_parts(type(model)(config.from_dict(stored)))]
-    except Exception:  # of the host's own code
-        return []
+            return dict(_patched_parts(type(model)(config.from_dict(stored))))
+    except Exception:  # of the host's own code: what can't be built can't be opened either
+        return {}
 
 
 def _calls(name: str, record: dict[str, Any]) -> Iterator[str]:

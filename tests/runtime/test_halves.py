@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 import transformers
 import zoo
+from forms import called
 from tiny_models import COPIES, changes, difference, fingerprint, outputs, patch, randomise, reload, tiny
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from hfpatch.core import outer
 from hfpatch.errors import UnsupportedError
+from hfpatch.export import export_model
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 
@@ -172,6 +175,15 @@ def test_a_head_on_a_patched_base(tmp_path: Path) -> None:
     assert difference(head, reload(head, tmp_path / "head", "AutoModelForSequenceClassification")) == 0
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_head_that_asks_an_auto_class_for_its_base(family: str, tmp_path: Path) -> None:
+    """Llama's classifier does; its base has the same record."""
+    head = patch(tiny(family, "AutoModelForSequenceClassification"), norm="dyt")
+    again = reload(head, tmp_path, "AutoModelForSequenceClassification")
+    assert difference(head, again) == 0
+    assert difference(head, reload(again, tmp_path, "AutoModelForSequenceClassification")) == 0
+
+
 class HolderConfig(PreTrainedConfig):
     model_type = "holder_of_a_test"
     folder: str = ""
@@ -209,3 +221,20 @@ def test_a_class_whose_parts_its_caller_brings(tmp_path: Path) -> None:
 
     Brought(HolderConfig(), patched()).save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_part_of_remote_code_is_refused_too(tmp_path: Path) -> None:
+    """In a process without hfpatch."""
+    export_model(patched(), tmp_path / "part", "remote", verify=False)
+    script = """
+import sys, transformers
+part = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+config.is_decoder = config.add_cross_attention = True
+decoder = transformers.BertLMHeadModel(config)
+transformers.EncoderDecoderModel(encoder=part, decoder=decoder).save_pretrained("whole")
+"""
+    done = called(sys.executable, "-c", script, tmp_path / "part", home=tmp_path, hide_hfpatch=True)
+    assert ALONE in done.stderr, done.stderr
+    assert not (tmp_path / "whole").exists()
