@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, as_globs, require_matches
 from .core.holders import takes_holders
+from .core.outer import require_outermost
 from .core.plan_table import ALREADY_DONE, Change, Row, grouped
 from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
@@ -206,6 +207,7 @@ def make_plan(
     """
     require_bare(model)
     require_unquantized(model)
+    require_outermost(model)
     require_example(example_inputs, model)
     record = Record.of(model.config)
     plan = Plan(type(model).__name__, record)

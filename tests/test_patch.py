@@ -481,6 +481,30 @@ def test_a_copy_of_a_patched_model_goes_back_by_itself(family: str, copied: Call
     assert difference(outputs(model), answer) == 0  # the original is still patched
 
 
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(
+    "requests",
+    [[{"pos": "nope"}, {"norm": "rms"}], [{"pos": "nope"}, {"norm": "rms"}, {"mlp": "geglu"}, {"norm": "dyt"}]],
+    ids=["two", "four"],
+)
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_copy_of_a_base_model_whose_class_two_patches_changed(
+    family: str, requests: list[dict[str, str]], copied: Callable[[Any], Any]
+) -> None:
+    """An exact rms centres what stands in for a base model's tokens, in a forward of its own class."""
+    plain, given = zoo.tiny(family)
+    model = copy.deepcopy(plain)
+    for request in requests:
+        patch(model, **request, reversible=True)
+    twin = copied(model)
+    assert type(twin) is type(model)
+    assert difference(twin, model, **given) == 0
+    for one in (twin, model):
+        unpatch_model(one)
+        assert type(one) is type(plain)
+        assert difference(one, plain, **given) == 0
+
+
 @pytest.mark.parametrize(("family", "request_"), [("gpt2", BOTH), ("xglm", {"pos": "rope"})])
 def test_unpatch_after_a_change_of_dtype(family: str, request_: dict[str, str]) -> None:
     """What is put back has the dtype that the model has by then: Parameters, and the table of XGLM, a buffer."""

@@ -327,7 +327,7 @@ def test_a_patched_config_in_an_unpatched_model() -> None:
 
 def test_a_patched_model_inside_another() -> None:
     model = tiny("gpt2", "AutoModelForCausalLM")
-    patch(model.transformer, norm="rms")
+    model.transformer = patch(tiny("gpt2"), norm="rms")
     with pytest.raises(UnsupportedError, match="transformer inside GPT2LMHeadModel"):
         plan_patch(model, pos="rope")
 

@@ -40,6 +40,7 @@ from .file_digests import (
     write_digests,
 )
 from .files import FILES, require_sound_files
+from .remote_code import REMOTE, code_beside, wants_code
 from .repair_file import SavedReport, content_of, digest_of, write_report
 from .saving import replacing, require_finished
 from .stored_config import (
@@ -48,6 +49,7 @@ from .stored_config import (
     checked_config,
     checkpoint_name,
     config_digest,
+    has_remote_code,
     require_its_architecture,
     without_disk_only_entry,
 )
@@ -117,7 +119,9 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             config: Any = found[0] if isinstance(found, tuple) else found
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = Opened(config_digest(config_dict), saved, record.get(REPORT))
+            config.__dict__[OPENED] = Opened(
+                config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict)
+            )
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -191,6 +195,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
             opened: Opened | None = vars(model.config).pop(OPENED, None)
+            if opened is not None and opened.remote:
+                model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
                 return loaded if wants_info else model
             if opened.report is not None and name is not None:
@@ -207,8 +213,15 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             state_dict: Any = None,
             push_to_hub: bool = False,
             *args: Any,
+            remote_code: bool | None = None,
             **kwargs: Any,
         ) -> None:
+            """As the host's, in the form that the checkpoint had which the model was opened from.
+
+            Args:
+                remote_code: write code that opens the checkpoint without hfpatch; `export_model` tries it as well.
+                    None: where it was opened from a checkpoint with it.
+            """
             if kwargs.pop("mark_weights", None) is not None:
                 warnings.warn("mark_weights= has no effect: no weights are marked.", FutureWarning, stacklevel=2)
             with _saving.setdefault(self, threading.RLock()):
@@ -221,9 +234,10 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     warn_of_lost_weights(self, state_dict)
                 if report is not None:
                     setattr(self.config, KEY, {**record, REPORT: digest_of(report)})
+                coded = saves and wants_code(self, remote_code)
                 try:
                     writing = replacing(save_directory) if writes else nullcontext(save_directory)
-                    with writing as folder:
+                    with writing as folder, code_beside(self, folder, coded, bool(remote_code)):
                         streams = FILES in vars(self)
                         weights = {} if streams else None if state_dict is None else dict(state_dict)
                         super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)

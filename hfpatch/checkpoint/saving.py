@@ -2,7 +2,7 @@
 
 Everything is written to a hidden folder inside the checkpoint's. Then config.json gives way to one that nothing opens,
 the old files are moved aside and the new ones in, config.json last: at no time does the folder hold some of both.
-Shards and a repair's report that the new checkpoint doesn't have go with the old ones.
+Shards, a repair's report and code that the new checkpoint doesn't have go with the old ones.
 
     interrupted by       while writing               while exchanging, which is renaming a few files
     an error, Ctrl-C     the old one is whole        the old one is whole: it is moved back
@@ -31,6 +31,7 @@ from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DIGEST_FILES, variant_of, write_digests
 from .files import PAGE
+from .remote_code import code_in
 from .repair_file import REPAIR_FILE
 
 CONFIG = "config.json"
@@ -95,7 +96,9 @@ def _exchange(folder: Path, hidden: Path) -> None:
     old.mkdir()
     names = sorted((path.name for path in new.iterdir()), key=_order)
     variants = {variant_of(name) for name in names} - {None}
-    known = {*names, REPAIR_FILE, PAGE} if CONFIG in names else set(names)  # an adapter alone leaves the base's
+    known = (
+        {*names, REPAIR_FILE, PAGE, *code_in(folder)} if CONFIG in names else set(names)
+    )  # an adapter alone leaves the base's
     replaced = [name for name in os.listdir(folder) if name in known or variant_of(name) in variants]
     refused = hidden / CONFIG
     if CONFIG in names and CONFIG in replaced:

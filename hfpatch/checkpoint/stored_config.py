@@ -34,11 +34,13 @@ class Opened(NamedTuple):
         digest: of what it says.
         saved: what that was when hfpatch 0.2 saved it; None in a newer file.
         report: the digest of the report of its repair, if it has one.
+        remote: whether an export's code lies beside it.
     """
 
     digest: str
     saved: Any
     report: Any
+    remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
         """Whether it is the one that was saved, as far as that is known; `saved` is as in `require_unchanged`."""
@@ -104,6 +106,11 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
                 f"{where}: its patch record is of a {base!r} model, and its architecture, {name}, of {family!r}. "
                 "config.json was edited or is damaged. Download or save it again."
             )
+
+
+def has_remote_code(stored: Mapping[str, Any]) -> bool:
+    """Whether a config.json names an export's code."""
+    return any(own_code(reference) is not None for reference in (stored.get("auto_map") or {}).values())
 
 
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:

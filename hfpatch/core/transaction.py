@@ -153,7 +153,7 @@ class Transaction:
     def set_class(self, target: Any, new: type) -> None:
         """Change an object's class to a subclass of it, or back."""
         if type(target) is not new:
-            self._record(setattr, target, "__class__", type(target))
+            self._record(_undo_class, target, type(target))
             target.__class__ = new
 
     def set_list(self, target: list, new: list) -> None:
@@ -210,9 +210,17 @@ class Transaction:
         return [arguments[0] for undo, arguments in self._log if undo is _undo_values and id(arguments[0]) not in known]
 
     def then(self, later: Transaction) -> Transaction:
-        """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it."""
+        """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it.
+
+        Of an object whose class both changed only the first class is kept: one in between is generated, and can't be
+        pickled.
+        """
         both = Transaction()
-        both._log = [*self._log, *later._log]
+        first = {id(arguments[0]) for undo, arguments in self._log if undo is _undo_class}
+        both._log = [
+            *self._log,
+            *(one for one in later._log if one[0] is not _undo_class or id(one[1][0]) not in first),
+        ]
         return both
 
     def undo(self, length: int = 0) -> None:
@@ -306,6 +314,10 @@ def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None
         items.insert(len(items) if place is None else place, (key, old[0]))
         target.clear()
         target.update(items)
+
+
+def _undo_class(target: Any, old: type) -> None:
+    target.__class__ = old
 
 
 def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:

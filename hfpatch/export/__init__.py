@@ -100,7 +100,7 @@ def export_model(
             alone = verify and (inner is model or not can_be_measured(model))  # else its holder is compared
             write_remote(inner, place, alone, example_inputs, **save_options)
         else:
-            inner.save_pretrained(place, **save_options)
+            inner.save_pretrained(place, remote_code=False, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)
 
     with staged_folder(Path(folder), overwrite) as written:

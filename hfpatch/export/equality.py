@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measure.inputs import Inputs, example_inputs
+from ..measure.inputs import Inputs, example_inputs, with_images
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
 from ..measure.quiet_forward import fitting, quiet
 from ..measure.randomness import own_randomness
@@ -118,8 +118,11 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
             found = example_inputs(model, draw)
             yield f"inputs {draw}", {name: value for name, value in found.items() if name in also}, None
         return
+    for draw in range(2 if "pixel_values" in takes and "pixel_values" in also else 0):
+        if image := with_images(model, draw):
+            yield f"text and image {draw}", image, None
     config = model.config.get_text_config()
-    pad, types = model.config.pad_token_id, getattr(config, "type_vocab_size", 0) or 0
+    pad, types = getattr(config, "pad_token_id", None), getattr(config, "type_vocab_size", 0) or 0
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
         rows, extra = 1 if alone else 3, {}

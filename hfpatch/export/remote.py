@@ -6,7 +6,6 @@ the code that hfpatch itself runs and tests, and the edits in config.json.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.remote_code import opened_by
 from ..core.bare import require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
@@ -27,9 +27,7 @@ from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import device_of, fitting, quiet
 from ..runtime.errors import UnsupportedError
-from ..runtime.record import KEY
 from . import fresh
-from .modeling import write_code
 
 _TIMEOUT = 1800  # seconds for the other process
 
@@ -61,13 +59,10 @@ def write_remote(
     require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    auto_map = write_code(model, folder)
-    model.save_pretrained(folder, **save_options)
-    config = folder / "config.json"
-    stored = json.loads(config.read_text(encoding="utf-8")) | {"auto_map": auto_map, "model_type": KEY}
-    config.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    auto = next(iter(opened_by(model)))
+    model.save_pretrained(folder, remote_code=True, **save_options)
     if verify:
-        verify_remote(model, folder, next(name for name in auto_map if name != "AutoConfig"), example_inputs)
+        verify_remote(model, folder, auto, example_inputs)
 
 
 def verify_remote(

@@ -17,13 +17,13 @@ from transformers import AutoConfig, PreTrainedModel
 from ..checkpoint.classes import patched_model_class
 from ..checkpoint.file_digests import compare, has_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
+from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
 from ..checkpoint.stored_config import OPENED
 from ..core.bare import require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
-from ..export.modeling import FILE
 from ..measure.text_batches import processor_of
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES

@@ -43,6 +43,27 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
         ) from error
 
 
+def with_images(model: Any, seed: int = 0) -> dict[str, Any] | None:
+    """Random inputs with an image in front of each text, for a language model that reads images where a token says so.
+
+    None for other models, and for those whose images come in a form of their own.
+    """
+    inputs = example_inputs(model, seed)
+    if "pixel_values" in inputs or "input_ids" not in inputs or not hasattr(model, "get_image_features"):
+        return inputs if "pixel_values" in inputs else None
+    make, ids = Inputs(model.config), inputs["input_ids"]
+    place = make.find("image_token_id", "image_token_index")
+    with own_randomness(seed), torch.device("cpu"):
+        pixels = make.images()
+    try:
+        with torch.no_grad():
+            found = model.get_image_features(pixel_values=pixels.to(model.device, model.dtype)).pooler_output
+        image = torch.full((BATCH, len(found[0])), place)
+    except Exception:  # of the host's own code: it takes sizes beside the pixels, say
+        return None
+    return {"input_ids": torch.cat((image, ids), 1), "pixel_values": pixels}
+
+
 def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs changed as some heads want them: several choices, or an end-of-sequence token to read the answer from."""
     name, ids = type(model).__name__, inputs.get("input_ids")

@@ -18,6 +18,7 @@ from .randomness import keep_random_state, process_state
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_HOOKED = "_output_capturing_hooks_installed"  # of a model where transformers has put those that collect its outputs
 _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around which it puts an autocast
 
 
@@ -31,6 +32,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     compiled = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
     hooks = [(module, name, module.__dict__[name]) for module in model.modules() for name in _HOOKS + _FLAGS]
+    unhooked = [module for module in model.modules() if _HOOKED not in module.__dict__]
     outer = {name: model.__dict__[name] for name in (_AUTOCAST, "forward") if name in model.__dict__}
     device = device_of(model)
     try:
@@ -51,6 +53,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
         model.__dict__.update(outer)
         for module, name, registered in hooks:
             module.__dict__[name] = registered
+        for module in unhooked:
+            module.__dict__.pop(_HOOKED, None)
         for module, training in modes:
             module.training = training
         for module, call in compiled:

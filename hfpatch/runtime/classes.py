@@ -12,17 +12,20 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .apply import apply
+from .apply import Tree, apply
 from .attention import BIAS, ROTARY
+from .constants import ConstantPositions
 from .errors import CheckpointError, UnsupportedError
 from .gated import initialise_fresh
+from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .overridden import require_effect
@@ -31,9 +34,12 @@ from .refuse_host import FileOfWeights, guarded, list_encoder, names_guarded, op
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
+_ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
+
+check_every_save()
 
 
 class PatchedConfig:
@@ -143,6 +149,16 @@ class PatchedModel(UnlimitedGeneration):
         if lensed:
             cls.forward = lensed_forward(cls.hfpatch_host, cls)  # type: ignore[attr-defined]
 
+    @property
+    def _keys_to_ignore_on_save(self) -> Any:
+        """As the host's, but what the patch put in the place of a Parameter that the host computes anew is saved."""
+        ignored = vars(self).get("_keys_to_ignore_on_save", getattr(self.hfpatch_host, "_keys_to_ignore_on_save", None))
+        return {*ignored} - assigned_names(self) if ignored else ignored
+
+    @_keys_to_ignore_on_save.setter
+    def _keys_to_ignore_on_save(self, names: Any) -> None:
+        vars(self)["_keys_to_ignore_on_save"] = names
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         patch_built(self)
@@ -184,6 +200,19 @@ class PatchedModel(UnlimitedGeneration):
             weight: Any = getattr(owner, child).weight
             module.weight, module.num_embeddings = weight, len(weight)
             setattr(owner, child, module)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, but new rows have no mean where the patch took it from all the others.
+
+        An exact swap to RMSNorm does that; with `mean_resizing=False` the host's own initial values have one.
+        """
+        tables = {name: one for name, one in self.named_modules() if isinstance(one, nn.Embedding)}  # type: ignore[attr-defined]
+        centred = {name: len(one.weight) for name, one in tables.items() if _is_centred(one.weight)}
+        resized = super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
+        for name, rows in centred.items():
+            new = self.get_parameter(f"{name}.weight").data[rows:]  # type: ignore[attr-defined]
+            new.sub_(new.double().mean(-1, keepdim=True).to(new.dtype))
+        return resized
 
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
         """Refused.
@@ -250,6 +279,14 @@ def patch_built(model: Any) -> None:
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
+def assigned_names(model: Any) -> set[str]:
+    """The full names of what the edits of a patched model assign."""
+    tree, names = Tree(model), {id(module): name for name, module in model.named_modules()}
+    edits = edits_of(model.config, type(model).__name__)
+    places = [(owner, leaf) for edit in edits for _, owner, leaf in tree.places(edit.at)]
+    return {f"{names[id(owner)]}.{leaf}".lstrip(".") for owner, leaf in places if owner is not None}
+
+
 def require_plain_linears(model: Any) -> None:
     """Refuse a server or quantizer whose own linear layers would take the places of patched ones.
 
@@ -268,6 +305,18 @@ def require_plain_linears(model: Any) -> None:
 def _is_marked(module: Any) -> bool:
     """Whether a module's forward does more than its host's."""
     return any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
+
+
+def _is_centred(weight: Tensor) -> bool:
+    """Whether the rows' means are nothing but rounding, also of weights that were saved in half precision.
+
+    Rows of random numbers have a mean of about their spread by the square root of their length, far more than that.
+    """
+    if weight.is_meta or weight.numel() == 0:
+        return False
+    rows = weight.detach()[:: -(-len(weight) // 1024)].float()
+    expected = rows.std(-1) / math.sqrt(rows.shape[-1])
+    return bool(rows.mean(-1).norm() < _ROUNDING * expected.norm())
 
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
@@ -295,6 +344,8 @@ def start_values(model: nn.Module) -> None:
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):
             values[SCALE] = vars(module)[SCALED]
+        if isinstance(module, ConstantPositions):
+            values["constant"] = 0.0
         for name, parameter in module.named_parameters(recurse=False) if values else ():
             if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
                 parameter.fill_(values[name])

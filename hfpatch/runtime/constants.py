@@ -129,8 +129,19 @@ def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a com
 
 
 def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
-    """A Parameter for a table of another size, its values to be filled."""
-    return nn.Parameter(table.detach().new_empty(shape), requires_grad=table.requires_grad)
+    """A Parameter for a table of another size, which a patch or a checkpoint fills.
+
+    Until then it has a host's initial values: of a host that is built with the config's new length or size, which has a
+    table of this size, just those; otherwise random ones that are spread as the table's.
+    """
+    old = table.detach()
+    if old.shape == shape:
+        return nn.Parameter(old.clone(), requires_grad=table.requires_grad)
+    new = old.new_empty(shape)
+    if not old.is_meta:
+        wide = old.float()
+        new.normal_(float(wide.mean()), float(wide.std()))
+    return nn.Parameter(new, requires_grad=table.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..core.transaction import Transaction
 from ..measure.copies import host_on_meta, unpatched_config
@@ -71,7 +72,7 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
     for name, module in model.named_modules():
         if name in old and name in new and not _replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
-            buffers = _buffers(what, name, module, old[name], new[name], after)
+            buffers = _buffers(what, name, module, old[name], new[name], _innermost(new, name))
             for buffer, value in buffers:
                 saved = buffer not in module._non_persistent_buffers_set  # also where a lens hides it
                 if saved or f"{name}.{buffer}".strip(".") not in places:
@@ -166,10 +167,17 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
+def _innermost(modules: Mapping[str, nn.Module], name: str) -> Any:
+    """The innermost transformers model around a module, whose `_init_weights` transformers calls for it."""
+    pieces = name.split(".") if name else []
+    around = (modules[".".join(pieces[:count])] for count in range(len(pieces), -1, -1))
+    return next(one for one in around if isinstance(one, PreTrainedModel))
+
+
 def _buffers(
     what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """The buffers whose shape differs, as `_init_weights` of the model's class fills them."""
+    """The buffers whose shape differs, as `_init_weights` of the model around them fills them."""
     changed = []
     for buffer, present in module._buffers.items():
         old, new = before._buffers.get(buffer), after._buffers.get(buffer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from sampled import slow_but
 from tiny_models import (
     changes,
@@ -21,6 +22,7 @@ from tiny_models import (
     inputs,
     load,
     norms_of,
+    outputs,
     patch,
     randomise,
     reload,
@@ -562,3 +564,68 @@ def test_what_is_refused_changes_nothing(make: Callable, request_: dict, error: 
     with pytest.raises(error, match=message):
         patch(model, **request_)
     assert not changes(before, fingerprint(model))
+
+
+# Tokens that are added afterwards
+
+LM = "AutoModelForCausalLM"
+UNTIED: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: tiny("gpt2", LM, tie_word_embeddings=False),
+    "opt": lambda: tiny("opt", LM, tie_word_embeddings=False),
+    "gpt_neox": lambda: zoo.tiny("gpt_neox", auto_class=LM)[0],
+    "phi": lambda: zoo.tiny("phi", auto_class=LM)[0],
+    "gptj": lambda: zoo.tiny("gptj", auto_class=LM)[0],
+    "stablelm": lambda: zoo.tiny("stablelm", auto_class=LM)[0],
+    "tied": lambda: tiny("gpt2", LM),  # whose rows keep their mean
+}
+
+
+def with_more_tokens(model: Any, by_mean: bool) -> Any:
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(model.get_input_embeddings().weight) + 5, mean_resizing=by_mean)
+    return model
+
+
+@pytest.mark.parametrize("family", UNTIED)
+@pytest.mark.parametrize("opened", [False, True], ids=["patched", "opened"])
+def test_added_tokens_are_those_of_the_original(family: str, opened: bool, tmp_path: Path) -> None:
+    plain = UNTIED[family]()
+    model = patch(copy.deepcopy(plain), norm="rms")
+    if opened:
+        model = reload(model, tmp_path, LM)
+    old = len(plain.get_input_embeddings().weight)
+    head = model.get_output_embeddings().weight.clone()
+    plain, model = (with_more_tokens(one, by_mean=False) for one in (plain, model))
+    given = {"input_ids": torch.tensor([[5, old + 1, 7, old + 3, old + 4, 9]])}
+    assert difference(outputs(plain, **given), outputs(model, **given)) < 1e-4
+    assert torch.equal(model.get_output_embeddings().weight[:old], head)
+    means = model.get_input_embeddings().weight[old:].detach().mean(-1).abs()
+    assert float(means.max()) > 1e-3 if family == "tied" else float(means.max()) < 1e-6
+
+
+def test_added_tokens_around_the_mean_of_the_others() -> None:
+    """transformers' default: their noise is random, and small."""
+    plain = UNTIED["gpt_neox"]()
+    old = len(plain.get_input_embeddings().weight)
+    found = [with_more_tokens(one, by_mean=True) for one in (patch(copy.deepcopy(plain), norm="rms"), plain)]
+    rows = [one.get_input_embeddings().weight.detach()[old:] for one in found]
+    assert float(rows[0].mean(-1).abs().max()) < 1e-6
+    assert float((rows[0] - (rows[1] - rows[1].mean(-1, keepdim=True))).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_were_rounded_are_known_for_centred(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = patch(UNTIED["gpt_neox"](), norm="rms").to(dtype)
+    model = reload(model, tmp_path, LM, dtype=torch.float32)
+    old = len(model.get_input_embeddings().weight)
+    rows = with_more_tokens(model, by_mean=False).get_input_embeddings().weight[old:]
+    assert float(rows.detach().mean(-1).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("request_", [{"norm": "dyt"}, {"norm": "rms", "init": "copy"}, {"pos": "nope"}])
+def test_added_tokens_of_other_patches_are_the_hosts(request_: dict[str, str]) -> None:
+    plain = UNTIED["gpt_neox"]()
+    model = with_more_tokens(patch(copy.deepcopy(plain), **request_), by_mean=False)
+    assert torch.equal(
+        model.get_input_embeddings().weight, with_more_tokens(plain, False).get_input_embeddings().weight
+    )

@@ -18,11 +18,12 @@ from exported_models import HEADS, REQUESTS, build, own_scheme
 from opener import outputs
 from tiny_models import CONFIGS, difference, inputs, patch, registered, tiny
 
+from hfpatch.checkpoint import remote_code
 from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.remote_code import FILE
 from hfpatch.core.registry import NORMS
 from hfpatch.errors import VerificationError
-from hfpatch.export import export_model, remote
-from hfpatch.export.modeling import FILE
+from hfpatch.export import export_model
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
 
@@ -186,7 +187,7 @@ def test_every_family_with_every_request(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export opens its own result in another process; nothing is left where outputs differ."""
-    written = remote.write_code
+    written = remote_code.write_code
 
     def spoilt(model: Any, folder: Path) -> dict[str, str]:
         auto_map = written(model, folder)
@@ -197,11 +198,11 @@ def test_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatc
         return auto_map
 
     model = build("gpt2", "dyt")
-    monkeypatch.setattr(remote, "write_code", spoilt)
+    monkeypatch.setattr(remote_code, "write_code", spoilt)
     with pytest.raises(VerificationError, match=r"0\.\d+.*deleted"):
         export_model(model, tmp_path / "out", "remote")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(remote, "write_code", written)
+    monkeypatch.setattr(remote_code, "write_code", written)
     assert export_model(model, tmp_path / "out", "remote").folder == tmp_path / "out"
 
 
@@ -223,7 +224,9 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     assert difference(model, again) == 0
     assert not hasattr(again.config, "auto_map")
     again.save_pretrained(tmp_path / "again")
-    assert "auto_map" not in json.loads((tmp_path / "again/config.json").read_text())
+    assert "this file was run" not in (tmp_path / "again" / FILE).read_text()  # written anew
+    stored = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "again")]
+    assert stored[0]["auto_map"] == stored[1]["auto_map"]
 
 
 def test_another_files_classes_stay_in_a_config() -> None:

@@ -18,9 +18,9 @@ from tiny_models import difference, load, patch, tiny
 
 from hfpatch import push_patched
 from hfpatch.checkpoint.files import PAGE
+from hfpatch.checkpoint.remote_code import FILE
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
-from hfpatch.export.modeling import FILE
 from hfpatch.hub.card import BEGIN, END, CardFacts, card
 from hfpatch.hub.changes import changes_by_config
 from hfpatch.hub.folder import Checkpoint, read_checkpoint

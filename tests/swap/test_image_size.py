@@ -145,6 +145,34 @@ def test_of_a_composite_the_tower_alone(tmp_path: Path) -> None:
     assert difference(loaded(**given).image_embeds.detach(), seen.image_embeds.detach()) <= 1e-6
 
 
+TOWERS = {
+    "llava": ("AutoModelForImageTextToText", "model.vision_tower"),
+    "paligemma": ("AutoModelForImageTextToText", "model.vision_tower"),
+    "aya_vision": ("AutoModelForImageTextToText", "model.vision_tower"),
+    "vision-text-dual-encoder": ("AutoModel", "vision_model"),
+    "vision-encoder-decoder": ("AutoModelForImageTextToText", "encoder"),
+}
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_a_tower_whose_own_class_fills_its_buffers(model_type: str, tmp_path: Path) -> None:
+    """Indices of patches are filled by the model around them, which isn't the outermost one."""
+    auto, path = TOWERS[model_type]
+    model, _ = zoo.tiny(model_type, auto_class=auto)
+    pixels = torch.randn(2, 3, NEW, NEW, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.get_submodule(path)(pixels, interpolate_pos_encoding=True).last_hidden_state
+        patched(model, pos=Learned(image_size=NEW))
+        config = getattr(model.config, "vision_config", None) or model.config.encoder
+        assert config.image_size == NEW
+        found = model.get_submodule(path)(pixels).last_hidden_state
+        assert difference(found, expected) <= 1e-6
+        opened = tiny_models.reload(model, tmp_path, auto)
+        assert torch.equal(opened.get_submodule(path)(pixels).last_hidden_state, found)
+    assert opened.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, opened.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 

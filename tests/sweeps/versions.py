@@ -33,7 +33,7 @@ CORE = (
     "tests/checkpoint/test_loading.py",
     "tests/runtime/test_guard.py",
     "tests/export/test_remote.py",
-    "tests/export/test_modeling.py",
+    "tests/checkpoint/test_remote_code.py",
     "tests/test_compile.py",
     "tests/contracts/test_ecosystem.py",
     "tests/test_cli.py",

@@ -6,22 +6,26 @@ import ast
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from .. import runtime
-from ..checkpoint.auto_classes import auto_classes_of, opening
 from ..runtime.classes import CODE
 from ..runtime.edits import COMPONENTS, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
 from ..runtime.record import KEY, edits_of
+from .auto_classes import auto_classes_of, opening
 
 FILE = f"{CODE}.py"
+REMOTE = "_hfpatch_remote"  # attribute of a model that was opened from a checkpoint with such code
 RUNTIME = Path(runtime.__file__).parent
 _BACKBONE = "AutoBackbone"  # opens no folder
 _OURS = f"{runtime.__name__}."
@@ -109,6 +113,47 @@ def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: d
     )
 
 
+def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
+    """Whether code is saved beside a model: as asked for, else where it was opened with some; never beside adapters."""
+    wanted = vars(model).get(REMOTE, False) if asked is None else asked
+    return wanted and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+@contextmanager
+def code_beside(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
+    """Write a patched model's code into a folder; meanwhile its config has the `auto_map` that belongs to it.
+
+    Args:
+        model, folder: as in `write_code`.
+        wanted: False does nothing.
+        required: whether what can't be shipped as code is an error; else a warning says that the code is left out.
+
+    Raises:
+        UnsupportedError: as in `write_code`.
+    """
+    if not wanted:
+        yield
+        return
+    config: Any = model.config
+    before = vars(config).get("auto_map")
+    try:
+        config.auto_map = {**(before or {}), **write_code(model, Path(folder))}
+    except UnsupportedError as error:
+        if required:
+            raise
+        warnings.warn(
+            f"{type(model).__name__} was opened from a checkpoint with code that opens it without hfpatch, and is now "
+            f"saved as one that needs hfpatch: {error}",
+            stacklevel=5,
+        )
+    try:
+        yield
+    finally:
+        vars(config).pop("auto_map", None)
+        if before is not None:
+            config.auto_map = before
+
+
 def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     """Write the modeling file and the files that it needs into a folder; the `auto_map` that belongs to them.
 
@@ -116,7 +161,7 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
         UnsupportedError: as in `opened_by`; or a component's file needs more than torch, transformers and the runtime.
     """
     autos = opened_by(model)
-    runtime_files = {path.stem: path for path in RUNTIME.glob("*.py") if path.stem != "__init__"}
+    runtime_files = {path.stem: path for path in _runtime_files()}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}
     for module, names in _other_components(edits_of(model.config, type(model).__name__)).items():
@@ -173,3 +218,17 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." * node.level + (node.module or "")
+
+
+def code_in(folder: Path) -> set[str]:
+    """Names of the files of an export's code that lie in a folder."""
+    if not (folder / FILE).is_file():
+        return set()
+    found = {FILE, *(path.name for path in _runtime_files())}
+    with suppress(OSError):  # one of them is missing
+        found |= {Path(path).name for path in get_relative_import_files(folder / FILE)}
+    return found
+
+
+def _runtime_files() -> list[Path]:
+    return [path for path in RUNTIME.glob("*.py") if path.stem != "__init__"]
