@@ -75,7 +75,8 @@ def has_lens(module: Any) -> bool:
 def is_changed(module: Any) -> bool:
     """Whether a module isn't one of torch's or transformers', or does more than that."""
     marked = any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
-    return marked or type(module).__module__.partition(".")[0] not in ("torch", "transformers")
+    homes = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+    return marked or not homes <= {"torch", "transformers", "builtins"}
 
 
 class OwnNorm:
@@ -189,7 +190,7 @@ class PatchedAdapter(ArchitectureAdapter):
             return super().prepare_model(hf_model)
         self.hfpatch_reference = Reference(hf_model)
         super().prepare_model(hf_model)
-        if any(map(is_changed, hf_model.modules())):
+        if has_lens(hf_model) or any(is_changed(module) for module in hf_model.modules() if module is not hf_model):
             self.supports_fold_ln = self.supports_center_writing_weights = False
         for name, component in list(self.components.items()):
             if isinstance(component, PosEmbedBridge) and _at(hf_model, component.name) is None:
