@@ -209,9 +209,12 @@ class PatchedAdapter(ArchitectureAdapter):
         return None
 
     def preprocess_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.hfpatch_reference is not None and (reason := self.hfpatch_reference.unreadable):
+        model = getattr(self.hfpatch_reference, "model", None)
+        parts = () if model is None else model.modules()
+        if any(isinstance(one, JointQKVAttentionBridge) and has_lens(one.original_component) for one in parts):
             raise UnsupportedError(
-                f"{self.hfpatch_reference.name}: {reason}, which TransformerLens can't process the weights of. Use "
+                f"{type(model).__name__}: its attention rotates, or adds to its scores, what one layer computes for q, "
+                "k and v, and TransformerLens can't process such weights. Use "
                 "enable_compatibility_mode(no_processing=True)."
             )
         return super().preprocess_weights(state_dict)
@@ -226,19 +229,11 @@ class PatchedAdapter(ArchitectureAdapter):
 
 
 class Reference:
-    """What a patched model computes, and how it is built, before TransformerLens puts its components into it.
-
-    Attributes:
-        name: of the model's class.
-        unreadable: why TransformerLens can't read its weights; None where it can.
-    """
+    """What a patched model computes, and how it is built, before TransformerLens puts its components into it."""
 
     def __init__(self, model: Any):
-        self.model, self.name, self.unreadable = model, type(model).__name__, None
+        self.model, self.name = model, type(model).__name__
         self.built = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
-        fused = [m for m in model.modules() if has_lens(m) and not hasattr(m, "q_proj") and hasattr(m, "c_attn")]
-        if fused:
-            self.unreadable = "its attention rotates, or adds to its scores, what one layer computes for q, k and v"
         self.inputs: Any = None
         if not any(parameter.is_meta for parameter in model.parameters()):
             # without the mask, of ones: TransformerLens takes that of GPT-1, patched or not, for a causal one
