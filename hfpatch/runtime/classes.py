@@ -20,8 +20,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .apply import apply
-from .attention import BIAS, ROTARY
-from .errors import CheckpointError, UnsupportedError
+from .attention import BIAS, ROTARY, require_bias_kept
+from .errors import CheckpointError, PositionError, UnsupportedError
 from .gated import initialise_fresh
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
@@ -32,6 +32,7 @@ from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
+_ATTENTION = "_attn_implementation_internal"  # attribute of a config
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
@@ -156,6 +157,22 @@ class PatchedModel(UnlimitedGeneration):
         if saved is not None:
             require_effect(saved, model, name)
         return opened
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, but one under which ALiBi's bias would be lost is refused, and nothing is changed.
+
+        Raises:
+            PositionError: it is one.
+        """
+        before = [(part, vars(part).get(_ATTENTION)) for _, part in parts(self.config)]  # type: ignore[attr-defined]
+        found = super().set_attn_implementation(*args, **kwargs)  # type: ignore[misc]
+        try:
+            require_bias_kept(self)  # type: ignore[arg-type]
+        except PositionError:
+            for part, implementation in before:
+                vars(part)[_ATTENTION] = implementation
+            raise
+        return found
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.
