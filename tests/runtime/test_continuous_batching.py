@@ -50,7 +50,9 @@ CASES = [("gpt2", pos, kind) for pos in SCHEMES for kind in ("sdpa", "eager")]
 CASES += [(family, "alibi", "sdpa") for family in ("gpt_bigcode",)] + [("llama", "nope", "sdpa")]
 
 
-@pytest.mark.parametrize(("family", "pos", "kind"), slow_but(CASES, [("gpt2", "alibi", kind) for kind in ("sdpa", "eager")]))
+@pytest.mark.parametrize(
+    ("family", "pos", "kind"), slow_but(CASES, [("gpt2", "alibi", kind) for kind in ("sdpa", "eager")])
+)
 def test_tokens_are_those_of_generate(family: str, pos: str | None, kind: str) -> None:
     model = made(family, pos)
     model.set_attn_implementation(kind)
