@@ -126,7 +126,7 @@ def packed_slots(
     ends_q, ends_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     if not isinstance(ends_q, Tensor) or not isinstance(ends_k, dict):
         return None
-    types = getattr(module.config, "layer_types", None)
+    types: Any = getattr(module.config, "layer_types", None)
     ends_k = next(iter(ends_k.values())) if len(ends_k) == 1 else ends_k[types[getattr(module, layer_index)]]
     mask, earlier = arguments.get(MASK), ends_k.diff() - ends_q.diff()
     request, queries = _places(ends_q, number_of(tokens))

@@ -79,9 +79,9 @@ class Open(Host):
 
 def test_a_host_may_take_more_arguments_by_place_than_it_names() -> None:
     module, third = host(Open, inner=doubled), torch.ones(1)
-    output, more, others = module(X, 3.0, third, third, kind="a")
+    output, more, others = module(X, 3.0, third, third, third, kind="a")
     assert torch.equal(output, 6 * X)
-    assert more == (third, third)
+    assert more == (third, third, third)
     assert others == {"kind": "a"}
 
 
