@@ -22,11 +22,12 @@ from transformers.pytorch_utils import Conv1D
 from .apply import apply
 from .attention import BIAS, ROTARY, require_bias_kept
 from .errors import CheckpointError, PositionError, UnsupportedError
+from .foreign import warn_of_missing
 from .gated import initialise_fresh
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .overridden import require_effect
-from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
+from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
 from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
@@ -253,6 +254,7 @@ def patch_built(model: Any) -> None:
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
     initialise_fresh(model)
+    warn_of_missing(model, getattr(model.config, KEY).get(FOREIGN))
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # what the host ties goes by other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
