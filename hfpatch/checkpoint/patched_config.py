@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
+from ..runtime.foreign import foreign_classes
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
@@ -42,7 +43,7 @@ def give_patched_config(
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)
-    setattr(config, KEY, replace(record, any_length=unlimited).to_json())
+    setattr(config, KEY, replace(record, any_length=unlimited, foreign=foreign_classes(model)).to_json())
     for module in model.modules():
         held = copies.get(id(module.config)) if isinstance(module, PreTrainedModel) else None
         for name in _SET_BY_FORWARDS:

@@ -12,6 +12,9 @@ from torch import nn
 
 from ..errors import WrappedModelError
 from ..runtime.edits import Edit
+from ..runtime.errors import UnsupportedError
+from ..runtime.foreign import has_foreign_forward
+from ..runtime.lens import host_class
 from .transaction import Transaction
 
 ALREADY_DONE = "already as requested"  # reason of a row whose module is what the request makes of it
@@ -105,6 +108,24 @@ def refuse_private_forward(name: str, module: nn.Module) -> None:
         raise WrappedModelError(
             f"{name} carries a forward of its own, put there by another library, which would go on running. "
             "Patch the model first, then wrap it."
+        )
+
+
+def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> None:
+    """Refuse a module whose forward isn't transformers' own, inside of one that is.
+
+    Args:
+        name, module: an attention or a rotation, which is read by what is known of transformers' classes.
+        owner: the module that holds it; other packages' hosts have modules of their own.
+
+    Raises:
+        UnsupportedError: `register_patch_mapping`, a fusion or a kernel put its class there.
+    """
+    if has_foreign_forward(module) and host_class(type(owner)).__module__.startswith("transformers."):
+        raise UnsupportedError(
+            f"{name} is a {type(module).__name__}, which isn't transformers' own and has a forward of its own: how it "
+            "makes queries, keys and rotations isn't known. Build the model without it (clear_patch_mapping(), no "
+            "kernels, no fusion_config=) and patch that, or name other modules in only=."
         )
 
 

@@ -25,7 +25,8 @@ from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
-from .equality import Measured, compare
+from .dropouts import different_dropouts
+from .equality import Measured, batches, compare
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
 from .runtimes import RUNTIMES, unserved
@@ -44,6 +45,7 @@ class Candidate:
         longest: positions that it holds, None where it takes texts of any length.
         measured: how far its outputs are from the patched model's.
         reason: why there is no model, or why it isn't equal.
+        training: what it drops in training that the patched model doesn't, or the other way round; "" where nothing.
     """
 
     model_type: str
@@ -51,6 +53,7 @@ class Candidate:
     longest: int | None = None
     measured: Measured | None = None
     reason: str | None = None
+    training: str = ""
 
     @property
     def equal(self) -> bool:
@@ -67,6 +70,7 @@ class Exported:
         architecture: the class that opens it.
         measured: of a native export, how equal it is to the patched model.
         longest: of a native export, the longest text that it takes; None where that has no limit of its own.
+        training: of a native export, what it drops in training that the patched model doesn't, or the other way round.
         embeddings: of a holder (a SentenceTransformer), how equal what it makes of texts is in another process.
     """
 
@@ -76,6 +80,7 @@ class Exported:
     measured: Measured | None = None
     longest: int | None = None
     embeddings: Measured | None = None
+    training: str = ""
 
     def __str__(self) -> str:
         lines = [f"Saved to {self.folder} as {self.architecture} ({self.to})."]
@@ -89,6 +94,8 @@ class Exported:
                 f"Opened in another process, what it makes of {self.embeddings.inputs} texts differs by "
                 f"{self.embeddings.error:.1e} of its size ({self.embeddings.tolerance:.0e} is allowed)."
             )
+        if self.training:
+            lines.append(f"In training it isn't equal: {self.training}.")
         if self.longest is not None:
             lines.append(f"It takes texts of up to {self.longest} positions.")
         return "\n".join(lines)
@@ -124,6 +131,7 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
             stock = candidate.model = candidate.model.to(model.dtype)
             if stock.can_generate() and getattr(model, "generation_config", None) is not None:
                 stock.generation_config = copy.deepcopy(model.generation_config)
+            candidate.training = different_dropouts(model, stock, next(batches(model, stock, candidate.longest, 0))[1])
             return candidate
         candidate.model = None
         tried.append(candidate)

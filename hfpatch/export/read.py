@@ -22,6 +22,7 @@ from ..schemes.rope import RoPE
 from ..sites.pairing import pairing_of
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
+from .dropouts import embedding_dropout
 from .layouts import SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
 
@@ -58,6 +59,8 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
     positions, scaled_from = _positions(model, stack, layout)
     dropouts = {fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")}
+    with suppress(Exception):  # whatever a training forward may raise: the config's own is a good guess
+        dropouts["embedding_dropout"] = embedding_dropout(model)  # in some families "dropout" isn't theirs
     settings = {name: getattr(config, name, None) for name in (*_IDS, *_SETTINGS)}
     return Anatomy(
         stem=stem,

@@ -18,7 +18,8 @@ from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
 BIAS = "score_bias"  # and of the one whose output is added to its scores
 MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
-TAKE_A_BIAS = ("eager", "sdpa")  # attention implementations that add a float mask (B or 1, H, T, S) to the scores
+# attention implementations that add a float mask (B or 1, H, T, S) to the scores
+TAKE_A_BIAS = ("eager", "sdpa", "paged|eager")
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
 POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
 POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
@@ -97,8 +98,47 @@ def no_bias(where: str, kind: str) -> str:
     reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
     return (
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
-        "model.set_attn_implementation('sdpa'), or 'eager'."
+        "model.set_attn_implementation('sdpa'), or 'eager'. Continuous batching switches to flash attention by itself: "
+        "generate_batch(..., continuous_batching_config=ContinuousBatchingConfig(auto_switch_to_flash=False))."
     )
+
+
+def require_bias_kept(model: nn.Module) -> None:
+    """Refuse an attention implementation under which ALiBi's bias would be lost.
+
+    Raises:
+        PositionError: says which implementations take it.
+    """
+    for module in model.modules():
+        if BIAS in module._modules and (kind := attention_implementation(module)) not in TAKE_A_BIAS:
+            raise PositionError(no_bias(module._get_name(), kind))
+
+
+def packed_slots(
+    module: nn.Module, layer_index: str, tokens: Tensor, arguments: Arguments
+) -> tuple[Tensor, Tensor] | None:
+    """Positions (1, T) of queries and (S,) of keys that several requests share one row of, as continuous batching
+    packs them; None for other calls.
+
+    `cu_seq_lens_q` and `cu_seq_lens_k` (by type of layer) are where each request's tokens begin. A request's last query
+    is its last key, so both are counted from its first key, which with a sliding window isn't its first token.
+    """
+    ends_q, ends_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    if not isinstance(ends_q, Tensor) or not isinstance(ends_k, dict):
+        return None
+    types: Any = getattr(module.config, "layer_types", None)
+    ends_k = next(iter(ends_k.values())) if len(ends_k) == 1 else ends_k[types[getattr(module, layer_index)]]
+    mask, earlier = arguments.get(MASK), ends_k.diff() - ends_q.diff()
+    request, queries = _places(ends_q, number_of(tokens))
+    _, keys = _places(ends_k, mask.shape[-1] if isinstance(mask, Tensor) else int(ends_k[-1]))
+    return (queries + earlier[request])[None], keys
+
+
+def _places(ends: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Of so many tokens in a row: the request that each is of, and its place there; padding counts to the last one."""
+    index = torch.arange(number, device=ends.device)
+    request = torch.searchsorted(ends[1:].contiguous(), index, right=True).clamp(max=len(ends) - 2)
+    return request, index - ends[request]
 
 
 @dataclass(frozen=True)
@@ -206,7 +246,8 @@ class AttentionLens:
             length, start = cache.get_mask_sizes(number, getattr(module, self.layer_index))
         if mask is not None:
             length = mask.shape[-1]  # a host may have cut it
-        keys = torch.arange(length, device=tokens.device) + start
+        packed = packed_slots(module, self.layer_index, tokens, arguments)
+        keys = torch.arange(length, device=tokens.device) + start if packed is None else packed[1]
         dtype = score_dtype(tokens.device.type, tokens.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
@@ -222,6 +263,9 @@ class AttentionLens:
         return scores.to(dtype)
 
     def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments) -> Tensor:
+        packed = packed_slots(module, self.layer_index, tokens, arguments)
+        if packed is not None:
+            return packed[0]
         slots = torch.arange(number_of(tokens), device=tokens.device)[None]
         cache = self._cache(arguments)
         if cache is None:

@@ -21,21 +21,23 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .apply import Tree, apply
-from .attention import BIAS, ROTARY
+from .attention import BIAS, ROTARY, require_bias_kept
 from .constants import ConstantPositions
-from .errors import CheckpointError, UnsupportedError
+from .errors import CheckpointError, PositionError, UnsupportedError
+from .foreign import warn_of_missing
 from .gated import initialise_fresh
 from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .overridden import require_effect
-from .record import ARCHITECTURE, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
+from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
 from .refuse_host import FileOfWeights, guarded, list_encoder, names_guarded, opened_patched, parts, released
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 _ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
+_ATTENTION = "_attn_implementation_internal"  # attribute of a config
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
 
@@ -179,6 +181,22 @@ class PatchedModel(UnlimitedGeneration):
             require_effect(saved, model, name)
         return opened
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, but one under which ALiBi's bias would be lost is refused, and nothing is changed.
+
+        Raises:
+            PositionError: it is one.
+        """
+        before = [(part, vars(part).get(_ATTENTION)) for _, part in parts(self.config)]  # type: ignore[attr-defined]
+        found = super().set_attn_implementation(*args, **kwargs)  # type: ignore[misc]
+        try:
+            require_bias_kept(self)  # type: ignore[arg-type]
+        except PositionError:
+            for part, implementation in before:
+                vars(part)[_ATTENTION] = implementation
+            raise
+        return found
+
     def set_input_embeddings(self, value: nn.Module) -> None:
         """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.
 
@@ -274,6 +292,7 @@ def patch_built(model: Any) -> None:
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
     initialise_fresh(model)
+    warn_of_missing(model, getattr(model.config, KEY).get(FOREIGN))
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # what the host ties goes by other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -237,7 +237,9 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
     view = type(named.__name__, (View,), body)
     host_forward = host.forward
     signature = inspect.signature(host_forward)
-    names = tuple(signature.parameters)[1:]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [one for one in signature.parameters.values() if one.kind in by_place][1:]
+    names, defaults = tuple(one.name for one in taken), {one.name: one.default for one in taken}
     # apply_chunking_to_forward counts their parameters, which torch.compile can't do for methods of a view
     chunked = [name for name in dir(host) if name.endswith("_chunk") and _is_method(host, name)]
 
@@ -251,7 +253,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
-            arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}  # what *args takes has no name
             attributes, filled = lens(self, arguments)
             stand_in: Any = self
             if attributes or isinstance(self, View):
@@ -260,8 +262,11 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
                     object.__setattr__(stand_in, name, functools.partial(getattr(host, name), stand_in))
             if filled:
                 merged = {**arguments, **filled}
+                more = args[len(names) :]
+                first = [merged.pop(name) for name in names] if more else []
+                first = [defaults[names[i]] if one is REMOVED_ARGUMENT else one for i, one in enumerate(first)]
                 passed = {name: value for name, value in merged.items() if value is not REMOVED_ARGUMENT}
-                output = host_forward(stand_in, **passed)
+                output = host_forward(stand_in, *first, *more, **passed)
             else:
                 output = host_forward(stand_in, *args, **kwargs)
             if hasattr(lens, "finish"):

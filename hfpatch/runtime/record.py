@@ -17,8 +17,9 @@ FINGERPRINT, REPORT = "fingerprint", "repair_report"  # entries of the record on
 ON_DISK = {FINGERPRINT, REPORT}
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
-_OPTIONAL = {"any_length", *ON_DISK}
-_MOST_REQUESTS = 1_000
+FOREIGN = "foreign_classes"  # entry of the record: see foreign.py
+_OPTIONAL = {"any_length", FOREIGN, *ON_DISK}
+_MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
@@ -53,6 +54,10 @@ def checked(stored: Any, where: str) -> str:
         raise CheckpointError(f"{where}: the requests of its patch record are no list of at most {_MOST_REQUESTS}.")
     if not isinstance(stored.get("any_length", False), bool):
         raise CheckpointError(f"{where}: any_length in its patch record is neither true nor false.")
+    foreign = stored.get(FOREIGN, [])
+    names = isinstance(foreign, list) and all(isinstance(name, str) and name.isidentifier() for name in foreign)
+    if not names or len(foreign) > _MOST_CLASSES:
+        raise CheckpointError(f"{where}: {FOREIGN} in its patch record is no list of at most {_MOST_CLASSES} names.")
     return base
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from ..core.scheme import Scheme
 from ..runtime.edits import Edit, parse_edits
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
-from ..runtime.record import KEY, VERSION, checked
+from ..runtime.record import FOREIGN, KEY, VERSION, checked
 from .mlps import MLP
 from .norms import Norm
 from .placements import Placement
@@ -110,6 +110,7 @@ class Record:
         norm, pos, mlp, placement: the requests of each kind, the newest last.
         edits: of the model's structure; applied to a freshly built host they make the patched model.
         any_length: whether inputs may be longer than the config says, since no table of positions is left.
+        foreign: names of classes in the model that are neither the host's own nor a patch's.
     """
 
     base_model_type: str
@@ -119,6 +120,7 @@ class Record:
     placement: tuple[Part, ...] = ()
     edits: tuple[Edit, ...] = ()
     any_length: bool = False
+    foreign: tuple[str, ...] = ()
 
     def has(self, kind: str, part: Part) -> bool:
         """Whether the newest request of this kind is the same."""
@@ -166,7 +168,8 @@ class Record:
         ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
-        return {**stored, "any_length": True} if self.any_length else stored
+        stored |= {"any_length": True} if self.any_length else {}
+        return stored | ({FOREIGN: list(self.foreign)} if self.foreign else {})
 
     @classmethod
     def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
@@ -177,6 +180,7 @@ class Record:
         """
         base = checked(stored, where)
         record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
+        record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
         for index, item in enumerate(stored["request"]):
             kind, part = _part(item, f"{where}: request {index} of its patch record")
             record = record.plus(kind, part)

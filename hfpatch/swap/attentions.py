@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.globs import Names
-from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.registry import by_class
 from ..errors import OptionError
 from ..runtime.attention import BIAS, POSITION_IDS, ROTARY, AttentionLens
@@ -89,6 +89,7 @@ def _attention_change(
         row.reason = "has no positions of its own"
         return Change(row)
     refuse_private_forward(name, module)
+    refuse_foreign_forward(name, module, item.owner)
     loss: str | None = None
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
@@ -174,7 +175,8 @@ def _lens(stack: Stack) -> AttentionLens:
 def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
     """Refuse an attention that this version of transformers builds otherwise than its record says."""
     sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
-    missing = [part for part in (*names_of(stack), *sizes) if not hasattr(module, part)]
+    parts = {part: getattr(module, part, None) for part in (*names_of(stack), *sizes)}
+    missing = [part for part, found in parts.items() if found is None or isinstance(found, nn.Identity)]  # fused away
     if missing:
         raise UnsupportedError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "

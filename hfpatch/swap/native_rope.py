@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.globs import Names
-from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.plan_table import Change, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
@@ -110,6 +110,8 @@ def _change(
         change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
         if row.loss is not None and (caching := _caching_loss(model, rotation, scheme)) is not None:
             row.loss += f"; {caching}"
+        if change.changes:
+            refuse_foreign_forward(rotation.name, rotation.module, model)
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
             new = _new_settings(rotation, scheme)
             _require_served(model, rotation, new, example_inputs)
@@ -120,6 +122,7 @@ def _change(
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
+    refuse_foreign_forward(rotation.name, rotation.module, model)
     row.replace_by("no rotation", loss=NO_ROTATION)
     with_it = [one.layer_type for one in of_module if one not in kept]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops

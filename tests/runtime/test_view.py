@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfpatch.runtime.lens import CENTRED, LENS, View, lensed_class
+from hfpatch.runtime.lens import CENTRED, LENS, REMOVED_ARGUMENT, View, lensed_class
 
 
 class Host(nn.Module):
@@ -70,3 +70,28 @@ def test_of_a_tuple_the_first_output_is_centred() -> None:
     first, second = module(X)
     assert torch.equal(first, X - X.mean(-1, keepdim=True))
     assert torch.equal(second, X + 2)
+
+
+class Open(Host):
+    def forward(self, x: Tensor, scale: float = 1.0, *more: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        return self.inner(x) * scale, more, others
+
+
+def test_a_host_may_take_more_arguments_by_place_than_it_names() -> None:
+    module, third = host(Open, inner=doubled), torch.ones(1)
+    output, more, others = module(X, 3.0, third, third, third, kind="a")
+    assert torch.equal(output, 6 * X)
+    assert more == (third, third, third)
+    assert others == {"kind": "a"}
+
+
+def test_arguments_that_a_lens_sets_or_removes_where_a_host_takes_more_by_place() -> None:
+    module, third = host(Open, inner=doubled), torch.ones(1)
+    module.__dict__[LENS] = lambda module, arguments: ({"inner": doubled}, {"x": arguments["x"] + 1, "kind": "b"})
+    output, more, others = module(X, 3.0, third, kind="a")
+    assert torch.equal(output, 6 * (X + 1))
+    assert (more, others) == ((third,), {"kind": "b"})
+    assert torch.equal(module(X)[0], 2 * (X + 1))
+    module.__dict__[LENS] = lambda module, arguments: ({"inner": doubled}, {"scale": REMOVED_ARGUMENT})
+    assert torch.equal(module(X, 3.0, third)[0], 2 * X)  # its default
+    assert torch.equal(module(X, 3.0)[0], 2 * X)
