@@ -31,7 +31,7 @@ _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
 _CHANNELS = 4096  # of a module's output, or input, that are compared at most
 _NO_MAP, _NO_SPREAD = "it returns no attention map", "its input isn't finite or has no spread"
-_NOT_LAST, _SHARED = "normalises another axis than the last", "shares its parameters with another module"
+_SEVERAL_AXES, _SHARED = "normalises several axes", "shares its parameters with another module"
 _NOTHING_MOVES = "it has no parameter of its own that moves its maps"
 
 
@@ -63,15 +63,15 @@ class Fitter:
         """Fit a changed norm on its present input to the output of the original's norm."""
         module, original = self.new.modules[name], self.old.modules[name]
         assert isinstance(module, AffineNorm)
-        if module.facts.channels_first or len(module.facts.shape) > 1:
-            return self.skip(name, "norm", _NOT_LAST)
+        if len(module.facts.shape) > 1:
+            return self.skip(name, "norm", _SEVERAL_AXES)
         if not self.roles.owns_parameters(name):
             return self.skip(name, "norm", _SHARED)
         decoder, output = self.roles.in_decoder(name), f"{name} output"
         for i in range(len(self.batches)):
-            self.new.save(name, i, self.new.run(i, inputs=[name])[name])
+            self.new.save(name, i, _channels_last(module, self.new.run(i, inputs=[name])[name]))
             with torch.no_grad():
-                self.old.save(output, i, original(self.old.saved(name, i)))
+                self.old.save(output, i, _channels_last(module, original(self.old.saved(name, i))))
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
@@ -251,7 +251,8 @@ class Fitter:
             for i in self.batches.held_out():
                 seen = self.new.run(i, inputs, outputs)
                 for name, saved in targets.items():
-                    pair = seen[name], self.old.saved(saved, i)
+                    y = _channels_last(self.new.modules[name], seen[name]) if name in outputs else seen[name]
+                    pair = y, self.old.saved(saved, i)
                     for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
                         moments[name].add(y, target)
             return sum(found.share() for found in moments.values()) / len(moments)
@@ -299,6 +300,12 @@ class Fitter:
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             if change is not None and module._parameters[name] is not None:
                 self.edits.rewrite(module, name, "add", change)
+
+
+def _channels_last(module: nn.Module, activations: Tensor) -> Tensor:
+    """A norm's input or output with the channels last, where they are at axis 1 in images."""
+    first = isinstance(module, AffineNorm) and module.facts.channels_first
+    return activations.movedim(1, -1) if first else activations
 
 
 class _Moments:
