@@ -172,7 +172,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     """Refuse weights, byte by byte, or a config.json that aren't those that were saved.
 
-    Where weights have no digests, as those of older checkpoints, the default check is made instead.
+    Weights without digests are opened, which warns.
 
     Raises:
         CheckpointError: they aren't.
