@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.file_digests import compare, has_digests, variant_of
+from ..checkpoint.file_digests import compare, has_digests, variant_of, warn_of_no_digests
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
@@ -172,19 +172,18 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     """Refuse weights, byte by byte, or a config.json that aren't those that were saved.
 
-    Where weights have no digests, as those of older checkpoints, the default check is made instead.
+    Of weights without digests there is a warning.
 
     Raises:
         CheckpointError: they aren't.
     """
-    host = getattr(transformers, found.title, None)
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
         if has_digests(folder, options):
             saved = compare(folder, options).config
             vars(found.opened)[OPENED].require_unchanged(folder, saved, refuse=True)
-        elif host is not None:
-            patched_model_class(host).from_pretrained(folder, dtype="auto", **options)
+        else:
+            warn_of_no_digests(folder, options)
 
 
 def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:

@@ -135,9 +135,8 @@ def push_patched(
     until then nobody sees anything of it. The same call again finishes a push that broke off. Weights travel as
     safetensors only; weights in the repository that transformers might open instead are deleted by the same commit.
 
-    A folder's weights are compared, byte by byte, with the digests that were saved beside them, and its config.json
-    with the one in its fingerprint; a FingerprintWarning says where the weights have none, and the default check is
-    made instead.
+    A folder's weights and its config.json are compared, byte by byte, with the digests that were saved beside them; a
+    FingerprintWarning says if there are none.
 
     The card says what was patched, how to open it, and what is known of quality and licence. It links to the page that
     `hfpatch report` wrote into the folder (hfpatch_report.html), which travels where the folder is pushed in its own

@@ -127,7 +127,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
 
 
 def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
-    """In each form and variant, byte by byte; of an older checkpoint by samples, and with a warning."""
+    """In each form and variant, byte by byte; without digests there is a warning, and nothing to compare."""
     AutoModel.from_pretrained(folder).save_pretrained(folder, variant="fp16")
     (folder / "README.md").write_text("# Mine\n")  # says nothing of the function
     push_patched(folder, "me/model", dry_run=True)  # control
@@ -140,9 +140,6 @@ def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
         path.unlink()
     with pytest.warns(FingerprintWarning, match=r"hfpatch_weights(\.fp16)?\.json"):
         push_patched(folder, "me/model", dry_run=True)
-    flip_last_bit(folder / "model.safetensors")
-    with pytest.raises(CheckpointError), pytest.warns(FingerprintWarning):
-        push_patched(folder, "me/model")
 
 
 EDITS: dict[str, Callable[[Path], None]] = {

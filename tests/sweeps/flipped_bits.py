@@ -60,12 +60,13 @@ def seen(folder: Path, corruptions: int) -> dict[Any, Counter]:
         begin, end = draw.choice(sorted(header.items()))[1]["data_offsets"]
         place, bit = start + draw.randrange(begin, end), draw.randrange(8)
         flip(file, place, bit)
+        opened = "same" if torch.equal(logits(folder, False), expected) else "changed"
         for check in CHECKS:
             try:
-                kind = "same" if torch.equal(logits(folder, check), expected) else "changed"
+                AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=check)
+                found[check][opened] += 1
             except CheckpointError:
-                kind = "refused"
-            found[check][kind] += 1
+                found[check]["refused"] += 1
         flip(file, place, bit)
     assert torch.equal(logits(folder, "full"), expected)
     return found
