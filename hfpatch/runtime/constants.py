@@ -96,9 +96,8 @@ class NoPositions(nn.Module):
 
 
 def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
-    """A row in the table's place: trained where the table was."""
-    trained = table.requires_grad if isinstance(table, nn.Parameter) else True
-    return nn.Parameter(row, requires_grad=trained)
+    """A row in the table's place: trained where the table was, so not in that of a buffer or of computed rows."""
+    return nn.Parameter(row, requires_grad=isinstance(table, nn.Parameter) and table.requires_grad)
 
 
 def mean_rows(table: Tensor, first: int = 0) -> Tensor:

@@ -12,9 +12,9 @@ from hfpatch.runtime.norms import AffineNorm
 
 
 def decayed(model: nn.Module) -> set[str]:
-    """Names of the Parameters that decay."""
+    """Names of the Parameters that decay: of those that are trained."""
     names = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]  # it uses nothing of the Trainer
-    return set(names) & dict(model.named_parameters()).keys()
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad} & set(names)
 
 
 @dataclass
