@@ -252,7 +252,7 @@ def to_markdown(results: list[Result]) -> str:
     lines = ["# What is accepted runs", ""]
     lines += ["Written by `python tests/sweeps/acceptance.py`; its docstring says what is run.", ""]
     lines += [
-        f"transformers {transformers.__version__}: {count['types']} model types with positions, "
+        f"transformers {transformers.__version__}: {len(results)} of {len(every_type())} model types, "
         f"{count['ok'] + count['refused'] + count['wrong']} requests: **{count['ok']} accepted and ok, "
         f"{count['refused']} refused, {count['wrong']} wrong**.",
         "",
