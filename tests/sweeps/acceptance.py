@@ -126,7 +126,7 @@ def verdict(model_type: str, name: str) -> str:
         last = inputs[next(reversed(inputs))]
         first, second = run(model, last), run(loaded, last)
     except Exception as error:
-        return f"wrong: saved and opened, it says {zoo.last_line(error)}"
+        return f"wrong: saved and opened, it says {zoo.last_line(error).replace(folder, 'DIR')}"
     if first.keys() != second.keys() or any(not torch.equal(first[key], second[key]) for key in first):
         return f"wrong: opened, it differs by {_difference(first, second):.1e}"
     return "ok, short" if short else "ok"
