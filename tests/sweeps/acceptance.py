@@ -42,6 +42,8 @@ from hfpatch.runtime.lens import host_class
 from hfpatch.schemes.learned import Learned
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.records.biases import BIASES
+from hfpatch.sites.records.rotating import OWN_ROTATIONS
 from hfpatch.sites.rotations import find_rotations
 from hfpatch.sites.stacks import find_stacks, max_positions
 
@@ -76,7 +78,7 @@ class Result:
 def requests(model: Any) -> dict[str, str | Position]:
     """The requests for a model by name."""
     stacks, rotations = find_stacks(model), find_rotations(model)
-    if not stacks and not rotations:
+    if not (stacks or rotations or find_stacks(model, BIASES) or find_stacks(model, OWN_ROTATIONS)):
         return {}
     found: dict[str, str | Position] = {name: name for name in SIMPLE}
     for kind, options in SCALINGS.items():
@@ -142,7 +144,8 @@ def _inputs(
     length = _old_length(original)
     if length is None:
         return {"old length": given}, False
-    new_length = scheme.max_positions if isinstance(scheme, Learned) else 2 * length
+    ends = bool(find_stacks(original, OWN_ROTATIONS))  # GPT-J's table of sines
+    new_length = scheme.max_positions if isinstance(scheme, Learned) else length if ends else 2 * length
     assert new_length is not None
     host, inputs = _unpatched(model) if isinstance(scheme, Learned) else original, {}
     if host is original or _takes(host, given):
