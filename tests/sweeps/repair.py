@@ -132,23 +132,23 @@ class Report:
 
     def add(
         self, key: dict[str, str], build: Callable[[], Any], request: dict[str, Any] | None, figures: Figures
-    ) -> None:
+    ) -> dict[str, Any]:
         """Measure a row: a fresh model, patched as requested. One that is there already stays."""
         key = key | {"hfpatch": self.version}
-        if any(key.items() <= row.items() for row in self.rows):
-            return
-        model, started, found = build(), time.perf_counter(), {}
+        for row in self.rows:
+            if key.items() <= row.items():
+                return row
+        model, started = build(), time.perf_counter()
         try:
             if request is not None:
                 patch(model, **request)
+            seconds = time.perf_counter() - started
+            row = {**key, **figures(model), "seconds": round(seconds, 1)}
         except NothingToPatchError as error:
-            found["reason"] = str(error)
-        seconds = time.perf_counter() - started
-        if not found:
-            found = figures(model)
-        row = {**key, **found, "seconds": round(seconds, 1)}
+            row = {**key, "reason": str(error)}
         print(row, flush=True)
         self.write(row)
+        return row
 
     def write(self, *new: dict[str, Any]) -> None:
         """Write what is there, with new rows."""
@@ -167,7 +167,12 @@ class Report:
 
 
 def to_markdown(rows: list[dict[str, Any]], machine: str) -> str:
-    lines = ["# What a repair gives back", "", "Written by `python tests/sweeps/repair.py`."]
+    lines = [
+        "# What a repair gives back",
+        "",
+        "Written by `python tests/sweeps/repair.py --gpt2 FOLDER --smiles FILE`.",
+    ]
+    lines += ["*hfpatch*, or a number above a column, is the version that was measured."]
     for model in dict.fromkeys(row["model"] for row in rows if row["model"] not in FAMILIES):
         lines += ["", f"## {model}", "", *_by_row([row for row in rows if row["model"] == model])]
     trained = [row for row in rows if row["model"] in FAMILIES]
@@ -203,17 +208,22 @@ def _trained(rows: list[dict[str, Any]]) -> list[str]:
         [family, f"{row['parameters']:,}", f"{row['steps']}", f"{row['training loss']:.3f}", f"{row['loss']:.3f}"]
         for family, row in originals.items()
     ]
-    reasons = dict.fromkeys(f"* `{row['swap']}`: {row['reason']}" for row in rows if "reason" in row)
-    return [*_table(["family", "parameters", "steps", "training loss", "held-out loss"], found, words=1), "", *reasons]
+    table = _table(["family", "parameters", "steps", "training loss", "held-out loss"], found, words=1)
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        if "reason" in row:
+            refused.setdefault(row["reason"].partition(": ")[2], []).append(row["model"])
+    return [*table, "", *(f"* {', '.join(dict.fromkeys(some))}: {reason}" for reason, some in refused.items())]
 
 
 def _by_version(rows: list[dict[str, Any]], start: str) -> list[str]:
     """A row for each swap of each family, with the figures of all versions side by side."""
-    versions = list(dict.fromkeys(sorted(row["hfpatch"] for row in rows if row["start"] == start)))
+    versions = sorted({row["hfpatch"] for row in rows if row["start"] == start})
     at = {(row["model"], row["swap"], row["start"], row["hfpatch"]): row for row in rows if "loss" in row}
     newest = {place[:3]: row for place, row in sorted(at.items(), key=lambda item: item[0][3])}
-    found = []
-    for family, swap in dict.fromkeys((row["model"], row["swap"]) for row in rows if row["start"] == start):
+    found, families, swaps = [], list(FAMILIES), list(SWAPS)
+    both = {(row["model"], row["swap"]) for row in at.values() if row["start"] == start}
+    for family, swap in sorted(both, key=lambda one: (families.index(one[0]), swaps.index(one[1]))):
         original, copied = newest[family, "(original)", ""], newest[family, swap, "copied"]
         repaired = [at.get((family, swap, start, version), {}) for version in versions]
         numbers = [original["loss"], copied["loss"], *(row.get("loss") for row in repaired), copied["KL"]]
@@ -427,10 +437,10 @@ def family_rows(report: Report, family: str, swaps: list[str], starts: list[str]
     for start in starts:  # one set of sequences for all swaps; sample_batches draws what "self" does
         calibration[start] = spread(plays(0, 0.9), CALIBRATION) if start == "text" else sample_batches(original)
     for swap in swaps:
-        report.add({"model": family, "swap": swap, "start": "copied"}, build, {**SWAPS[swap], "init": "copy"}, figures)
-        for start, batches in calibration.items():
-            key = {"model": family, "swap": swap, "start": start}
-            report.add(key, build, {**SWAPS[swap], "calibration": batches}, figures)
+        key = {"model": family, "swap": swap}
+        copied = report.add(key | {"start": "copied"}, build, {**SWAPS[swap], "init": "copy"}, figures)
+        for start, batches in calibration.items() if "reason" not in copied else ():
+            report.add(key | {"start": start}, build, {**SWAPS[swap], "calibration": batches}, figures)
 
 
 if __name__ == "__main__":
