@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.float64 import in_float64
 from ..measure.hooks import Call, first_tensor, hooked
-from ..measure.outputs import DRAWS, FACTOR, last_bit, max_error, outputs_of, shaken
+from ..measure.outputs import DRAWS, FACTOR, in_float64, last_bit, max_error, outputs_of, shaken
 from ..schemes.request import EXACT
 from ..sites.norms import describe
 from .observe import channel_axes

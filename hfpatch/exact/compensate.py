@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.float64 import in_float64
 from ..core.transaction import Transaction
 from ..measure.hooks import hooked
-from ..measure.outputs import outputs_of
+from ..measure.outputs import in_float64, outputs_of
 from ..measure.quiet_forward import quiet
 from ..sites.norms import describe
 from .check import run

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..core.float64 import in_float64
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
+from ..measure.outputs import in_float64
 from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError

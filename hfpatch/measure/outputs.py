@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.float64 import in_float64
 from .quiet_forward import quiet
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -192,6 +191,11 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
             truth, output, *others = piece
             wide = aligned(truth, output)
             yield *wide, *(x.to(wide[0].device) for x in others)
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU if its device has none, as Apple's MPS."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
 
 
 def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,9 @@ def norm(shift: bool, **options: Any) -> Any:
 def test_an_rms_norm_without_a_shift_is_known() -> None:
     """As one call of F.rms_norm with eps in an attribute: vllm/.../fusers/rms_norm.py of 0.33.0, `match`."""
     plain = norm(shift=False)
-    assert type(plain) is RMSNorm
+    assert isinstance(plain, RMSNorm)
+    assert not isinstance(plain, RMSNormExtended)
+    assert type(plain).__name__ == "RMSNorm"
     assert is_rms_norm(plain)
     (call,) = (node for node in fx.symbolic_trace(plain).graph.nodes if node.op == "call_function")
     assert call.kwargs["eps"] == plain.eps

@@ -10,8 +10,7 @@ import torch
 from no_float64 import MPS, OnMPS
 from tiny_models import tiny
 
-from hfpatch.core.float64 import in_float64
-from hfpatch.measure.outputs import max_error, noise_floor, outputs_of
+from hfpatch.measure.outputs import in_float64, max_error, noise_floor, outputs_of
 from hfpatch.patch import outcomes, patch_model
 from hfpatch.schemes.rope import RoPE
 

@@ -33,6 +33,7 @@ from transformers.utils.peft_utils import check_peft_version
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
+from hfpatch.runtime.norms import AffineNorm
 
 B, T, D, VOCABULARY, PAD = 2, 12, 32, 97, 0
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}
@@ -373,8 +374,12 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def norms_of(model: nn.Module, kind: type | Callable[[nn.Module], bool]) -> list[str]:
-    """Names of the modules of a class."""
-    test = (lambda module: isinstance(module, kind)) if isinstance(kind, type) else kind
+    """Names of the modules of a class; hfpatch's norms, LayerNorms to `isinstance`, count as none of torch's."""
+    if isinstance(kind, type):
+        ours = issubclass(kind, AffineNorm)
+        test = lambda module: isinstance(module, kind) and (ours or not isinstance(module, AffineNorm))  # noqa: E731
+    else:
+        test = kind
     return [name for name, module in model.named_modules() if test(module)]
 
 
