@@ -119,6 +119,7 @@ def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(chec
     assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
     left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 1 held-out sequence"
+    left += f", and {report['longer_before']:.3g} -> {report['longer_after']:.3g} at {report['longer']} tokens"
     assert f"\nnorm='dyt'  repaired: {left}\n" in out
     assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]
