@@ -193,9 +193,14 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
             yield *wide, *(x.to(wide[0].device) for x in others)
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """Return where float64 is computed for tensors of a device: there, or on the CPU if it has none, as Apple's MPS."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def in_float64(x: Tensor) -> Tensor:
-    """Return a tensor in float64, on the CPU if its device has none, as Apple's MPS."""
-    return (x.cpu() if x.device.type == "mps" else x).double()
+    """Return a tensor in float64, on the device that `float64_device` names."""
+    return x.to(float64_device(x.device)).double()
 
 
 def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..measure.outputs import Outputs
+from ..measure.outputs import Outputs, in_float64
 from .block_replay import BlockReplay
 
 _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large
@@ -30,7 +30,7 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
             mask = mask if mask is None or row is None else mask[row]
             if mask is not None and mask.shape == distances.shape:
                 distances = distances[mask.bool()]
-            found.append(distances.flatten().cpu().double())
+            found.append(in_float64(distances.flatten()).cpu())
     return measure, torch.cat(found)
 
 

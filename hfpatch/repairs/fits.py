@@ -17,11 +17,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.transaction import Transaction
 from ..measure.hooks import first_tensor
+from ..measure.outputs import in_float64
 from ..measure.quiet_forward import attention_computed_by, give_back_memory
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
-from .least_squares import fit_ridge, with_float64
+from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
@@ -317,7 +318,7 @@ class _Moments:
 
     def add(self, y: Tensor, target: Tensor) -> None:
         """Add some rows."""
-        y, target = (one.to(with_float64(one.device)).double() for one in (y, target))
+        y, target = in_float64(y), in_float64(target)
         total = target.sum(0)
         self.count += len(target)
         self.error += float((y - target).square().sum())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.journal import Entry, Journal
+from ..measure.outputs import float64_device, in_float64
 from .report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
@@ -20,11 +21,6 @@ _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
-
-
-def with_float64(device: torch.device) -> torch.device:
-    """Return the device that sums of activations on `device` are kept on: the CPU where it has no float64 (MPS)."""
-    return torch.device("cpu") if device.type == "mps" else device
 
 
 class Ridge:
@@ -44,7 +40,7 @@ class Ridge:
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device):
-        device = with_float64(device)
+        device = float64_device(device)
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
         self.bias, self.count = bias, 0
         self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
@@ -146,7 +142,7 @@ def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool)
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for x, residual, target, held_out in rows:
         ridge = ridge or Ridge(x.shape[-1], residual.shape[-1], bias, x.device)
-        target = target.to(ridge.x.device).double()
+        target = in_float64(target)
         count += len(target)
         total, squares = total.to(target) + target.sum(0), squares.to(target) + target.square().sum(0)
         ridge.add(x, residual, held_out)
@@ -172,21 +168,21 @@ class ChannelAffine:
     def __init__(self, candidates: int, width: int, gain: bool, shift: bool, device: torch.device):
         self.free = gain, shift
         self.count = [0, 0]
-        device = with_float64(device)
+        device = float64_device(device)
         zeros = lambda *shape: torch.zeros(*shape, width, dtype=torch.float64, device=device)  # noqa: E731
         self.h, self.hh, self.hy = (zeros(2, candidates) for _ in range(3))
         self.y, self.yy = zeros(2), zeros(2)
 
     def add(self, hs: Iterable[Tensor], y: Tensor, held_out: Tensor) -> None:
         """Add rows (n, d): what each candidate gives for h, and the y that it should lead to."""
-        parts = [(rows, y[rows].to(self.y.device).double()) for rows in (~held_out, held_out)]
+        parts = [(rows, in_float64(y[rows])) for rows in (~held_out, held_out)]
         for part, (_, b) in enumerate(parts):
             self.count[part] += len(b)
             self.y[part] += b.sum(0)
             self.yy[part] += b.square().sum(0)
         for candidate, h in enumerate(hs):
             for part, (rows, b) in enumerate(parts):
-                a = h[rows].to(self.y.device).double()
+                a = in_float64(h[rows])
                 self.h[part, candidate] += a.sum(0)
                 self.hh[part, candidate] += a.square().sum(0)
                 self.hy[part, candidate] += (a * b).sum(0)

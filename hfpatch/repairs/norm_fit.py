@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from ..measure.outputs import in_float64
 from ..runtime.norms import AffineNorm
-from .least_squares import ChannelAffine, with_float64
+from .least_squares import ChannelAffine
 from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
@@ -76,7 +77,7 @@ def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
     """Of all numbers, and how many rows there are."""
     total, count, rows = 0.0, 0, 0
     for part in parts:
-        squares = part.to(with_float64(part.device)).double().square().sum()
+        squares = in_float64(part).square().sum()
         total, count, rows = total + float(squares), count + part.numel(), rows + len(part)
     return math.sqrt(total / max(count, 1)) or 1.0, rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.bare import require_unquantized
@@ -21,14 +22,20 @@ from ..runtime.record import KEY
 def reference_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model that computes the same even after the model is patched: the reference of a repair.
 
-    It shares the memory of all Parameters and buffers: a patch gives new values memory of their own.
+    It shares the memory of all Parameters, and of buffers with several axes: a patch gives new values memory of their
+    own.
     """
     memo: dict[int, Any] = {id(vars(model).get(UNDO_RECORD)): None}
     for module in model.modules():
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
                 memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
-    return copy_with(model, lambda _, tensor: tensor.detach(), memo).requires_grad_(False)
+
+    def shared(_: str, tensor: Tensor) -> Tensor:
+        # transformers' longrope and dynamic scaling write their frequencies in place
+        return tensor.clone() if not isinstance(tensor, nn.Parameter) and tensor.dim() < 2 else tensor.detach()
+
+    return copy_with(model, shared, memo).requires_grad_(False)
 
 
 def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> None:

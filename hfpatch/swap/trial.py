@@ -25,11 +25,6 @@ Copy = Callable[[Any], Any]  # makes a copy that shares weights: some models cha
 def run(model: Any, inputs: Mapping[str, Any], copy: Copy) -> Outputs:
     """Return the outputs of one forward on a copy."""
     copied = copy(model)
-    for module in copied.modules():
-        for name in module._non_persistent_buffers_set & module._buffers.keys():
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.clone()  # transformers' longrope writes its frequencies in place
     with quiet(copied):
         return outputs_of(copied, inputs)
 
