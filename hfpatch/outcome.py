@@ -54,7 +54,7 @@ class Measurement:
         self.lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
         self.needed = not repairs if self.lossy else reference is None or len(plan.by_kind) > 1
         has_weights = not any(parameter.is_meta for parameter in model.parameters())
-        self.original = reference_copy(model) if has_weights and "pos" in plan.by_kind else None
+        self.original: PreTrainedModel | None = None
         if not has_weights:
             self.why_not = "weights aren't in memory"
         elif reference is not None:
@@ -70,6 +70,11 @@ class Measurement:
             else:
                 broken = not_a_number(self.before)
                 self.why_not = "" if broken is None else f"its {broken} was NaN throughout before the patch"
+
+    def keep_original(self, model: PreTrainedModel) -> None:
+        """Keep a copy to compare positions with, once exact conversions are done: it would keep their old weights."""
+        has_weights = not any(parameter.is_meta for parameter in model.parameters())
+        self.original = reference_copy(model) if has_weights and "pos" in self.plan.by_kind else None
 
     def _short_inputs(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return inputs that are short enough for the model before and after the patch."""

@@ -320,6 +320,7 @@ def _carry_out(
         exact.apply(model, edits)
         if conversion is not None and reference is not None:
             verdict = conversion.verify(reference)
+        measurement.keep_original(model)
         original = reference_copy(model) if repairs else None
         norms.apply(model, edits)
         if conversion is not None:

@@ -13,6 +13,19 @@ from torch import nn
 USUAL = ("weight", "bias")  # names of a norm's gain and shift
 
 
+def _read(self: NormInterface, name: str) -> Any:
+    return nn.Module.__getattr__(self, _stored(self, name))
+
+
+def _write(self: NormInterface, name: str, value: Any) -> None:
+    nn.Module.__setattr__(self, _stored(self, name), value)
+
+
+def _stored(norm: NormInterface, name: str) -> str:
+    """The name under which a norm stores what others call weight or bias."""
+    return norm.names[USUAL.index(name)] if name in USUAL else name
+
+
 class NormInterface(nn.Module):
     """Base of the norm modules.
 
@@ -30,19 +43,12 @@ class NormInterface(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        if cls.names != USUAL:  # for others torch's own are enough, which compiled code checks with less
+            cls.__getattr__, cls.__setattr__ = _read, _write  # type: ignore[method-assign,assignment]
         if not issubclass(cls, nn.LayerNorm):
             name = f"{cls.__qualname__}.undecayed"  # under which pickle finds it
             body = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
             cls.undecayed = type(cls.__name__, (cls, nn.LayerNorm), body)
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(self._stored(name))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(self._stored(name), value)
-
-    def _stored(self, name: str) -> str:
-        return self.names[USUAL.index(name)] if name in USUAL else name
 
     def leave_out_of_decay(self, replaced: nn.Module | None) -> None:
         """Let weight decay leave out all of its Parameters, unless it reached the gain of the replaced norm.

@@ -97,6 +97,7 @@ class AffineNorm(NormInterface):
             facts, gain=None if gain is None else gain_name, shift=None if shift is None else shift_name
         )
         self.eps = facts.eps
+        self.shape = facts.shape  # read in forwards: compiled code checks one attribute instead of two
         same_shape = all(one is None or one.shape == facts.shape for one in (gain, shift))
         special = facts.channels_first or facts.offset or facts.eps is None or not facts.shape
         self.fused_eps = facts.eps if same_shape and not special else None  # None: torch's fused function doesn't apply
@@ -285,7 +286,7 @@ class LayerNorm(AffineNorm):
         gain, shift, eps = self.weight, self.bias, self.fused_eps
         if eps is None or any(one is not None and one.dtype != hidden_states.dtype for one in (gain, shift)):
             return super().forward(hidden_states)
-        return F.layer_norm(hidden_states, self.facts.shape, gain, shift, eps)
+        return F.layer_norm(hidden_states, self.shape, gain, shift, eps)
 
 
 class RMSNorm(AffineNorm):
@@ -310,7 +311,7 @@ class RMSNorm(AffineNorm):
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        shape, gain, shift, eps = self.facts.shape, self.weight, self.bias, self.fused_eps
+        shape, gain, shift, eps = self.shape, self.weight, self.bias, self.fused_eps
         if eps is None:
             return super().forward(hidden_states)
         if shift is None:

@@ -73,7 +73,9 @@ def full_inputs(model: nn.Module) -> tuple[dict[str, Any], bool]:
         return example_inputs(model, batch=1), True
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
-    return example_inputs(model, tokens=tokens, batch=1), tokens == length
+    takes = inspect.signature(model.forward).parameters
+    few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
+    return example_inputs(model, tokens=tokens, batch=1) | few, tokens == length
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:

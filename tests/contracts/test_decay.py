@@ -205,8 +205,10 @@ class Converted(nn.LayerNorm):
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules of Transformer Engine that accelerate's conversion to fp8 names."""
+    from accelerate import Accelerator
     from accelerate.utils import transformer_engine as conversion
 
+    Accelerator()  # the conversion asks for its state, which TrainingArguments resets
     package, kernels = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
     package.pytorch, kernels.LayerNorm, kernels.Linear = kernels, Converted, nn.Linear  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformer_engine", package)

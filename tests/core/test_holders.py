@@ -96,7 +96,8 @@ def test_a_module_that_keeps_a_length_of_its_own_is_told() -> None:
 def test_others_of_its_kind(make: Any, tmp_path: Path) -> None:
     encoder = make()
     before = outputs_of_texts(encoder, TEXTS)
-    assert patch(encoder, norm="dyt", calibration=TEXTS * 4) is encoder
+    texts = [f"{one} {other}" for one in TEXTS[:9] for other in TEXTS[9:]]
+    assert patch(encoder, norm="dyt", calibration=texts) is encoder
     patched = outputs_of_texts(encoder, TEXTS)
     assert max_error(before, patched) > 1e-5
     encoder.save_pretrained(str(tmp_path))

@@ -77,10 +77,15 @@ class Counter:
 
 @contextmanager
 def at_calls(counter: Counter) -> Iterator[None]:
-    """Calls the counter at each call of a function that is watched."""
+    """Calls the counter at each call of a function that is watched.
+
+    Generator expressions aside: Python closes one that `any` or `next` left unfinished, which is a call to the
+    profiler, and ignores what is raised there (it goes to `sys.unraisablehook`).
+    """
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(WATCHED):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(WATCHED) and code.co_name != "<genexpr>":
             counter()
 
     sys.setprofile(profile)

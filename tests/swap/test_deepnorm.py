@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch.errors import OptionError, PatchError
+from hfpatch.errors import FingerprintWarning, OptionError, PatchError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
@@ -230,22 +230,22 @@ def test_lora_on_the_projection_passes_the_gain() -> None:
 
 GAIN, EPS = "('dropout', 0, 0.7071067811865475)", "eps=4.999999999999999e-13"
 JOIN, ALPHA2 = "Join('deepnorm', 'ln_1', 'attn', 0, alpha=1.4142135623730951)", "alpha=1.4142135623730951"
-NOT_SAVED = "isn't the one that was saved"
+EDITED = "its config.json, or the patch record in it, was edited"
 
 
 @pytest.mark.parametrize(
     ("family", "old", "new", "match"),
     [
-        ("bert", GAIN, "('dropout', 0, -1.0)", NOT_SAVED),
-        ("bert", GAIN, "('nothing', 0, 'x')", NOT_SAVED),
-        ("bert", "'dropout', 0", "'dropout', -1", NOT_SAVED),
+        ("bert", GAIN, "('dropout', 0, -1.0)", EDITED),
+        ("bert", GAIN, "('nothing', 0, 'x')", EDITED),
+        ("bert", "'dropout', 0", "'dropout', -1", EDITED),
         ("bert", f"({GAIN},)", "", "Gains.*of its patch record can't be carried out: .*gains"),
         ("bert", "encoder.", "x" * 2000 + ".", "has no x+.*, which its patch record changes"),
         ("bert", EPS, "", "LayerNorm.*of its patch record can't be carried out: .*eps"),
         ("bert", EPS, "eps=1e-12, beta=1", "LayerNorm.*of its patch record can't be carried out: .*beta"),
         ("gpt2", "'deepnorm'", "'somewhere'", "can't be carried out: form is 'somewhere', not one of pre, post"),
-        ("gpt2", "'ln_1'", "'x'", NOT_SAVED),
-        ("gpt2", ALPHA2, "alpha='x'", NOT_SAVED),
+        ("gpt2", "'ln_1'", "'x'", EDITED),
+        ("gpt2", ALPHA2, "alpha='x'", EDITED),
         ("gpt2", JOIN, "'all'", "Joins.*of its patch record can't be carried out"),
     ],
 )
@@ -257,5 +257,8 @@ def test_a_tampered_record_is_refused(family: str, old: str, new: str, match: st
     at = next(i for i, edit in enumerate(edits) if old in edit)
     edits[at] = edits[at].replace(old, new)
     path.write_text(json.dumps(stored))
+    if match == EDITED:  # what could have been meant is an error on request alone
+        with pytest.warns(FingerprintWarning, match=match):
+            AutoModel.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=match):
-        AutoModel.from_pretrained(tmp_path)
+        AutoModel.from_pretrained(tmp_path, check_fingerprint="full" if match == EDITED else True)

@@ -93,5 +93,7 @@ def test_a_host_that_adds_to_its_positions_in_place() -> None:
         first, second = (model(**inputs).last_hidden_state for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(table.constant, before)
+    assert not table.constant.requires_grad  # as the table
+    table.constant.requires_grad_()
     model(**inputs).last_hidden_state.sum().backward()  # nor is a leaf written to
     assert table.constant.grad is not None
