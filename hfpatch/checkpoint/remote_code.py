@@ -114,7 +114,7 @@ def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: d
 
 
 def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
-    """Whether code is saved beside a model: as asked for, else where it was opened with some; never beside adapters."""
+    """Return whether code is saved with a model: as requested, else if it was opened with some; never with adapters."""
     wanted = vars(model).get(REMOTE, False) if asked is None else asked
     return wanted and not getattr(model, "_hf_peft_config_loaded", False)
 

@@ -7,7 +7,7 @@ are numbers (images, sound), if they differ by less than a tenth of their distan
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +41,13 @@ def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
     Every eighth distinct sequence judges, or the last of fewer. What is nearly equal to one of these is on neither
     side. What is equal to another sequence that is fitted counts as often as it stands there.
     """
-    names = [key if isinstance(key, frozenset) else key.numpy().tobytes() for key in keys]
-    distinct = list(dict.fromkeys(names))
-    every = min(HELD_OUT, len(distinct))
-    judges = set(distinct[every - 1 :: every])
-    held_out = [names.index(name) for name in distinct if name in judges]
+    names = _names(keys)
+    first: dict[Hashable, int] = {}  # where each distinct sequence stands first
+    for i, name in enumerate(names):
+        first.setdefault(name, i)
+    every = min(HELD_OUT, len(first))
+    held_out = list(first.values())[every - 1 :: every]
+    judges = {names[i] for i in held_out}
     others = [i for i, name in enumerate(names) if name not in judges]
     near = _near_tokens(keys, others, held_out) | _near_numbers(keys, others, held_out)
     return [i for i in others if i not in near], held_out
@@ -53,7 +55,12 @@ def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
 
 def count_distinct(keys: Sequence[Key]) -> int:
     """Return how many of the sequences differ from all earlier ones."""
-    return len({key if isinstance(key, frozenset) else key.numpy().tobytes() for key in keys})
+    return len(set(_names(keys)))
+
+
+def _names(keys: Sequence[Key]) -> list[Hashable]:
+    """The keys as values that are equal where the sequences are."""
+    return [key if isinstance(key, frozenset) else key.numpy().tobytes() for key in keys]
 
 
 def _near_tokens(keys: Sequence[Key], others: Sequence[int], held_out: Sequence[int]) -> set[int]:

@@ -114,7 +114,7 @@ class Roles:
         """Find what a module that is no `nn.Linear` multiplies its input with, and what makes its output."""
         call = self.replay.observe(0, inputs=[name]).get(("in", name))
         for found, axes_of in ((roles.reads, reading_axes), (roles.writes, writing_axes)):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # no kernel for float64 on the CPU
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # it doesn't run on the CPU in float32
                 if call is not None and (axes := axes_of(self.replay.modules[name], call)):
                     found[name] = axes
 
@@ -199,6 +199,6 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _is_near(change: Tensor, added: Tensor) -> bool:
-    """Whether a change equals the tensor that was added; some hosts run their MLP on (B T, d)."""
-    change, added = change.flatten(0, -2), added.flatten(0, -2)
+    """Whether a change equals the tensor that was added."""
+    change, added = _flat(change), _flat(added)
     return change.shape == added.shape and bool((change - added).abs().max() <= _ADDEND_TOLERANCE * added.abs().max())
