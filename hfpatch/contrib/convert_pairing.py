@@ -14,17 +14,16 @@ from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare, require_unquantized
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NothingToPatchError, OptionError, VerificationError
-from ..exact.check import Reference
 from ..measure.batches import require_example
 from ..measure.inputs import example_inputs as made_inputs
-from ..measure.quiet_forward import fitting
+from ..measure.snapshot import Snapshot
 from ..runtime.apply import apply, condensed
 from ..runtime.attention import ROTARY, AttentionLens, order
 from ..runtime.constants import FixedArguments
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class, lens_of
 from ..runtime.rotary import RotaryEmbedding
-from ..schemes.request import Part, Record
+from ..schemes.request import EXACT, Outcome, Part, Record
 from ..schemes.rope import PAIRINGS, RoPE
 from ..sites.pairing import Rotating, output_channels, pairing_of, reordered_rows, rotating_attentions
 from ..sites.records.rotating import OWN_ROTATIONS
@@ -71,21 +70,19 @@ def convert_pairing(model: M, to: str, *, example_inputs: Mapping[str, Any] | No
         attentions, names = _attentions_to_reorder(model, to)
         part = Part(RoPE(pairing=to), only=names)
         changes = [change for change in plan_positions(model, part) if change.changes]
-        reference = Reference(
-            model, fitting(model, made_inputs(model) if example_inputs is None else example_inputs), []
-        )
+        before = Snapshot(model, lambda: made_inputs(model) if example_inputs is None else example_inputs, {})
         for path, one, rotary_dim in attentions:
             _reorder(edits, path, one, order(rotary_dim, one.head_dim, to))
         found = condensed((edit for change in changes for edit in change.edits), model)
         apply(found, model, edits)
-        verdict = reference.check(model)
+        verdict = before.verdict(model)
         if not verdict.holds:
             raise VerificationError(
                 f"{type(model).__name__}: with the pairing {to!r} its outputs differ by {verdict.error:.1e} (rounding "
                 f"explains {verdict.tolerance:.1e}), so the conversion was rolled back.",
                 str(verdict),
             )
-        record = _recorded(Record.of(model.config), replace(part, outcome=verdict.outcome))
+        record = _recorded(Record.of(model.config), replace(part, outcome=Outcome(EXACT, verdict.figures)))
         give_patched_config(model, record.with_edits(found), edits)
         edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
     return model

@@ -34,11 +34,12 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
-from hfpatch.exact.check import run
+from hfpatch.exact.compensate import norm_inputs
 from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
+from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
-from hfpatch.plan import checked_request, make_plan, plan_patch
+from hfpatch.plan import make_plan, plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
@@ -226,7 +227,7 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     with pytest.warns(NotPreservedWarning, match="post-norm"):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
-    before, after = (run(one, inputs(one), norms).means for one in (copied, model))
+    before, after = (run(one, inputs(one), norm_inputs(one, norms)).means for one in (copied, model))
     size = {name: [float(x[name].square().mean().sqrt()) for x in (before, after)] for name in norms}
     assert size["embeddings.LayerNorm"][1] < 1e-5
     assert all(b < 0.7 * a for a, b in size.values())
