@@ -104,8 +104,8 @@ def patch_model(
             (`help(hfpatch.errors.NotPreservedWarning)` says when one does).
 
     Raises:
-        PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
-            the same model. Should something fail later, every change is rolled back before the error is passed on.
+        PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
+            change is rolled back before the error is passed on.
         UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
     """

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..runtime.errors import UnsupportedError
 from .journal import Entry, Journal, is_dense
 from .stored_tensor import StoredTensor
 
@@ -34,38 +33,19 @@ _PIECE = 2**18  # elements converted to float64 at once by `rewrite`
 _LARGE = 2**20  # bytes of a Parameter whose old values are worth a place on disk
 
 
-_lock = threading.Lock()
-_changing: set[int] = set()  # ids of the models that are being changed
-
-
-@contextmanager
-def changing(model: object) -> Iterator[None]:
-    """While it is open, the model can't be opened for changes a second time.
-
-    Raises:
-        UnsupportedError: another thread is changing it.
-    """
-    with _lock:
-        if id(model) in _changing:
-            raise UnsupportedError(
-                f"this {type(model).__name__} is being patched, unpatched or repaired by another thread. Wait until "
-                "that one has ended; patch one model from one thread."
-            )
-        _changing.add(id(model))
-    try:
-        yield
-    finally:
-        with _lock:
-            _changing.discard(id(model))
+# Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
+# another one has changed them would leave them at that one's values; and two patches of one model at once gave models
+# that were called exact and weren't.
+process_state = threading.RLock()
 
 
 def changes_alone(function: F) -> F:
-    """Decorator of a function whose first argument is a model that it changes, and nobody else meanwhile."""
+    """Decorator of a function that changes a model: other threads that change one wait meanwhile."""
 
     @functools.wraps(function)
-    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with changing(model):
-            return function(model, *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with process_state:
+            return function(*args, **kwargs)
 
     return cast(F, run)
 
@@ -237,15 +217,12 @@ class UndoRecord:
 
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
-    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches.
-
-    Raises:
-        UnsupportedError: another thread is changing the model.
-    """
-    kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    edits = Transaction(Journal()) if kept is None else kept.edits
-    with changing(model), closing(edits), edits.all_or_nothing():
-        yield edits
+    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
+    with process_state:
+        kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
+        edits = Transaction(Journal()) if kept is None else kept.edits
+        with closing(edits), edits.all_or_nothing():
+            yield edits
 
 
 def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:

@@ -38,7 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms", "init": "reset"},
     {"norm": "dyt", "pos": "rope", "calibration": True},
 ]
-LAST = ("all_or_nothing", "close", "changing")  # what runs when a patch is complete
+LAST = ("all_or_nothing", "close")  # what runs when a patch is complete
 ERRORS = {"interrupt": KeyboardInterrupt, "error": RuntimeError, "memory": MemoryError}
 
 
