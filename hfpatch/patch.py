@@ -19,7 +19,6 @@ from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import takes_holders
 from .core.journal import Journal
-from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
@@ -58,7 +57,6 @@ def patch_model(
     *,
     mlp: str | MLP | None = None,
     init: str = "auto",
-    optimizer: Any = None,
     reversible: bool = False,
     example_inputs: Mapping[str, Any] | None = None,
     calibration: Iterable[Any] | str | PathLike[str] | None = None,
@@ -71,7 +69,8 @@ def patch_model(
 
     Gains, shifts, eps, dtype, device, hooks, train/eval mode and the random number generators' state are kept. The same
     request twice changes nothing; a different one is applied on top. The result saves, loads and pushes like any model,
-    and opens again through the Auto classes wherever hfpatch is imported.
+    and opens again through the Auto classes wherever hfpatch is imported. Build the optimizer after the patch: new
+    Parameters aren't in an older one.
 
     Norm swaps that should keep the function are checked on the model itself before anything else changes. Its outputs
     and the means of its norms' inputs may differ from the original's by at most ten times the difference that noise in
@@ -81,8 +80,6 @@ def patch_model(
 
     Args:
         model, norm, pos, only, keep, mlp, placement, init, example_inputs: as in `plan_patch`.
-        optimizer: an existing optimizer; removed Parameters leave it (with their state), new ones join the group of
-            what they replace.
         reversible: keep what was replaced in memory, for `unpatch_model`.
         calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
             without labels or training, as `repair` does. Texts with `tokenizer` (a list of strings, a datasets.Dataset,
@@ -105,8 +102,8 @@ def patch_model(
             (`help(hfpatch.errors.NotPreservedWarning)` says when one does).
 
     Raises:
-        PatchError: one of its children, from the plan, before anything changes; also where another thread is patching
-            the same model. Should something fail later, every change is rolled back before the error is passed on.
+        PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
+            change is rolled back before the error is passed on.
         UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
     """
@@ -120,18 +117,21 @@ def patch_model(
     if calibration is not None:
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
-    parameters, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
-    changes = Transaction(None if reversible else Journal())
+    parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)
+    kept = (undo_record or UndoRecord(Transaction(), model.dtype, {})) if reversible else None
+    changes = Transaction(Journal()) if kept is None else kept.edits
     with closing(changes), changes.all_or_nothing():
         if plan.planned:
+            _keep_on_model(model, UNDO_RECORD, kept, changes)  # first in the log, so that it is the last to be undone
             plan, report = _carry_out(plan, model, changes, request.init, calibration, fit, example_inputs)
         for target, name, length in new_lengths:
             changes.set_attribute(target, name, length)
         if plan.planned:
             _warn(plan, model, report, init)  # an error, where the user's filter makes it one
             _keep_as_initialised(model, parameters)
-            undo_record = (undo_record or UndoRecord(Transaction(), dtype, {})).then(changes, lengths)
-            _keep_on_model(model, changes, undo_record if reversible else None, report)
+            _keep_on_model(model, REPAIR, report, changes)
+            if kept is not None:
+                kept.lengths.update(lengths)
     return compile_model(model) if compile else model
 
 
@@ -149,7 +149,7 @@ def _carry_out(
     Returns:
         The plan that was carried out, without its exact conversion where the check failed, and the repair's report.
     """
-    before = snapshot_of(model, plan, inputs)
+    before, start = snapshot_of(model, plan, inputs), len(changes)
     with keep_random_state(), torch.inference_mode(False):
         exact, norms, others = plan.phases
         exact.apply(model, changes)
@@ -159,7 +159,7 @@ def _carry_out(
             if init == "exact":
                 advice = "The model was left unchanged. Use init='copy' to swap the norms approximately."
                 raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
-            changes.undo()
+            changes.undo(start)
             plan, verdict = plan.inexact(model, measured), None
             exact, norms, others = plan.phases
         original = copy_of(model) if has_weights(model) and ("pos" in plan.planned or calibration) else None
@@ -200,19 +200,16 @@ def repair_report(model: nn.Module) -> RepairReport | None:
 
 @takes_holders
 @changes_alone
-def unpatch_model(model: M, *, optimizer: Any = None) -> M:
+def unpatch_model(model: M) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
     Without training in between the model is bit for bit what it was. Parameters that the patch removed, or wrote other
     values to (an exact conversion does), come back with their old values, on the model's present device and dtype: what
     training made of them is lost. The others keep what training made of them.
 
-    Args:
-        model: a patched model.
-        optimizer: as in `patch_model`.
-
     Raises:
-        NotReversibleError: the model isn't patched, or wasn't with `reversible=True`.
+        NotReversibleError: the model isn't patched, or wasn't with `reversible=True`; or a module whose values the
+            patch changed was replaced since.
         WrappedModelError: it is wrapped; unwrap it first.
     """
     require_bare(model)
@@ -225,46 +222,21 @@ def unpatch_model(model: M, *, optimizer: Any = None) -> M:
             f"{type(model).__name__} can't be unpatched: it was loaded from a patched checkpoint, or patched without "
             "reversible=True. Load the original checkpoint instead."
         )
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
-    _require_undoable(model, undo_record.edits)
-    before = list(model.parameters())
-    present_ids = {id(tensor) for tensor in (*before, *model.buffers())}
-    replaced = [(new, old) for old, new in undo_record.edits.replacements()]
+    if (left := undo_record.edits.find_left(model)) is not None:
+        raise NotReversibleError(
+            f"{type(model).__name__}: a {left._get_name()} whose values the patch changed was replaced since (as "
+            "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."
+        )
+    present_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     patched_config, device, dtype = model.config, model.device, model.dtype
     undo_record.edits.undo()
-    for name in (UNDO_RECORD, REPAIR):
-        vars(model).pop(name, None)
     carry_over_config(model, patched_config, undo_record.lengths)
+    on_meta = device.type == "meta"  # no values can be sent there, but the model as a whole
     for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype
         if id(tensor) not in present_ids:
             converted = dtype != undo_record.dtype and tensor.is_floating_point()
-            tensor.data = tensor.data.to(device, dtype if converted else None)
-    if optimizer is not None:
-        swap_parameters(model, optimizer, before, replaced, Transaction())
-    return model
-
-
-def _require_undoable(model: PreTrainedModel, edits: Transaction) -> None:
-    """Refuse what `unpatch_model` couldn't make whole, before anything changes.
-
-    Raises:
-        NotReversibleError: a module that the patch wrote to was replaced since, or the model was moved to meta.
-    """
-    if strays := edits.strays(model):
-        raise NotReversibleError(
-            f"{type(model).__name__}: a {strays[0]._get_name()} whose values the patch changed was replaced since (as "
-            "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."
-        )
-    removed = [
-        parameter
-        for one in edits.replaced()
-        for parameter in ([one] if isinstance(one, nn.Parameter) else one.parameters(recurse=False))
-    ]
-    if model.device.type == "meta" and not all(parameter.is_meta for parameter in removed):
-        raise NotReversibleError(
-            f"{type(model).__name__} is on meta: its values are gone. Load the original checkpoint instead."
-        )
+            tensor.data = tensor.data.to(None if on_meta else device, dtype if converted else None)
+    return model.to(device) if on_meta else model
 
 
 def _undo_record_of(model: PreTrainedModel, reversible: bool) -> UndoRecord | None:
@@ -330,15 +302,12 @@ def _keep_as_initialised(model: nn.Module, before: Iterable[nn.Parameter]) -> No
                 vars(value)["_is_hf_initialized"] = True
 
 
-def _keep_on_model(
-    model: nn.Module, edits: Transaction, undo_record: UndoRecord | None, report: RepairReport | None
-) -> None:
-    """Store the undo log of all patches, and the latest's repair report, on the model; None removes them."""
-    for name, value in ((UNDO_RECORD, undo_record), (REPAIR, report)):
-        if value is not None:
-            edits.set_attribute(model, name, value)
-        else:
-            edits.drop_key(vars(model), name)
+def _keep_on_model(model: nn.Module, name: str, value: Any, edits: Transaction) -> None:
+    """Store what is kept of a patch as the model's attribute; None removes an earlier patch's."""
+    if value is not None:
+        edits.set_attribute(model, name, value)
+    else:
+        edits.drop_key(vars(model), name)
 
 
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:

@@ -31,7 +31,7 @@ def plan() -> Plan:
         Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
         Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", exact="its input has no mean"),
     ]
-    return Plan("Model", Record("gpt2"), {"norm": [Change(row) for row in rows]})
+    return Plan("Model", Record("gpt2"), {"norm": Planned(part, [Change(row) for row in rows])})
 
 
 def repair_report() -> RepairReport:
