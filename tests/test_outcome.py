@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from hfpatch.checkpoint.patched_config import give_patched_config
-from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
 from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
@@ -96,7 +95,7 @@ def test_each_request_has_its_own() -> None:
     model = patch(patch(tiny("gpt2", LM), norm="rms"), pos="rope")
     before = outcomes(model)
     assert [outcome.split(":")[0] for outcome in before.values()] == ["exact", "approximate"]
-    convert_pairing(model, "interleaved")
+    patch(model, mlp="geglu")
     assert list(outcomes(model).items())[:2] == list(before.items())
     assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
     assert outcomes(tiny("gpt2", LM)) == {}
