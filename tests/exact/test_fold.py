@@ -39,7 +39,7 @@ from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
-from hfpatch.plan import make_plan, plan_patch
+from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
