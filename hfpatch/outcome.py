@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from .errors import VerificationError
 from .exact.check import Reference, Verdict
+from .measure.copies import copy_of
 from .measure.inputs import example_inputs
 from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, not_a_number
 from .measure.quiet_forward import fitting
 from .measure.shrink import TOKENS
-from .repairs.reference import reference_copy
 from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
 from .schemes.request import EXACT, Outcome, Record
@@ -74,7 +74,7 @@ class Measurement:
     def keep_original(self, model: PreTrainedModel) -> None:
         """Keep a copy to compare positions with, once exact conversions are done: it would keep their old weights."""
         has_weights = not any(parameter.is_meta for parameter in model.parameters())
-        self.original = reference_copy(model) if has_weights and "pos" in self.plan.by_kind else None
+        self.original = copy_of(model, share=True) if has_weights and "pos" in self.plan.by_kind else None
 
     def _short_inputs(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return inputs that are short enough for the model before and after the patch."""
@@ -112,8 +112,8 @@ class Measurement:
         require_same_frequencies(model, [change.row.module for change in changes if change.changes])
         moved = isinstance(after, dict) and not equal(self.before, after)
         if "pos" in self.lossy and scheme.any_length and not moved and not self._sets_length_alone():
-            require_moved(model, self.original, changes, f"pos={str(scheme)!r}", reference_copy)
-        return require_runs_in_full(model, self.original, self.plan.lengths, self.given, reference_copy)
+            require_moved(model, self.original, changes, f"pos={str(scheme)!r}")
+        return require_runs_in_full(model, self.original, self.plan.lengths, self.given)
 
     def _sets_length_alone(self) -> bool:
         """Whether the request is the present scheme with another length, which only the config says."""
@@ -151,7 +151,7 @@ class Measurement:
         # A difference of 0 doesn't count: on these inputs what changed may not have run.
         if self.lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
             return f"approximate: outputs differ by {rms:.2g}"
-        floor = least if error <= FACTOR * least else noise_floor(reference_copy(model), self.inputs)
+        floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
         verdict = Verdict(error, FACTOR * max(floor, least))
         if self.lossy:
             found_so = f"{EXACT} on the inputs measured" if verdict.holds else "approximate"
@@ -168,7 +168,7 @@ class Measurement:
             return error
 
     def _outputs(self, model: PreTrainedModel) -> Outputs:
-        return run(model, self.inputs, reference_copy)
+        return run(model, self.inputs)
 
 
 def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, str], init: str) -> None:

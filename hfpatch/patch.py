@@ -22,13 +22,13 @@ from .core.journal import Journal
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .measure.copies import copy_of
 from .measure.randomness import keep_random_state
 from .measure.text_batches import tokenizer_of
 from .outcome import Measurement, write_outcomes
 from .plan import Plan, checked_request, make_plan
 from .repairs.attention_maps import FITS, require_fit
 from .repairs.calibration import read_calibration, tried
-from .repairs.reference import reference_copy
 from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .repairs.sample import sample_batches
@@ -321,7 +321,7 @@ def _carry_out(
         if conversion is not None and reference is not None:
             verdict = conversion.verify(reference)
         measurement.keep_original(model)
-        original = reference_copy(model) if repairs else None
+        original = copy_of(model, share=True) if repairs else None
         norms.apply(model, edits)
         if conversion is not None:
             conversion.compensate(edits)
