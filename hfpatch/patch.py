@@ -162,7 +162,7 @@ def _carry_out(
             changes.undo(start)
             plan, verdict = plan.inexact(model, measured), None
             exact, norms, others = plan.phases
-        original = copy_of(model) if has_weights(model) and ("pos" in plan.planned or calibration) else None
+        original = copy_of(model, share=True) if has_weights(model) and ("pos" in plan.planned or calibration) else None
         norms.apply(model, changes)
         if plan.conversion is not None:
             plan.conversion.compensate(changes)
