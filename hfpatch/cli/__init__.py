@@ -1,4 +1,4 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`, `run`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `export`, `push`, `run`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..checkpoint.by_name import config_of, is_config, opened, random_weights
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -279,12 +278,6 @@ def report(
         saved = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
     write_page(built, place, checkpoint=model, reference=reference, report=saved, repair=repair_report(built))
     typer.echo(f"Saved to {place}.")
-
-
-@app.command()
-def env() -> None:
-    """Print versions, devices and plug-ins for a report of a problem; no names of users, paths or tokens."""
-    typer.echo(environment())
 
 
 @app.command()
