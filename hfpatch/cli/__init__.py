@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,7 +104,8 @@ def main(
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 @app.command()
