@@ -1,8 +1,9 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`, `run`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `export`, `push`, `run`."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ from ..checkpoint.by_name import config_of, is_config, opened, random_weights
 from ..checkpoint.file_digests import compare
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -104,7 +104,8 @@ def main(
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 @app.command()
@@ -280,12 +281,6 @@ def report(
         saved = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
     write_page(built, place, checkpoint=model, reference=reference, report=saved, repair=repair_report(built))
     typer.echo(f"Saved to {place}.")
-
-
-@app.command()
-def env() -> None:
-    """Print versions, devices and plug-ins for a report of a problem; no names of users, paths or tokens."""
-    typer.echo(environment())
 
 
 @app.command()
