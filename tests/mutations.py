@@ -200,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         "weights that go by other names are taken",
-        "checkpoint/weight_names.py",
+        "checkpoint/files.py",
         "    if unexpected:\n",
         "    if False:\n",
         ("checkpoint/test_fingerprint.py",),
