@@ -56,7 +56,7 @@ def test_sizes_that_an_outer_config_fixes_are_refused_in_the_plan(pos: str, only
     """DepthPro's encoders read patches, whose size its own config says; only the inner configs would change."""
     model, _ = zoo.tiny("depth_pro")
     before = fingerprint(model)
-    with pytest.raises(UnsupportedError, match="DepthProConfig can't be saved with image_size=96.*should match"):
+    with pytest.raises(UnsupportedError, match=r"DepthProConfig can't be saved with image_size=96.*should match"):
         patch_model(model, pos=pos, only=only)
     assert not changes(before, fingerprint(model))
 
