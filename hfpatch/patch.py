@@ -230,6 +230,7 @@ def unpatch_model(model: M) -> M:
     present_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     patched_config, device, dtype = model.config, model.device, model.dtype
     undo_record.edits.undo()
+    vars(model).pop(REPAIR, None)
     carry_over_config(model, patched_config, undo_record.lengths)
     on_meta = device.type == "meta"  # no values can be sent there, but the model as a whole
     for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype
