@@ -19,10 +19,10 @@ from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import takes_holders
 from .core.journal import Journal
-from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
+from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
-from .measure.randomness import keep_random_state
+from .measure.randomness import changes_alone, keep_random_state
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan

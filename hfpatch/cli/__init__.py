@@ -40,9 +40,9 @@ from ..schemes.positions import Position
 from ..schemes.request import EXACT, HOW, Record
 from ..verification import verify as verification
 from ..verification.report import Report
-from .commands import Commands
 from .launcher import launch
 from .options import (
+    Commands,
     Examples,
     Form,
     Head,

@@ -34,6 +34,7 @@ from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import give_back_memory, quiet
+from ..measure.randomness import process_state
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
@@ -99,6 +100,7 @@ def repair(
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
+        process_state,
         transaction_on(model) if edits is None else nullcontext(edits) as edits,
         quiet(model),
         quiet(reference),
