@@ -37,7 +37,6 @@ class Conversion:
         inputs: keyword arguments of one forward; generated if the user passes none.
         centring: result of the search; where none can be made, an empty one with the reason.
         exact, approximate: names of the norms that are replaced exactly, or approximately; filled by `plan_norms`.
-        moved_shifts: norms whose shift moves into the layers that read them, filled by `contrib.fold_bias`.
     """
 
     model: PreTrainedModel
@@ -46,7 +45,6 @@ class Conversion:
     centring: Centring = field(default_factory=Centring)
     exact: list[str] = field(default_factory=list)
     approximate: list[str] = field(default_factory=list)
-    moved_shifts: list[str] = field(default_factory=list)
     _changes: list[Change] = field(default_factory=list)
 
     @classmethod
@@ -173,7 +171,7 @@ class Conversion:
                 checked.
             MemoryError, torch.OutOfMemoryError: there is too little memory to run it.
         """
-        if self.on_meta or not (self.centres or self.moved_shifts):
+        if self.on_meta or not self.centres:
             return None
         inputs = fitting(self.model, self.forward_inputs())
         try:
