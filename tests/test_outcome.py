@@ -132,7 +132,7 @@ def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
     monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.swap.trial.example_inputs", fail)
     unmeasured = "as planned, not measured: UnsupportedError: no inputs could be made for this one"
     for request, kind in (({"pos": "rope"}, "approximate"), ({"norm": "layer"}, "exact")):
         (outcome,) = outcomes(patch(tiny("gpt2", LM), **request)).values()
@@ -264,7 +264,7 @@ def test_users_inputs_are_cut_and_resized(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(model: nn.Module, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.swap.trial.example_inputs", fail)
     for model_type, pos in (("vit", "learned:image_size=96"), ("gpt2", "learned:max_positions=8")):
         model, given = zoo.tiny(model_type)
         (outcome,) = outcomes(patch(model, pos=pos, example_inputs=given)).values()
