@@ -16,21 +16,19 @@ from .checkpoint.classes import patched_model_class
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
-from .core.bare import require_bare, require_unquantized
+from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import takes_holders
 from .core.journal import Journal
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .measure.copies import copy_of
 from .measure.randomness import changes_alone, keep_random_state
 from .measure.text_batches import tokenizer_of
-from .outcome import Measurement, write_outcomes
-from .plan import Plan, checked_request, make_plan
-from .repairs.attention_maps import FITS, require_fit
-from .repairs.calibration import read_calibration, tried
-from .repairs.reference import reference_copy
+from .outcome import measure_outcomes, snapshot_of, write_outcomes
+from .plan import Plan, make_plan
+from .repairs.calibration import calibration_for, require_calibration_fits
 from .repairs.repair import repair
 from .repairs.report import RepairReport
-from .repairs.sample import sample_batches
 from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
@@ -39,7 +37,7 @@ from .schemes.mlps import MLP
 from .schemes.norms import Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
-from .schemes.request import EXACT, Record
+from .schemes.request import EXACT, Outcome, Record, Request
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
@@ -109,46 +107,72 @@ def patch_model(
         UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
     """
-    schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
-    plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    if reversible and undo_record is None and getattr(model.config, KEY, None):
-        raise NotReversibleError(
-            "reversible=True: an earlier patch of this model was made without it, so unpatch_model couldn't restore "
-            "the original. Leave it out, or start from the original checkpoint."
-        )
-    require_fit(fit)
-    if fit != FITS[0] and calibration is None:
-        raise OptionError(f"fit={fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither.")
+    request = Request.of({"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}, only, keep, init)
+    require_calibration_fits(calibration, fit, init)
+    new_lengths = _new_lengths(tokenizer, request, calibration)
+    plan = make_plan(model, request, example_inputs)
+    undo_record = _undo_record_of(model, reversible)
     if compile:
         require_blocks(model)
-    new_lengths = _new_lengths(tokenizer, pos, calibration)
-    batches = _checked_calibration(model, calibration, tokenizer, plan, init)
-    before, lengths, report = list(model.parameters()), plan.lengths_in(model.config), None
+    if calibration is not None:
+        _require_changes(plan)
+        calibration = calibration_for(model, calibration, tokenizer)
+    parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)
     kept = (undo_record or UndoRecord(Transaction(), model.dtype, {})) if reversible else None
-    edits = Transaction(Journal()) if kept is None else kept.edits
-    with closing(edits), edits.all_or_nothing():
-        if plan.changes:
-            _keep_on_model(model, UNDO_RECORD, kept, edits)  # first in the log, so that it is the last to be undone
-            start = len(edits)
-            try:
-                report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
-            except VerificationError as error:
-                if init == "exact":
-                    raise
-                edits.undo(start)
-                plan = make_plan(model, checked_request(schemes, only, keep, init), example_inputs, error.measured)
-                batches = batches or _checked_calibration(model, calibration, tokenizer, plan, init)
-                report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)
+    changes = Transaction(Journal()) if kept is None else kept.edits
+    with closing(changes), changes.all_or_nothing():
+        if plan.planned:
+            _keep_on_model(model, UNDO_RECORD, kept, changes)  # first in the log, so that it is the last to be undone
+            plan, report = _carry_out(plan, model, changes, request.init, calibration, fit, example_inputs)
         for target, name, length in new_lengths:
-            edits.set_attribute(target, name, length)
-        if plan.changes:
+            changes.set_attribute(target, name, length)
+        if plan.planned:
             _warn(plan, model, report, init)  # an error, where the user's filter makes it one
-            _keep_as_initialised(model, before)
-            _keep_on_model(model, REPAIR, report, edits)
+            _keep_as_initialised(model, parameters)
+            _keep_on_model(model, REPAIR, report, changes)
             if kept is not None:
                 kept.lengths.update(lengths)
     return compile_model(model) if compile else model
+
+
+def _carry_out(
+    plan: Plan,
+    model: PreTrainedModel,
+    changes: Transaction,
+    init: str,
+    calibration: Iterable[Any] | str | None,
+    fit: str,
+    inputs: Mapping[str, Any] | None,
+) -> tuple[Plan, RepairReport | None]:
+    """Carry out a plan: what is exact, checked before anything else; then the rest, measured and repaired.
+
+    Returns:
+        The plan that was carried out, without its exact conversion where the check failed, and the repair's report.
+    """
+    before, start = snapshot_of(model, plan, inputs), len(changes)
+    with keep_random_state(), torch.inference_mode(False):
+        exact, norms, others = plan.phases
+        exact.apply(model, changes)
+        verdict = before.verdict(model) if before.checks else None
+        if verdict is not None and not verdict.holds:
+            measured = f"the exact conversion failed its check on this model: {verdict}"
+            if init == "exact":
+                advice = "The model was left unchanged. Use init='copy' to swap the norms approximately."
+                raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
+            changes.undo(start)
+            plan, verdict = plan.inexact(model, measured), None
+            exact, norms, others = plan.phases
+        original = copy_of(model) if has_weights(model) and ("pos" in plan.planned or calibration) else None
+        norms.apply(model, changes)
+        if plan.conversion is not None:
+            plan.conversion.compensate(changes)
+        others.apply(model, changes)
+        give_patched_config(model, plan.record, changes, plan.lengths)
+        changes.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
+        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs), init)
+        if calibration is None or original is None or not plan.losses():
+            return plan, None
+        return plan, repair(model, original, calibration, changes, fit)
 
 
 @takes_holders
@@ -159,7 +183,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     training does afterwards isn't in it. A request is recorded as it was carried out: with init='copy' where an exact
     swap of norms was tried and nothing could be centred.
     """
-    return Record.of(model.config).outcomes()
+    return {request: str(outcome) for request, outcome in Record.of(model.config).outcomes().items()}
 
 
 @takes_holders
@@ -215,7 +239,22 @@ def unpatch_model(model: M) -> M:
     return model.to(device) if on_meta else model
 
 
-def _new_lengths(processor: Any, pos: str | Position | None, calibration: Any) -> list[tuple[Any, str, int]]:
+def _undo_record_of(model: PreTrainedModel, reversible: bool) -> UndoRecord | None:
+    """The undo log of a model's patches so far.
+
+    Raises:
+        NotReversibleError: a reversible patch on top of one that isn't.
+    """
+    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    if reversible and undo_record is None and getattr(model.config, KEY, None):
+        raise NotReversibleError(
+            "reversible=True: an earlier patch of this model was made without it, so unpatch_model couldn't restore "
+            "the original. Leave it out, or start from the original checkpoint."
+        )
+    return undo_record
+
+
+def _new_lengths(processor: Any, request: Request, calibration: Any) -> list[tuple[Any, str, int]]:
     """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
 
     Raises:
@@ -230,9 +269,8 @@ def _new_lengths(processor: Any, pos: str | Position | None, calibration: Any) -
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
     if of_holder and "max_seq_length" in vars(processor):
         targets.append((processor, "max_seq_length"))
-    scheme = Position.resolve(pos)
-    if scheme is not None and scheme.max_positions is not None:
-        return [(*target, scheme.max_positions) for target in targets]
+    if request.length is not None:
+        return [(*target, request.length) for target in targets]
     if calibration is None and not of_holder:
         raise OptionError(
             "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
@@ -241,66 +279,17 @@ def _new_lengths(processor: Any, pos: str | Position | None, calibration: Any) -
     return []
 
 
-def _checked_calibration(
-    model: PreTrainedModel, calibration: Any, tokenizer: Any, plan: Plan, init: str
-) -> Iterable[Any] | None:
-    """Calibration batches, validated before anything changes; None if there is nothing to repair.
-
-    "self" is sampled here, from the model as it still is.
+def _require_changes(plan: Plan) -> None:
+    """Refuse calibration for a model that is patched already.
 
     Raises:
-        OptionError: no batches, or ones that the model can't run; a model without weights, or one that can't generate;
-            init="reset", whose starting values a fit would overwrite; a model that is patched this way already.
+        OptionError: says what to call.
     """
-    if calibration is None:
-        return None
-    if not plan.changes:
+    if not plan.planned:
         raise OptionError(
             f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
             "repair(model, original, batches), with the original model."
         )
-    if init == "reset":
-        raise OptionError(
-            "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
-    if isinstance(calibration, str) and calibration == "self":
-        return sample_batches(model) if plan.losses() else None
-    return tried(read_calibration(calibration, model, tokenizer), model)
-
-
-def _carry_out(
-    plan: Plan,
-    model: PreTrainedModel,
-    edits: Transaction,
-    calibration: Iterable[Any] | None,
-    fit: str,
-    init: str,
-    inputs: Mapping[str, Any] | None,
-) -> RepairReport | None:
-    """Carry out a plan phase by phase, measure it and repair it."""
-    exact, norms, others = plan.phases
-    conversion, repairs = plan.conversion, calibration is not None and bool(plan.losses())
-    reference = conversion.measure() if conversion is not None else None
-    measurement = Measurement(plan, model, inputs, reference, repairs)
-    verdict = None
-    with keep_random_state(), torch.inference_mode(False):
-        exact.apply(model, edits)
-        if conversion is not None and reference is not None:
-            verdict = conversion.verify(reference)
-        measurement.keep_original(model)
-        original = reference_copy(model) if repairs else None
-        norms.apply(model, edits)
-        if conversion is not None:
-            conversion.compensate(edits)
-        others.apply(model, edits)
-        give_patched_config(model, plan.record, edits, plan.lengths)
-        edits.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-        write_outcomes(model, measurement.outcomes(model, verdict), init)
-        if calibration is None or original is None:
-            return None
-        return repair(model, original, calibration, edits, fit)
 
 
 def _keep_as_initialised(model: nn.Module, before: Iterable[nn.Parameter]) -> None:
@@ -325,14 +314,14 @@ def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init:
     """Warn of what a patch didn't preserve."""
     caller = 5  # this function, patch_model and its decorators are between
     newest = Record.of(model.config).outcomes(plan.by_kind)
-    changed = {request: outcome for request, outcome in newest.items() if not outcome.startswith(EXACT)}
+    changed = {request: outcome for request, outcome in newest.items() if outcome.verdict != EXACT}
     if changed and init != "reset" and not (report and report.suffices):
         warnings.warn(_not_preserved(plan, changed, report), NotPreservedWarning, stacklevel=caller)
     if plan.conversion is not None and plan.conversion.waits_for_weights:
         warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=caller)
 
 
-def _not_preserved(plan: Plan, changed: Mapping[str, str], report: RepairReport | None) -> str:
+def _not_preserved(plan: Plan, changed: Mapping[str, Outcome], report: RepairReport | None) -> str:
     """Text of the warning: what the patch didn't preserve, and how to get a repair or more about the one that ran."""
     advice = (
         "calibration=texts with tokenizer= (or inputs without labels; --calibration FILE), or calibration='self' for a "

@@ -393,11 +393,11 @@ def test_a_model_is_changed_by_one_thread_at_a_time(change: str) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "raised"),
     [
-        ("hfpatch.exact.check.Reference.check", RuntimeError, RuntimeError),
-        ("hfpatch.exact.check.Reference.__init__", MemoryError, MemoryError),
+        ("hfpatch.measure.snapshot.Snapshot.verdict", RuntimeError, RuntimeError),
+        ("hfpatch.measure.snapshot.Snapshot.__init__", MemoryError, MemoryError),
         ("hfpatch.exact.request.find_centring", RuntimeError, RuntimeError),
-        ("hfpatch.exact.request.run", torch.OutOfMemoryError, torch.OutOfMemoryError),
-        ("hfpatch.exact.request.run", RuntimeError, OptionError),  # the first forward: the inputs' fault
+        ("hfpatch.measure.snapshot.run", torch.OutOfMemoryError, torch.OutOfMemoryError),
+        ("hfpatch.measure.snapshot.run", RuntimeError, OptionError),  # the first forward: the inputs' fault
         ("transformers.models.gpt2.modeling_gpt2.GPT2MLP.forward", torch.OutOfMemoryError, torch.OutOfMemoryError),
     ],
 )

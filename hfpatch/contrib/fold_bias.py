@@ -45,16 +45,14 @@ _READS_METADATA = (
 Readers = list[tuple[nn.Module, int]]  # linear layers, with the axis of the weight that reads: 1, of Conv1D 0
 
 
-def plan_moved_shifts(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_moved_shifts(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
     """The planner of `RMS(fold_bias=True)`: that of norms, and shifts that move wherever they can.
 
     Raises:
         OptionError: the request says that nothing but the norms may be touched.
         UnsupportedError: no shift can move; or the weights are on the meta device, where most models don't run.
     """
-    planned = plan_norm_request(model, part, example_inputs, inexact)
+    planned = plan_norm_request(model, part, example_inputs)
     conversion = planned.conversion
     if conversion is None:
         raise OptionError(
@@ -65,7 +63,7 @@ def plan_moved_shifts(
     shifted = [(change, facts) for change, facts in described if facts is not None and facts.shift]
     names = [change.row.module for change, _ in shifted]
     readers: Mapping[str, Readers | str] = dict.fromkeys(names, "the conversion failed its check")
-    if names and inexact is None:
+    if names:
         readers = _readers_of(model, names, conversion)
     for change, facts in shifted:
         found = readers[change.row.module]

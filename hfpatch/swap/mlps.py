@@ -22,9 +22,7 @@ from ..sites.mlps import MLPSite, find_mlps, mixtures
 from .planners import Planned
 
 
-def plan_mlp_request(
-    model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:

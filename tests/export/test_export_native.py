@@ -58,7 +58,7 @@ KINDS = [
     "gpt_bigcode (CausalLM, multi_query=True)",
     "gpt2 (CausalLM): norm='layer:bias=false', pos='rope', mlp='swiglu', init='reset', norm='rms'",
     "gemma (CausalLM): norm='layer'",
-    "llama (CausalLM): pos='rope:pairing=interleaved'",
+    "llama (CausalLM): pos='rope:theta=500'",
     "bert (base): norm='deepnorm'",
     "bert (MaskedLM): pos='rope', norm='deepnorm'",
     "bert (TokenClassification): pos='rope', mlp='geglu",

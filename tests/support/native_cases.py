@@ -119,7 +119,6 @@ CASES = (
     case("t5", "AutoModelForSeq2SeqLM", "t5", NOPE),
     case("llama", LM, "llama", {"pos": "rope:theta=500"}),
     case("llama", LM, "llama", YARN),
-    case("llama", LM, "llama", {"pos": "rope:pairing=interleaved"}),
     case("gemma", LM, ("gemma", "llama"), {"pos": "rope:theta=77"}),
     case(
         "nemotron",
