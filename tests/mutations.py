@@ -248,20 +248,6 @@ FAULTS = [
         ("hub/test_push.py",),
     ),
     Fault(
-        "new Parameters all join the first group, with its weight decay",
-        "core/optimizer.py",
-        "group = next((groups[id(p)] for p in neighbours[id(parameter)] if id(p) in groups), default)",
-        "group = default",
-        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
-    ),
-    Fault(
-        "the state of Parameters that left stays",
-        "core/optimizer.py",
-        "edits.drop_key(optimizer.state, parameter)",
-        "pass",
-        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
-    ),
-    Fault(
         "with a cache each token is at position 0",
         "runtime/attention.py",
         "return slots + cache.get_seq_length(layer)",

@@ -28,7 +28,7 @@ from ..hub.page import default_place, write_page
 from ..hub.push import push_patched
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
-from ..patch import outcomes, patch_model, repair_report
+from ..patch import patch_model, repair_report
 from ..plan import plan_patch
 from ..repairs.repair import repair
 from ..repairs.sample import generates
@@ -37,7 +37,7 @@ from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
 from ..schemes.positions import Position
-from ..schemes.request import EXACT, HOW, LOST, Record
+from ..schemes.request import EXACT, HOW, Record
 from ..verification import verify as verification
 from ..verification.report import Report
 from .commands import Commands
@@ -187,14 +187,15 @@ def patch(
     saved = built if is_config(model) else with_modules(built, model, longest)
     patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
     measured = Record.of(built.config).outcomes(planned.by_kind).values()
-    if repairs and planned.changes and not planned.losses() and not all(one.startswith(EXACT) for one in measured):
+    if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
         torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew
         original = opened(model, head, trust_remote_code)
         repair(built, original, inputs(original), fit=fit)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
-    found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
+    outcomes = Record.of(built.config).outcomes()
+    found = [(request, outcome.result) for request, outcome in outcomes.items()]
     typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
@@ -205,7 +206,7 @@ def patch(
     elif report is not None:
         typer.echo(f"Warning: nothing was repaired, so there is no report to save as {report}.", err=True)
     carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
-    summary = ", ".join(f"{request} is {outcome.partition(':')[0]}" for request, outcome in found)
+    summary = ", ".join(f"{request} is {outcome.verdict}" for request, outcome in outcomes.items())
     typer.echo(f"\nSaved to {out} {carried}: {summary}.")
     auto = [*auto_classes_of(host_class(type(built)), host_class(type(built.config))), "AutoModel"][0]
     typer.echo(f"Open it with: import hfpatch; transformers.{auto}.from_pretrained({str(out)!r})")

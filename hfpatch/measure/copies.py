@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..core.transaction import UNDO_RECORD
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
+from .quiet_forward import is_library_hook
 from .randomness import keep_random_state
 
 
@@ -48,3 +51,22 @@ def copy_with(module: nn.Module, tensor: Callable[[str, Tensor], Tensor], memo: 
         known[id(parameter)] = value
     known |= {id(buffer): tensor(name, buffer) for name, buffer in module.named_buffers()}
     return copy.deepcopy(module, known)
+
+
+def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model that computes the same even after the model is patched: the reference of a repair.
+
+    It shares the memory of all Parameters, and of buffers with several axes: a patch gives new values memory of their
+    own.
+    """
+    memo: dict[int, Any] = {id(vars(model).get(UNDO_RECORD)): None}
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
+
+    def shared(_: str, tensor: Tensor) -> Tensor:
+        # transformers' longrope and dynamic scaling write their frequencies in place
+        return tensor.clone() if not isinstance(tensor, nn.Parameter) and tensor.dim() < 2 else tensor.detach()
+
+    return copy_with(model, shared, memo).requires_grad_(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,11 +11,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from ..core.transaction import process_state
 from .shrink import SPREAD
 
-# Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
-# another one has changed them would leave them at that one's values.
-process_state = threading.RLock()
 _WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
 
 

@@ -88,7 +88,7 @@ def repair(
         OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
             batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
-        WrappedModelError, UnsupportedError: the patched model itself is offloaded; another thread changes it.
+        WrappedModelError, UnsupportedError: the patched model itself is offloaded.
     """
     require_fit(fit)
     require_repairable(model, reference)
@@ -99,7 +99,7 @@ def repair(
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
-        transaction_on(model) if edits is None else nullcontext(edits) as edits,  # refuses at once
+        transaction_on(model) if edits is None else nullcontext(edits) as edits,
         quiet(model),
         quiet(reference),
     ):

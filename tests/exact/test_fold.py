@@ -34,9 +34,10 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
-from hfpatch.exact.check import run
+from hfpatch.exact.compensate import norm_inputs
 from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
+from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
@@ -222,7 +223,7 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     with pytest.warns(NotPreservedWarning, match="post-norm"):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
-    before, after = (run(one, inputs(one), norms).means for one in (copied, model))
+    before, after = (run(one, inputs(one), norm_inputs(one, norms)).means for one in (copied, model))
     size = {name: [float(x[name].square().mean().sqrt()) for x in (before, after)] for name in norms}
     assert size["embeddings.LayerNorm"][1] < 1e-5
     assert all(b < 0.7 * a for a, b in size.values())
@@ -361,7 +362,8 @@ def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: py
     silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
-    monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: BEYOND)
+    for room in ("exact.request", "outcome"):
+        monkeypatch.setattr(f"hfpatch.{room}.example_inputs", lambda *a: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match="doesn't take example_inputs: it has tokens 97"):
