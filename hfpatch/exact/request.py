@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..core.bare import has_weights
 from ..core.plan_table import Change
 from ..core.transaction import Transaction
-from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.copies import copy_of, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
 from ..measure.quiet_forward import fitting
@@ -131,7 +131,7 @@ class Conversion:
         if not (record.norm or record.placement):
             return self.model
         with host_errors():
-            return host_on_meta(self.model, unpatched_config(self.model.config))
+            return copy_of(self.model, config=unpatched_config(self.model.config), device="meta")
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, given by all its names, isn't exact; None if it is."""
