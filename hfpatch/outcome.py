@@ -15,7 +15,7 @@ from .errors import OptionError, VerificationError
 from .measure.inputs import example_inputs
 from .measure.outputs import FACTOR
 from .measure.shrink import TOKENS
-from .measure.snapshot import Snapshot, Verdict
+from .measure.snapshot import Snapshot, Verdict, media_inputs
 from .plan import Plan
 from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
@@ -43,10 +43,11 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
         if inputs is not None:
             return inputs
         if "pos" not in plan.by_kind:
-            return example_inputs(model)
+            return media_inputs(model) or example_inputs(model)
         new = plan.record.pos[-1].scheme.max_positions
         lengths = [length for length in (full_length(model), new) if length is not None and length < TOKENS]
-        return example_inputs(model, tokens=min(lengths, default=None))
+        tokens = min(lengths, default=None)
+        return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)
 
     norms = None if plan.conversion is None else plan.conversion.to_check()
     before = Snapshot(model, make, norms)

@@ -9,7 +9,7 @@ in full, since a model takes no others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,20 +62,24 @@ def _scaled(length: int, factor: float | None) -> int:
     return int(min(length * (factor or 2.0), _LONGEST))
 
 
-def full_inputs(model: nn.Module) -> tuple[dict[str, Any], bool]:
+def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
     """Return inputs of one forward at a model's full length and image size, and whether its text is as long as that.
+
+    Args:
+        model: as it is now.
+        make: `example_inputs`, or `inputs_of_every_part`.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
     """
     length = full_length(model)
     if length is None:
-        return example_inputs(model, batch=1), True
+        return make(model, batch=1), True
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
     takes = inspect.signature(model.forward).parameters
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    return example_inputs(model, tokens=tokens, batch=1) | few, tokens == length
+    return make(model, tokens=tokens, batch=1) | few, tokens == length
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
+from ..measure.inputs import example_inputs, inputs_of_every_part
 from ..measure.snapshot import attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
@@ -33,10 +34,13 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     Raises:
         UnsupportedError: it doesn't run.
     """
-    full = attempt(model, lambda: full_inputs(model)[0])
-    if isinstance(full, Exception):
-        if not isinstance(attempt(original, lambda: full_inputs(original)[0]), Exception):
+    for make in (inputs_of_every_part, example_inputs):  # text alone, if images can't be made for the original either
+        full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
+        if not isinstance(full, Exception):
+            break
+        if not isinstance(attempt(original, lambda make=make: full_inputs(original, make)[0]), Exception):  # type: ignore[misc]
             raise _refusal(model, settings, full) from full
+    if isinstance(full, Exception):
         if given is None:
             return False
         full = attempt(model, lambda: fitted(given, model, settings))
