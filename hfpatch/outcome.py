@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from .core.bare import has_weights
 from .errors import OptionError, VerificationError
-from .measure.inputs import example_inputs
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
@@ -40,9 +39,7 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
     def make() -> Mapping[str, Any]:
         if inputs is not None:
             return inputs
-        if "pos" not in plan.by_kind:
-            return example_inputs(model)
-        return short_inputs(model, plan.record.pos[-1].scheme.max_positions)
+        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
 
     norms = None if plan.conversion is None else plan.conversion.to_check()
     before = Snapshot(model, make, norms)

@@ -9,7 +9,7 @@ in full, since a model takes no others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.inputs import Inputs, example_inputs
+from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
 from ..measure.shrink import TOKENS
-from ..measure.snapshot import attempt
+from ..measure.snapshot import attempt, media_inputs
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
@@ -51,10 +51,13 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     Raises:
         UnsupportedError: it doesn't run.
     """
-    full = attempt(model, lambda: full_inputs(model)[0])
-    if isinstance(full, Exception):
-        if not isinstance(attempt(original, lambda: full_inputs(original)[0]), Exception):
+    for make in (inputs_of_every_part, example_inputs):  # text alone, if images can't be made for the original either
+        full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
+        if not isinstance(full, Exception):
+            break
+        if not isinstance(attempt(original, lambda make=make: full_inputs(original, make)[0]), Exception):  # type: ignore[misc]
             raise _refusal(model, settings, full) from full
+    if isinstance(full, Exception):
         if given is None:
             return False
         full = attempt(model, lambda: fitted(given, model, settings))
@@ -173,20 +176,24 @@ def _scaled(length: int, factor: float | None) -> int:
     return int(min(length * (factor or 2.0), _LONGEST))
 
 
-def full_inputs(model: nn.Module) -> tuple[dict[str, Any], bool]:
+def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
     """Return inputs of one forward at a model's full length and image size, and whether its text is as long as that.
+
+    Args:
+        model: as it is now.
+        make: `example_inputs`, or `inputs_of_every_part`.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
     """
     length = full_length(model)
     if length is None:
-        return example_inputs(model, batch=1), True
+        return make(model, batch=1), True
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
     takes = inspect.signature(model.forward).parameters
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    return example_inputs(model, tokens=tokens, batch=1) | few, tokens == length
+    return make(model, tokens=tokens, batch=1) | few, tokens == length
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -230,10 +237,13 @@ def fitted(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting])
 
 
 def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model before and after its length changes.
+    """Return inputs of one forward that are short enough for a model, also where a patch sets a new length.
+
+    With images or sounds where the model reads them beside text.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
     """
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
-    return example_inputs(model, tokens=min(lengths, default=None))
+    tokens = min(lengths, default=None)
+    return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)
