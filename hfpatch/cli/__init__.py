@@ -15,7 +15,7 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.file_digests import compare
+from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
@@ -385,8 +385,9 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     config = config_of(model, trust)
     if not hasattr(config, KEY):
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
-    found = compare(model, {})
-    vars(config)[OPENED].require_unchanged(model, found.config, refuse=True)
+    saved = read_digests(model, {})
+    found = compare(model, {}, saved)
+    vars(config)[OPENED].require_unchanged(model, saved and saved.config, refuse=True)
     typer.echo(f"{found.tensors} tensors ({found.size:,} bytes) are those that were saved, byte by byte.")
     built = opened(model, head, trust, **found.same)
     typer.echo(f"{type(built).__name__} opens, and config.json is the one that was saved.")

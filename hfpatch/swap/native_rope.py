@@ -179,8 +179,14 @@ def _new_settings(rotation: NativeRotation, scheme: RoPE) -> Settings:
             new.pop(option, None)
         new.update(scheme.scaling)
         if RoPE.takes(scheme.scaling["rope_type"], ORIGINAL) and ORIGINAL not in scheme.scaling:
-            own = getattr(config, ORIGINAL, None) or config.max_position_embeddings  # type: ignore[union-attr]
+            own = getattr(config, ORIGINAL, None) or getattr(config, "max_position_embeddings", None)
             new[ORIGINAL] = old.get(ORIGINAL) or own
+            if new[ORIGINAL] is None:
+                raise UnsupportedError(
+                    f"{rotation.name}: {type(config).__name__} doesn't say how long texts were that the model was "
+                    f"trained on, which rope_type={scheme.scaling['rope_type']!r} starts from. Add {ORIGINAL!r} to "
+                    "scaling."
+                )
     if scheme.theta is not None:
         new["rope_theta"] = scheme.theta
     if scheme.partial is not None and scheme.partial != old.get(_PARTIAL, 1.0):

@@ -188,6 +188,11 @@ THREE_PAIRS = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor"
         ("llama", RoPE(pairing="interleaved"), "LlamaRotaryEmbedding turns together, so pairing="),
         ("gemma4_text", RoPE(scaling=LINEAR), r"256 .*64 .*rope_type='linear'"),  # which its attention can't apply
         ("granite_swa", RoPE(theta=5.0), "GraniteSWAModel"),  # which tells rotations apart by theta
+        (
+            "recurrent_gemma",
+            RoPE(scaling={"rope_type": "yarn", "factor": 2.0}),
+            "RecurrentGemmaConfig doesn't say how long",
+        ),
         # its config computes the share that is turned, so a checkpoint would come back with its own
         pytest.param("dots3_note_text", RoPE(partial=0.25), "config", marks=pytest.mark.slow),
     ],
