@@ -29,8 +29,7 @@ from .gated import initialise_fresh
 from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .overridden import require_effect
-from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
+from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk, warn_of_fixed
 from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
@@ -162,17 +161,13 @@ class PatchedModel(UnlimitedGeneration):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the host's.
-
-        Raises:
-            CheckpointError: a setting was overridden that has no effect, since the patch's modules don't read it.
-        """
+        """As the host's; it warns of an overridden setting that modules of the patch don't read."""
         with opened_patched():
             opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
-            require_effect(saved, model, name)
+            warn_of_fixed(saved, model.config, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,43 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change
-from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.copies import copy_of
+from ..measure.snapshot import attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
 from .config_diff import Setting
 from .full_length import fitted, full_inputs, last_positions
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
-Outputs = dict[str, Tensor]
-Copy = Callable[[Any], Any]  # makes a copy that shares weights: some models change their own settings in a forward
 
-
-def run(model: Any, inputs: Mapping[str, Any], copy: Copy) -> Outputs:
-    """Return the outputs of one forward on a copy."""
-    copied = copy(model)
-    with quiet(copied):
-        return outputs_of(copied, inputs)
-
-
-def attempt(model: Any, make: Callable[[], Mapping[str, Any] | None], copy: Copy) -> Outputs | Exception:
-    """Return the outputs of one forward on inputs that are made now, or why there are none.
-
-    Raises:
-        MemoryError, torch.OutOfMemoryError: there is too little memory.
-    """
-    try:
-        inputs = make()
-        return {} if inputs is None else run(model, fitting(model, inputs), copy)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception as error:  # whatever a forward may raise
-        return error
-
-
-def require_runs_in_full(
-    model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None, copy: Copy
-) -> bool:
+def require_runs_in_full(model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None) -> bool:
     """Refuse a model that doesn't run at its full length and image size (`full_length.py` says how long that is).
 
     Args:
@@ -54,7 +26,6 @@ def require_runs_in_full(
         original: a copy from before, the control: inputs that are made in the same way for its own length run in it.
         settings: what changed in the config: (config as it was, attribute, new value).
         given: the user's inputs for the original, if there are any.
-        copy: see `Copy`.
 
     Returns:
         Whether it ran; False if no inputs could be made that the original takes either.
@@ -62,16 +33,16 @@ def require_runs_in_full(
     Raises:
         UnsupportedError: it doesn't run.
     """
-    full = attempt(model, lambda: full_inputs(model)[0], copy)
+    full = attempt(model, lambda: full_inputs(model)[0])
     if isinstance(full, Exception):
-        if not isinstance(attempt(original, lambda: full_inputs(original)[0], copy), Exception):
+        if not isinstance(attempt(original, lambda: full_inputs(original)[0]), Exception):
             raise _refusal(model, settings, full) from full
         if given is None:
             return False
-        full = attempt(model, lambda: fitted(given, model, settings), copy)
+        full = attempt(model, lambda: fitted(given, model, settings))
         return not isinstance(full, Exception)
-    last = attempt(model, lambda: _positions(model, 0), copy)
-    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1), copy), Exception):
+    last = attempt(model, lambda: _positions(model, 0))
+    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
         raise _refusal(model, settings, last) from last
     return True
 
@@ -90,7 +61,7 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
     )
 
 
-def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str, copy: Copy) -> None:
+def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str) -> None:
     """Refuse a change of positions after which all outputs are, bit for bit, those of before.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
@@ -101,7 +72,6 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         original: a copy from before.
         changes: of positions, lossy ones.
         what: the request, for the message.
-        copy: see `Copy`.
 
     Raises:
         UnsupportedError: nothing moved.
@@ -116,10 +86,10 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     names = {change.row.module for change in changes if change.changes and change.row.loss}
     reached = False
     for probe in probes:
-        before, after = (attempt(one, partial(dict, probe), copy) for one in (original, model))
+        before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(model, partial(dict, probe), lambda one: _shaken(copy(one), names))
+        other = attempt(_shaken(copy_of(model, share=True), names), partial(dict, probe))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(
@@ -128,7 +98,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         )
 
 
-def equal(outputs: Outputs, others: Outputs) -> bool:
+def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     """Return whether the outputs of two forwards are the same, to the bit."""
     same = outputs.keys() == others.keys()
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
