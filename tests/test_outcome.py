@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from hfpatch.checkpoint.patched_config import give_patched_config
-from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
 from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
-from hfpatch.outcome import Measurement
+from hfpatch.measure.snapshot import Snapshot
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
@@ -96,7 +95,7 @@ def test_each_request_has_its_own() -> None:
     model = patch(patch(tiny("gpt2", LM), norm="rms"), pos="rope")
     before = outcomes(model)
     assert [outcome.split(":")[0] for outcome in before.values()] == ["exact", "approximate"]
-    convert_pairing(model, "interleaved")
+    patch(model, mlp="geglu")
     assert list(outcomes(model).items())[:2] == list(before.items())
     assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
     assert outcomes(tiny("gpt2", LM)) == {}
@@ -211,7 +210,7 @@ def test_a_comparison_that_fails_isnt_blamed_on_the_model(monkeypatch: pytest.Mo
     def fail(truth: Any, outputs: Any) -> None:
         raise TypeError("can't be compared")
 
-    monkeypatch.setattr("hfpatch.outcome.deviations", fail)
+    monkeypatch.setattr("hfpatch.measure.snapshot.deviations", fail)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(TypeError, match="can't be compared"):
@@ -344,13 +343,8 @@ def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured outputs are off by a tenth after a patch."""
-    measure, runs = Measurement._outputs, []
-
-    def outputs(self: Measurement, model: Any) -> dict[str, Tensor]:
-        runs.append(1)
-        return {name: value * (1 + 0.1 * (len(runs) % 2 == 0)) for name, value in measure(self, model).items()}
-
-    monkeypatch.setattr(Measurement, "_outputs", outputs)
+    after = Snapshot.after
+    monkeypatch.setattr(Snapshot, "after", lambda *given: {name: 1.1 * value for name, value in after(*given).items()})
 
 
 def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:

@@ -23,9 +23,7 @@ from ..swap.norms import plan_norms
 from ..swap.planners import Planned
 
 
-def plan_batch_norms(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
     """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
 
     Raises:

@@ -54,9 +54,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
     """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,

@@ -90,3 +90,8 @@ def _unwrap_advice(model: object, kind: str) -> str:
         f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside it; a "
         "SentenceTransformer is taken as a whole."
     )
+
+
+def has_weights(model: nn.Module) -> bool:
+    """Return whether all of a model's Parameters hold values: none is on the meta device."""
+    return not any(parameter.is_meta for parameter in model.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -86,11 +86,23 @@ class Change:
         row: for the plan; its action says whether anything changes.
         edits: what changes in the model's structure, each of one place, by its name in the model.
         values: then, what changes in Parameters' values. It is in the weights, and no checkpoint records it.
+        otherwise: what the change doesn't preserve where nothing is centred for it; None if that makes no difference.
     """
 
     row: Row
     edits: tuple[Edit, ...] = ()
     values: Callable[[Transaction], None] | None = None
+    otherwise: str | None = None
+
+    def inexact(self, measured: str) -> Change:
+        """The same change where nothing is centred for it, since that failed its check.
+
+        Args:
+            measured: how it failed, in words.
+        """
+        if self.otherwise is None or not self.changes:
+            return self
+        return replace(self, row=replace(self.row, loss=f"{self.otherwise} ({measured})", exact=None))
 
     @property
     def changes(self) -> bool:

@@ -104,4 +104,4 @@ def _converted(
         return tensor.detach() if share else None
     if place.type == "meta" or tensor.is_meta:
         return torch.empty(tensor.shape, dtype=target, device=place)
-    return tensor.detach().to(place, target)
+    return tensor.detach().to(place).to(target)  # one after the other: a device may not have the dtype

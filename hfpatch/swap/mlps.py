@@ -22,9 +22,7 @@ from ..sites.mlps import MLPSite, find_mlps, mixtures
 from .planners import Planned
 
 
-def plan_mlp_request(
-    model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:
@@ -76,7 +74,7 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
         _require_resizable(model, site, scheme)
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
-        return Change(row, edits, lambda changes: _start_afresh(changes, model, site, first, last))
+        return Change(row, edits, lambda _: _start_afresh(model, site, first, last))
     start = _require_start(site, scheme)
     loss = None
     if not start.exact:
@@ -157,7 +155,7 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
 def _start_as_trained(changes: Transaction, model: nn.Module, site: MLPSite, first: nn.Module) -> None:
     """The gate's Parameters are the replaced projection's, times k (shared ones are kept: `find_mlps`); V's are new."""
     gated: Any = model.get_submodule(site.name)
-    _log_parameters(changes, gated.up, first)
+    _freeze_as(gated.up, first)
     scale = vars(gated.gate).pop(TIMES)
     if scale != 1.0:
         for name, parameter in gated.gate._parameters.items():
@@ -166,9 +164,7 @@ def _start_as_trained(changes: Transaction, model: nn.Module, site: MLPSite, fir
                 changes.rewrite(gated.gate, name, "multiply", operand)
 
 
-def _start_afresh(
-    changes: Transaction, model: nn.Module, site: MLPSite, old_first: nn.Module, old_last: nn.Module
-) -> None:
+def _start_afresh(model: nn.Module, site: MLPSite, old_first: nn.Module, old_last: nn.Module) -> None:
     """New projections' values, initialised as the host does it."""
     gated, last = model.get_submodule(site.name), model.get_submodule(str(site.last))
     assert isinstance(gated, GatedLinear)
@@ -177,19 +173,16 @@ def _start_afresh(
     if not gated.weight.is_meta:
         _initialise(model, site, gated, last)
     for new, old in ((gated.gate, old_first), (gated.up, old_first), (last, old_last)):
-        _log_parameters(changes, new, old)
+        _freeze_as(new, old)
 
 
-def _log_parameters(changes: Transaction, new: nn.Module, old: nn.Module) -> None:
-    """Enter new Parameters, frozen where the old ones are, as replacements of those: optimizers go by that."""
+def _freeze_as(new: nn.Module, old: nn.Module) -> None:
+    """Give a new module Parameters of the replaced one's kind, frozen where those are."""
     weight: nn.Parameter = old.weight  # type: ignore[assignment]
     for name, parameter in list(new._parameters.items()):
         if parameter is not None:
             replaced = old._parameters.get(name)
-            new._parameters[name] = replaced
-            changes.set_parameter(
-                new, name, parameter_like(weight if replaced is None else replaced, parameter.detach())
-            )
+            new._parameters[name] = parameter_like(weight if replaced is None else replaced, parameter.detach())
 
 
 def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,37 +11,11 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.snapshot import attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
 from .config_diff import Setting
 from .full_length import fitted, full_inputs, last_positions
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
-Outputs = dict[str, Tensor]
-
-
-def run(model: Any, inputs: Mapping[str, Any]) -> Outputs:
-    """Return the outputs of one forward on a copy: some models change their own settings in a forward."""
-    copied = copy_of(model, share=True)
-    with quiet(copied):
-        return outputs_of(copied, inputs)
-
-
-def attempt(model: Any, make: Callable[[], Mapping[str, Any] | None]) -> Outputs | Exception:
-    """Return the outputs of one forward on inputs that are made now, or why there are none.
-
-    Raises:
-        MemoryError, torch.OutOfMemoryError: there is too little memory.
-    """
-    try:
-        inputs = make()
-        return {} if inputs is None else run(model, fitting(model, inputs))
-    except OUT_OF_MEMORY:
-        raise
-    except Exception as error:  # whatever a forward may raise
-        return error
 
 
 def require_runs_in_full(model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None) -> bool:
@@ -124,7 +98,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         )
 
 
-def equal(outputs: Outputs, others: Outputs) -> bool:
+def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     """Return whether the outputs of two forwards are the same, to the bit."""
     same = outputs.keys() == others.keys()
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..measure.copies import copy_of
-from ..measure.outputs import Outputs
+from ..measure.outputs import Outputs, float64_device
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seeded
 from ..runtime.errors import UnsupportedError, described
@@ -38,12 +38,16 @@ class Subject:
     def copy(self, dtype: torch.dtype) -> nn.Module:
         """A copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
 
+        A copy in float64 is on the CPU where the model's device has none.
+
         Raises:
             UnsupportedError: something in the model can't be copied.
         """
 
         try:
-            copied = copy_of(self.model, dtype=dtype, share=True)
+            place = float64_device(self.model.device)
+            device = place if dtype == torch.float64 and place != self.model.device else None
+            copied = copy_of(self.model, dtype=dtype, device=device, share=True)
             for module in copied.modules():
                 if isinstance(config := vars(module).get("config"), PreTrainedConfig):
                     vars(config).update(_OPTIONS)
@@ -59,9 +63,9 @@ class Subject:
         Raises:
             UnsupportedError: the forward fails, or returns nothing to compare.
         """
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
-            with isolated(self.model), torch.autocast(device.type, enabled=False):
+            with isolated(model), torch.autocast(device.type, enabled=False):
                 outputs = Outputs.of(model(**cast(batch, device, dtype)))
         except Exception as error:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]
