@@ -13,16 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .checkpoint.classes import patched_model_class
+from .checkpoint.file_digests import report_of
 from .checkpoint.patched_config import carry_over_config, give_patched_config
-from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import takes_holders
 from .core.journal import Journal
-from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
+from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
-from .measure.randomness import keep_random_state
+from .measure.randomness import changes_alone, keep_random_state
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
@@ -162,7 +162,7 @@ def _carry_out(
             changes.undo(start)
             plan, verdict = plan.inexact(model, measured), None
             exact, norms, others = plan.phases
-        original = copy_of(model) if has_weights(model) and ("pos" in plan.planned or calibration) else None
+        original = copy_of(model, share=True) if has_weights(model) and ("pos" in plan.planned or calibration) else None
         norms.apply(model, changes)
         if plan.conversion is not None:
             plan.conversion.compensate(changes)
@@ -190,10 +190,10 @@ def outcomes(model: nn.Module) -> dict[str, str]:
 def repair_report(model: nn.Module) -> RepairReport | None:
     """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
 
-    It is saved with the model, in `hfpatch_repair.json`.
+    It is saved with the model, in `hfpatch_weights.json`; None too if a checkpoint was opened without that file.
 
     Raises:
-        CheckpointError: the model was opened from a checkpoint whose file is missing, damaged or another's.
+        CheckpointError: the model was opened from a checkpoint whose report is malformed, or of a later version.
     """
     return report_of(model)
 
@@ -230,6 +230,7 @@ def unpatch_model(model: M) -> M:
     present_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     patched_config, device, dtype = model.config, model.device, model.dtype
     undo_record.edits.undo()
+    vars(model).pop(REPAIR, None)
     carry_over_config(model, patched_config, undo_record.lengths)
     on_meta = device.type == "meta"  # no values can be sent there, but the model as a whole
     for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype

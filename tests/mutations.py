@@ -194,13 +194,13 @@ FAULTS = [
     Fault(
         "an eps that was changed in config.json counts as harmless",
         "checkpoint/stored_config.py",
-        '_HARMLESS |= {"transformers_weights"}',
-        '_HARMLESS |= {"transformers_weights", "layer_norm_epsilon", "layer_norm_eps"}',
+        "_HARMLESS |= {FILE}",
+        '_HARMLESS |= {FILE, "layer_norm_epsilon", "layer_norm_eps"}',
         ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
         "weights that go by other names are taken",
-        "checkpoint/weight_names.py",
+        "checkpoint/files.py",
         "    if unexpected:\n",
         "    if False:\n",
         ("checkpoint/test_fingerprint.py",),

@@ -81,7 +81,7 @@ def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
     return model, info
 
 
-def write_weights(model: Any, folder: Path, max_shard_size: str | None) -> None:
+def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
     """Write the weights of a model that was opened by `opened_from`, one tensor in memory at a time.
 
     Args:

@@ -1,8 +1,9 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`, `run`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `export`, `push`, `run`."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +15,9 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.file_digests import compare
+from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.environment import environment
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -40,9 +40,9 @@ from ..schemes.positions import Position
 from ..schemes.request import EXACT, HOW, Record
 from ..verification import verify as verification
 from ..verification.report import Report
-from .commands import Commands
 from .launcher import launch
 from .options import (
+    Commands,
     Examples,
     Form,
     Head,
@@ -104,7 +104,8 @@ def main(
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 @app.command()
@@ -283,12 +284,6 @@ def report(
 
 
 @app.command()
-def env() -> None:
-    """Print versions, devices and plug-ins for a report of a problem; no names of users, paths or tokens."""
-    typer.echo(environment())
-
-
-@app.command()
 def export(
     model: Patched,
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
@@ -390,8 +385,9 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     config = config_of(model, trust)
     if not hasattr(config, KEY):
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
-    found = compare(model, {})
-    vars(config)[OPENED].require_unchanged(model, found.config, refuse=True)
+    saved = read_digests(model, {})
+    found = compare(model, {}, saved)
+    vars(config)[OPENED].require_unchanged(model, saved and saved.config, refuse=True)
     typer.echo(f"{found.tensors} tensors ({found.size:,} bytes) are those that were saved, byte by byte.")
     built = opened(model, head, trust, **found.same)
     typer.echo(f"{type(built).__name__} opens, and config.json is the one that was saved.")

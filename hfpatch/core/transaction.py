@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .journal import Entry, Journal, is_dense
 from .stored_tensor import StoredTensor
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _HOOKS = (
     "_forward_hooks",
@@ -31,23 +28,6 @@ UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model:
 
 _PIECE = 2**18  # elements converted to float64 at once by `rewrite`
 _LARGE = 2**20  # bytes of a Parameter whose old values are worth a place on disk
-
-
-# Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
-# another one has changed them would leave them at that one's values; and two patches of one model at once gave models
-# that were called exact and weren't.
-process_state = threading.RLock()
-
-
-def changes_alone(function: F) -> F:
-    """Decorator of a function that changes a model: other threads that change one wait meanwhile."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with process_state:
-            return function(*args, **kwargs)
-
-    return cast(F, run)
 
 
 class Transaction:
@@ -218,11 +198,10 @@ class UndoRecord:
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
     """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
-    with process_state:
-        kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
-        edits = Transaction(Journal()) if kept is None else kept.edits
-        with closing(edits), edits.all_or_nothing():
-            yield edits
+    kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    edits = Transaction(Journal()) if kept is None else kept.edits
+    with closing(edits), edits.all_or_nothing():
+        yield edits
 
 
 def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..core.bare import has_weights
 from ..core.plan_table import Change
 from ..core.transaction import Transaction
-from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.copies import copy_of, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
 from ..measure.quiet_forward import fitting
@@ -35,7 +35,6 @@ class Conversion:
         inputs: keyword arguments of one forward; generated if the user passes none.
         centring: result of the search; where none can be made, an empty one with the reason.
         exact, approximate: names of the norms that are replaced exactly, or approximately; filled by `plan_norms`.
-        moved_shifts: norms whose shift moves into the layers that read them, filled by `contrib.fold_bias`.
     """
 
     model: PreTrainedModel
@@ -44,7 +43,6 @@ class Conversion:
     centring: Centring = field(default_factory=Centring)
     exact: list[str] = field(default_factory=list)
     approximate: list[str] = field(default_factory=list)
-    moved_shifts: list[str] = field(default_factory=list)
     _changes: list[Change] = field(default_factory=list)
 
     @classmethod
@@ -133,7 +131,7 @@ class Conversion:
         if not (record.norm or record.placement):
             return self.model
         with host_errors():
-            return host_on_meta(self.model, unpatched_config(self.model.config))
+            return copy_of(self.model, config=unpatched_config(self.model.config), device="meta")
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, given by all its names, isn't exact; None if it is."""
@@ -153,7 +151,7 @@ class Conversion:
 
     def to_check(self) -> dict[str, NormInput] | None:
         """The inputs of the exact norms, by name, whose means a check measures; None where nothing can be checked."""
-        if self.on_meta or not (self.centres or self.moved_shifts):
+        if self.on_meta or not self.centres:
             return None
         return norm_inputs(self.model, self.exact)
 

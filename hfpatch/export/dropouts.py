@@ -45,7 +45,7 @@ def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, flo
 
     What it drops before its first attention are embeddings.
     """
-    copied, recorder = copy_of(model), _Recorder()
+    copied, recorder = copy_of(model, share=True), _Recorder()
     with quiet(copied):
         copied.train()
         with recorder:

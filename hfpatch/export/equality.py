@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..measure.copies import copy_of
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
 from ..measure.quiet_forward import fitting, quiet
@@ -79,7 +79,7 @@ def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> Measured | None:
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
-        return _compared(copy.deepcopy(model).double(), copy.deepcopy(other).double(), inputs)[0]
+        return _compared(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
     except Exception:  # some classes put numbers of another dtype into their arithmetic
         return None
 

@@ -240,7 +240,7 @@ class Reference:
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
             self.inputs = fitting(model, inputs)
             self.outputs = self._outputs()
-            self.floor = noise_floor(copy_of(model), self.inputs)
+            self.floor = noise_floor(copy_of(model, share=True), self.inputs)
 
     def _outputs(self) -> dict[str, Tensor]:
         """Outputs; logits less their mean, which TransformerLens takes away in compatibility mode."""

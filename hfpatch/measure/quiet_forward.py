@@ -14,8 +14,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..core.transaction import process_state
-from .randomness import keep_random_state
+from .randomness import keep_random_state, process_state
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")

@@ -88,7 +88,7 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
     """
     try:
         made = inputs()
-        return {} if made is None else run(copy_of(model), fitting(model, made), {}).outputs
+        return {} if made is None else run(copy_of(model, share=True), fitting(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
     except Exception as error:  # whatever a forward may raise
@@ -179,7 +179,7 @@ class Snapshot:
             return
         try:
             self.inputs = fitting(model, inputs())
-            copied = copy_of(model)
+            copied = copy_of(model, share=True)
             before = run(copied, self.inputs, self.norms)
         except OUT_OF_MEMORY:
             raise
@@ -215,7 +215,7 @@ class Snapshot:
         """
         assert self.before is not None
         assert self.floor is not None
-        now = run(copy_of(model), self.inputs, self.norms)
+        now = run(copy_of(model, share=True), self.inputs, self.norms)
         return Verdict(
             max_error(self.before.outputs, now.outputs),
             FACTOR * max(self.floor, self.eps),
@@ -239,7 +239,7 @@ class Snapshot:
     def within_rounding(self, model: nn.Module, error: float) -> Verdict:
         """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
         least = last_bit(model)
-        floor = least if error <= FACTOR * least else noise_floor(copy_of(model), self.inputs)
+        floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
         return Verdict(error, FACTOR * max(floor, least))
 
 

@@ -1,4 +1,4 @@
-"""Refuses what can't be the reference of a repair: the original that a patched model is fitted to."""
+"""What a repair takes: a patched model and its original."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.logging import tqdm
 
-from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
@@ -47,10 +47,9 @@ def sample_batches(
     require_generates(model)
     length = max(2, min(length, longest_text(model) or length))
     batches = []
-    with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
+    with quiet(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
-            bar.step(start, f"drawing up to {length} tokens each")
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
@@ -61,7 +60,7 @@ def sample_batches(
                 sides = {"": _generate(model, input_ids=_starts(model, config, count))}
             masks = {f"{side}attention_mask": _mask(ids, model) for side, ids in sides.items()}
             batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
-        bar.step(sequences, "drawn")
+            bar.update(count)
     return batches
 
 

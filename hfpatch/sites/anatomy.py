@@ -153,12 +153,8 @@ class _BranchFinder:
 
     def _moved_by(self, source: CallKey) -> _Moves:
         """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
-        seen = self.block.run({source: self.delta}, self._held_around(source))
+        seen = self.block.run({source: self.delta}, self.block.matrices_around(source))
         return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
-
-    def _held_around(self, source: CallKey) -> set[CallKey]:
-        """The calls of all modules with a matrix, except for those that contain the source."""
-        return {c for c in self.rank if c[0] in self.block.matrices and not source[0].startswith(f"{c[0]}.")}
 
     def _relative_changes(self, new: dict[CallKey, Tensor], old: dict[CallKey, Tensor]) -> dict[CallKey, Tensor | None]:
         """The differences of two runs divided by delta, as in `_Moves`."""
@@ -255,7 +251,7 @@ class _BranchFinder:
     def _is_unaltered(self, outlet: CallKey, point: CallKey) -> bool:
         """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
         noise = self.block.noise(self.block.base.outputs[outlet], 4)
-        by = self.block.run({outlet: noise}, self._held_around(outlet)).points[point] - self.points[point]
+        by = self.block.run({outlet: noise}, self.block.matrices_around(outlet)).points[point] - self.points[point]
         return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _readers(self, writer: CallKey, outlet: CallKey, norm: str, held: set[CallKey]) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(_shaken(copy_of(model), names), partial(dict, probe))
+        other = attempt(_shaken(copy_of(model, share=True), names), partial(dict, probe))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(

@@ -143,10 +143,6 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
     for mode in ("Fold", None, 3):
         with pytest.raises(OptionError, match="mode"):
             RMS(mode)
-    with pytest.raises(OptionError, match="fold_bias"):
-        RMS(fold_bias=1)
-    with pytest.raises(OptionError, match=r"fold_bias.*mode='parametrize'"):
-        RMS("parametrize", True)
     model = tiny("gpt2")
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"wpe\.weight.*torch\.int8"):
@@ -271,8 +267,6 @@ def test_copy_and_reset_look_for_nothing(init: str) -> None:
     patch(model, norm="rms", init=init)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     assert {row.kind for row in plan_patch(tiny("gpt2"), norm="rms", init=init).rows} == {"norm"}
-    with pytest.raises(OptionError, match=f"fold_bias.*init='{init}'"):
-        plan_patch(tiny("gpt2"), norm=RMS(fold_bias=True), init=init)
     with pytest.raises(NothingToPatchError):  # without a norm to change
         plan_patch(tiny("llama"), norm="rms")
 
@@ -344,7 +338,7 @@ def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
+@pytest.mark.parametrize("norm", ["rms", RMS("parametrize")])
 def test_neither_plan_nor_check_leaves_a_trace_or_runs_a_users_hook(norm: Any) -> None:
     model = tiny("gpt2", LM).train()
     for module in model.modules():
@@ -491,34 +485,10 @@ def test_after_layernorms_of_ours_it_is_exact() -> None:
     assert distance(plain, model) < 1e-9
 
 
-# Shifts that move into the readers
-
-
-def test_fold_bias_leaves_bias_free_norms(tmp_path: Path) -> None:
-    model = tiny("opt", LM).double()
-    plain, before = copy.deepcopy(model), fingerprint(model)
-    silent(model, norm=RMS(fold_bias=True), reversible=True)
-    assert distance(plain, model) < 1e-9
-    norms = {name: model.get_submodule(name) for name in norms_of(model, AffineNorm)}
-    assert [name for name, norm in norms.items() if norm.bias is not None] == ["model.decoder.final_layer_norm"]
-    rows = {row.module: row for row in plan_patch(plain, norm=RMS(fold_bias=True)).rows}
-    assert rows["model.decoder.layers.0.self_attn_layer_norm"].reason == "its shift moves into 3 linear layers"
-    assert rows["model.decoder.layers.1.final_layer_norm"].reason == "its shift moves into 1 linear layer"
-    assert rows["model.decoder.final_layer_norm"].reason == "keeps its shift: a Linear that reads it has no bias"
-    assert not [key for key in model.state_dict() if "self_attn_layer_norm.bias" in key]
-    again = reload(copy.deepcopy(model), tmp_path, LM, dtype=torch.float64)
-    assert distance(model, again) == 0
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-
-
 def with_its_own_dropout() -> Any:
     model = tiny("gpt2", LM)
     model.transformer.drop.forward = type(model.transformer.drop).forward.__get__(model.transformer.drop)
     return model
-
-
-FOLD_BIAS = {"norm": RMS(fold_bias=True)}
 
 
 @pytest.mark.parametrize(
@@ -536,14 +506,6 @@ FOLD_BIAS = {"norm": RMS(fold_bias=True)}
             {"norm": "rms", "init": "exact", "example_inputs": TOO_LONG},
             UnsupportedError,
             "GPT2LMHeadModel",
-        ),
-        (lambda: tiny("bert"), FOLD_BIAS, UnsupportedError, "fold_bias=True: .*shift"),  # something else reads the norm
-        (lambda: tiny("gpt2").to("meta"), FOLD_BIAS, UnsupportedError, "fold_bias=True: .*meta device"),
-        (
-            lambda: tiny("gpt2", LM),
-            FOLD_BIAS | {"example_inputs": TOO_LONG},
-            UnsupportedError,
-            "fold_bias=True: .*IndexError",
         ),
     ],
 )

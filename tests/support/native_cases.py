@@ -100,7 +100,6 @@ CASES = (
     # the host itself
     case("gpt2", LM, "gpt2", RMS_),
     case("gpt2", LM, "gpt2", {"norm": "rms:mode=parametrize"}),
-    case("gpt2", LM, "gpt2", {"norm": "rms:fold_bias=true"}),
     case("gpt2", LM, "gpt2", {"norm": "layer:bias=false"}),
     case("gpt2", LM, ("gpt2", *UNGATED), NOPE),
     case("gpt2", LM, "gpt2", {"pos": "sinusoidal"}),
