@@ -128,11 +128,10 @@ def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: nn.Module, **options: Any) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
-    monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.measure.inputs.make_inputs", fail)
     unmeasured = "as planned, not measured: UnsupportedError: no inputs could be made for this one"
     for request, kind in (({"pos": "rope"}, "approximate"), ({"norm": "layer"}, "exact")):
         (outcome,) = outcomes(patch(tiny("gpt2", LM), **request)).values()
@@ -261,10 +260,10 @@ def test_the_inputs_are_those_that_fit_before_and_after() -> None:
 def test_users_inputs_are_cut_and_resized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none can be made."""
 
-    def fail(model: nn.Module, **options: Any) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.measure.inputs.make_inputs", fail)
     for model_type, pos in (("vit", "learned:image_size=96"), ("gpt2", "learned:max_positions=8")):
         model, given = zoo.tiny(model_type)
         (outcome,) = outcomes(patch(model, pos=pos, example_inputs=given)).values()
