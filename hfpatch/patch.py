@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from .checkpoint.repair_file import report_of
 from .compile import compile_model, require_blocks
 from .core.bare import require_bare, require_unquantized
 from .core.holders import takes_holders
-from .core.journal import Journal
 from .core.optimizer import check_optimizer, swap_parameters
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord, changes_alone
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
@@ -130,8 +128,8 @@ def patch_model(
     new_lengths = _new_lengths(tokenizer, pos, calibration)
     batches = _checked_calibration(model, calibration, tokenizer, plan, init)
     before, dtype, lengths = list(model.parameters()), model.dtype, plan.lengths_in(model.config)
-    edits, optimizer_edits, report = Transaction(None if reversible else Journal()), Transaction(), None
-    with closing(edits), edits.all_or_nothing(), optimizer_edits.all_or_nothing():
+    edits, optimizer_edits, report = Transaction.on(model, keep=reversible), Transaction(), None
+    with edits.all_or_nothing(), optimizer_edits.all_or_nothing():
         if plan.changes:
             try:
                 report = _carry_out(plan, model, edits, batches, fit, init, example_inputs)

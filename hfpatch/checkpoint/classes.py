@@ -242,7 +242,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                         weights = {} if streams else None if state_dict is None else dict(state_dict)
                         super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
                         if streams:  # opening a checkpoint needs nothing that makes a patch
-                            from .streaming import write_weights
+                            from .mapped_weights import write_weights
 
                             write_weights(self, Path(folder), kwargs.get("max_shard_size"))
                         if saves:

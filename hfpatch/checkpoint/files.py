@@ -18,7 +18,7 @@ from ..runtime.errors import CheckpointError
 T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
-FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
+FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 
 def require_sound_files(

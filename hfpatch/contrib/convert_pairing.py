@@ -13,6 +13,7 @@ from ..checkpoint.classes import patched_model_class
 from ..checkpoint.patched_config import give_patched_config
 from ..core.bare import require_bare, require_unquantized
 from ..core.transaction import Transaction, transaction_on
+from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError, OptionError, VerificationError
 from ..exact.check import Reference
 from ..measure.batches import require_example
@@ -159,9 +160,10 @@ def _reorder(edits: Transaction, where: str, one: Rotating, places: Tensor) -> N
         axis = 1 if hasattr(projection, "nf") else 0
         if weight.shape[axis] != output_channels(projection):
             raise UnsupportedError(f"{where}.{name}: its weights are packed, so they can't be reordered.")
-        edits.set_values(projection, "weight", weight.detach().index_select(axis, rows.to(weight.device)))
+        reordered = weight.detach().index_select(axis, rows.to(weight.device))
+        edits.write(projection, WeightChange("weight", "value", reordered))
         if bias is not None:
-            edits.set_values(projection, "bias", bias.detach()[rows.to(bias.device)])
+            edits.write(projection, WeightChange("bias", "value", bias.detach()[rows.to(bias.device)]))
     inner = [module for name in one.norms for module in one.module.get_submodule(name).modules()]
     of_heads = [(module, name) for module in inner for name in module._parameters]
     bias_of_queries = getattr(one.layout, "query_bias", None)
@@ -175,4 +177,4 @@ def _reorder(edits: Transaction, where: str, one: Rotating, places: Tensor) -> N
                 "be reordered."
             )
         heads = parameter.detach().reshape(-1, one.head_dim)
-        edits.set_values(module, name, heads[:, places.to(heads.device)].reshape(parameter.shape))
+        edits.write(module, WeightChange(name, "value", heads[:, places.to(heads.device)].reshape(parameter.shape)))
