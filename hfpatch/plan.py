@@ -23,6 +23,7 @@ from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
+from .measure.quiet_forward import give_back_memory
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
@@ -56,6 +57,8 @@ class Phase:
         """Carry it out on the model."""
         for value in self.values:
             changes.write(model, value)
+        if self.values:
+            give_back_memory()
         apply(self.edits, model, changes)
         for value in self.starts:
             changes.write(model, value)
@@ -149,9 +152,11 @@ class Plan(Result):
             lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
         replaced = sum(row.action == "replace" for row in self.rows)
         yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
-        if self.weights:
-            changes = grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter)
-            yield [Table([("weights", "change"), *((names, str(members[0])) for members, names in changes)])]
+        values: dict[str, list[str]] = {}
+        for members, names in grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter):
+            values.setdefault(str(members[0]), []).append(names)
+        if values:
+            yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
 
 
 def _line_key(row: Row) -> tuple[object, ...]:

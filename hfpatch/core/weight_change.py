@@ -35,10 +35,10 @@ class WeightChange:
     def __str__(self) -> str:
         match self.op:
             case "centre":
-                return f"- mean over axis {self.axis}"
+                return f"x - mean(x, {self.axis})"
             case "add" | "multiply":
-                return f"{'+' if self.op == 'add' else 'x'} {_text(self.operand)}"
-        return f"= {_text(self.operand)}"
+                return f"x {'+' if self.op == 'add' else '*'} {_text(self.operand)}"
+        return _text(self.operand)
 
     def to_json(self) -> dict[str, Any]:
         """The change as plain JSON values, a tensor as its shape."""

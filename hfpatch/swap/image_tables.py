@@ -90,7 +90,7 @@ class _Stretch:
         return self.layout.resized(table, self.scheme, self.rows, self.columns, self.usual)
 
     def __str__(self) -> str:
-        return f"its rows stretched over {self.rows} x {self.columns}"
+        return f"rows of x stretched over {self.rows} x {self.columns}"
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class _Resize:
         return torch.cat((rows[: self.first], self.scheme.resized(rows[self.first :])))
 
     def __str__(self) -> str:
-        return f"its rows by {self.scheme}"
+        return f"rows of x by {self.scheme}"
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
