@@ -92,7 +92,7 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
     return found
 
 
-def write_weights(model: Any, folder: Path, max_shard_size: str | None) -> None:
+def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
     """Write the weights of a model that was opened by `opened_from`, one tensor in memory at a time.
 
     Args:

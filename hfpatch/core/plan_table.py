@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -92,10 +92,11 @@ class Change:
 
     Attributes:
         row: for the plan; its action says whether anything changes.
-        values: what changes in the values of present Parameters. It is in the weights, and no checkpoint records it.
-        edits: then, what changes in the model's structure, each of one place, by its name in the model.
+        edits: what changes in the model's structure, each of one place, by its name in the model.
+        values: before, what changes in the values of present Parameters. No checkpoint records it: weights hold it.
         starts: values of Parameters that the edits bring in.
         then: what the host's class does to them.
+        otherwise: what the change doesn't preserve where nothing is centred for it; None if that makes no difference.
     """
 
     row: Row
@@ -103,6 +104,17 @@ class Change:
     values: tuple[WeightChange, ...] = ()
     starts: tuple[WeightChange, ...] = ()
     then: tuple[Step, ...] = ()
+    otherwise: str | None = None
+
+    def inexact(self, measured: str) -> Change:
+        """The same change where nothing is centred for it, since that failed its check.
+
+        Args:
+            measured: how it failed, in words.
+        """
+        if self.otherwise is None or not self.changes:
+            return self
+        return replace(self, row=replace(self.row, loss=f"{self.otherwise} ({measured})", exact=None))
 
     @property
     def changes(self) -> bool:

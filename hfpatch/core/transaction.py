@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import setitem
-from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime.errors import UnsupportedError
 from .mapped import MAPPED, Mappings, is_storable
 from .weight_change import WeightChange
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _HOOKS = (
     "_forward_hooks",
@@ -33,42 +26,6 @@ _HOOKS = (
 UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
 
 _LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
-
-
-_lock = threading.Lock()
-_changing: set[int] = set()  # ids of the models that are being changed
-
-
-@contextmanager
-def changing(model: object) -> Iterator[None]:
-    """While it is open, the model can't be opened for changes a second time.
-
-    Raises:
-        UnsupportedError: another thread is changing it.
-    """
-    with _lock:
-        if id(model) in _changing:
-            raise UnsupportedError(
-                f"this {type(model).__name__} is being patched, unpatched or repaired by another thread. Wait until "
-                "that one has ended; patch one model from one thread."
-            )
-        _changing.add(id(model))
-    try:
-        yield
-    finally:
-        with _lock:
-            _changing.discard(id(model))
-
-
-def changes_alone(function: F) -> F:
-    """Decorator of a function whose first argument is a model that it changes, and nobody else meanwhile."""
-
-    @functools.wraps(function)
-    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with changing(model):
-            return function(model, *args, **kwargs)
-
-    return cast(F, run)
 
 
 class Transaction:
@@ -88,10 +45,10 @@ class Transaction:
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # (function, arguments) that undo each change
 
     @classmethod
-    def on(cls, model: nn.Module, keep: bool = False) -> Transaction:
-        """The transaction for a model; `keep` is whether the log is kept afterwards, so in memory."""
+    def on(cls, model: nn.Module) -> Transaction:
+        """The transaction of a change of a model that can't be undone once it has succeeded."""
         weights: Mappings | None = vars(model).get(MAPPED)
-        return cls(None if keep else weights or Mappings(), weights is not None)
+        return cls(weights or Mappings(), weights is not None)
 
     def __len__(self) -> int:
         return len(self._log)
@@ -143,11 +100,6 @@ class Transaction:
             self._record(_undo_class, target, type(target))
             target.__class__ = new
 
-    def set_list(self, target: list, new: list) -> None:
-        """Replace a list's contents in place."""
-        self._record(setitem, target, slice(None), list(target))
-        target[:] = new
-
     def drop_key(self, target: dict, key: Any) -> None:
         """Remove a key from a dictionary, if it is there."""
         if key in target:
@@ -179,38 +131,18 @@ class Transaction:
         if disk is not None and self._from_files:
             disk.release()
 
-    def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
-        """Pairs (old, new) of replaced child modules and Parameters; None for the old of an added, new of a removed."""
-        items = [arguments for undo, arguments in self._log if undo is _undo_item]
-        pairs = [(old[0] if old else None, target.get(key)) for target, key, old, _ in items]
-        kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
-        return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
+    def find_left(self, model: nn.Module) -> nn.Module | None:
+        """Return a module whose values `undo` would write back though it left the model since, or None."""
+        back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
+        known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}
+        written = (arguments[0] for undo, arguments in self._log if undo is _undo_values)
+        return next((module for module in written if id(module) not in known), None)
 
-    def replaced(self) -> list[nn.Module | nn.Parameter]:
-        """Child modules, with all inside them, and Parameters that `undo` puts back."""
-        found: list[nn.Module | nn.Parameter] = []
-        for old, _ in self.replacements():
-            found += old.modules() if isinstance(old, nn.Module) else [] if old is None else [old]
-        return found
-
-    def strays(self, model: nn.Module) -> list[nn.Module]:
-        """Modules whose values `undo` would write back, and that are neither in the model nor put back themselves."""
-        known = {id(one) for one in (*model.modules(), *self.replaced())}
-        return [arguments[0] for undo, arguments in self._log if undo is _undo_values and id(arguments[0]) not in known]
-
-    def then(self, later: Transaction) -> Transaction:
-        """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it.
-
-        Of an object whose class both changed only the first class is kept: one in between is generated, and can't be
-        pickled.
-        """
-        both = Transaction()
-        first = {id(arguments[0]) for undo, arguments in self._log if undo is _undo_class}
-        both._log = [
-            *self._log,
-            *(one for one in later._log if one[0] is not _undo_class or id(one[1][0]) not in first),
-        ]
-        return both
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the first class alone of an object whose class changed twice: one in between can't be pickled."""
+        first: dict[int, Any] = {}
+        log = [one for one in self._log if one[0] is not _undo_class or first.setdefault(id(one[1][0]), one) is one]
+        return {**vars(self), "_log": log}
 
     def undo(self, length: int = 0) -> None:
         """Revert changes, newest first, until `length` of them are left in the log."""
@@ -252,11 +184,11 @@ class _Stored:
 
 @dataclass
 class UndoRecord:
-    """Undo log of a model's reversible patches, and the settings before them: what `unpatch_model` needs.
+    """What `unpatch_model` needs of a model whose patches are reversible.
 
     Attributes:
-        edits: the undo log of all patches.
-        dtype: the model's dtype before the first patch.
+        edits: the transaction of all of them.
+        dtype: the model's dtype before the first.
         lengths: config attributes that the patches set (max_positions, image_size), by name.
     """
 
@@ -264,24 +196,14 @@ class UndoRecord:
     dtype: torch.dtype
     lengths: dict[str, Any]
 
-    def then(self, later: Transaction, lengths: Mapping[str, Any] = MappingProxyType({})) -> UndoRecord:
-        """This record extended by the log of a later change, and the lengths that it set."""
-        return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
-
 
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
-    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches.
-
-    Raises:
-        UnsupportedError: another thread is changing the model.
-    """
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    edits = Transaction.on(model, keep=undo_record is not None)
-    with changing(model), edits.all_or_nothing():
+    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
+    kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    edits = Transaction.on(model) if kept is None else kept.edits
+    with edits.all_or_nothing():
         yield edits
-        if undo_record is not None:
-            edits.set_attribute(model, UNDO_RECORD, undo_record.then(edits))
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:

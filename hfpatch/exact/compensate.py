@@ -7,7 +7,7 @@ subtracting it from the bias of the writer f takes it away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,9 @@ from ..core.weight_change import WeightChange
 from ..measure.hooks import hooked
 from ..measure.outputs import in_float64, outputs_of
 from ..measure.quiet_forward import quiet
+from ..measure.snapshot import NormInput, run
 from ..sites.norms import describe
-from .check import run
+from .observe import channel_axes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def compensate(
     needs: dict[str, list[float]] = {}
     for pair in pairs:
         needs.setdefault(pair.writer, []).append(_mean_shift(model.get_submodule(pair.earlier)))
-    norms = list(dict.fromkeys(pair.norm for pair in pairs))
+    norms = norm_inputs(model, [pair.norm for pair in pairs])
     before = run(model, inputs, norms).means
     for writer, means in needs.items():
         _add(model.get_submodule(writer), -sum(means) / len(means), transaction)
@@ -73,6 +74,12 @@ def compensate(
         if sum(a for _, a in fed) > sum(b for b, _ in fed):
             _add(model.get_submodule(writer), sum(means) / len(means), transaction)
     return measured
+
+
+def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
+    """The inputs of norms, by name, as `measure.snapshot.run` measures their means."""
+    found = {name: describe(model.get_submodule(name)) for name in norms}
+    return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
 
 
 def _mean_shift(norm: nn.Module) -> float:

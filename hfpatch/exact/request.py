@@ -6,23 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from ..core.bare import has_weights
 from ..core.plan_table import Change
 from ..core.transaction import Transaction
-from ..errors import OptionError, VerificationError
-from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.copies import copy_of, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
-from ..measure.outputs import not_a_number
 from ..measure.quiet_forward import fitting
+from ..measure.snapshot import NormInput
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
 from ..schemes.request import Part, Record
-from .check import Reference, Verdict, run
-from .compensate import compensate, find_pairs
+from .compensate import compensate, find_pairs, norm_inputs
 from .fold import Centring, plan_centring
 from .search import find_centring
 
@@ -49,25 +47,17 @@ class Conversion:
     approximate: tuple[str, ...] = ()
 
     @classmethod
-    def of_request(
-        cls, model: PreTrainedModel, part: Part, inputs: Mapping[str, Any] | None, inexact: str | None = None
-    ) -> Conversion | None:
-        """The conversion for a request, before the search; None if the request asks for a swap of the norms alone.
-
-        Args:
-            model, part, inputs: as in the class.
-            inexact: how an earlier attempt at this conversion failed its check, after which only the norms themselves
-                change; None if there was none.
-        """
+    def of_request(cls, model: PreTrainedModel, part: Part, inputs: Mapping[str, Any] | None) -> Conversion | None:
+        """The conversion for a request, before the search; None if the request asks for a swap of the norms alone."""
         assert isinstance(part.scheme, Norm)
         if part.scheme.centring is None or part.init in ("copy", "reset"):
             return None
-        return cls(model, part, inputs, Centring(refused=inexact))
+        return cls(model, part, inputs)
 
     @property
     def on_meta(self) -> bool:
         """Whether the model has no weights yet (meta device)."""
-        return any(parameter.is_meta for parameter in self.model.parameters())
+        return not has_weights(self.model)
 
     @property
     def waits_for_weights(self) -> bool:
@@ -89,8 +79,6 @@ class Conversion:
         Raises:
             WrappedModelError: a module to centre carries a forward of its own, put there by another library.
         """
-        if self.centring.refused:
-            return self
         assert isinstance(self.part.scheme, Norm)
         try:
             centred_already = self._centred_already()
@@ -134,7 +122,7 @@ class Conversion:
         if not (record.norm or record.placement):
             return self.model
         with host_errors():
-            return host_on_meta(self.model, unpatched_config(self.model.config))
+            return copy_of(self.model, config=unpatched_config(self.model.config), device="meta")
 
     def why_not_exact(self, names: list[str]) -> str | None:
         """Why a norm, given by all its names, isn't exact; None if it is."""
@@ -152,52 +140,13 @@ class Conversion:
         """The request as the patch record stores it: with init="copy" if nothing is centred."""
         return replace(self.part, init=self.part.init if self.centres else "copy")
 
-    # On the user's model
-
-    def measure(self) -> Reference | None:
-        """The original's outputs and noise floor; None if there is nothing to check, or no weights (meta device).
-
-        Raises:
-            OptionError: the model doesn't run on the inputs, or its outputs are NaN, so the conversion couldn't be
-                checked.
-            MemoryError, torch.OutOfMemoryError: there is too little memory to run it.
-        """
+    def to_check(self) -> dict[str, NormInput] | None:
+        """The inputs of the exact norms, by name, whose means a check measures; None where nothing can be checked."""
         if self.on_meta or not self.centres:
             return None
-        inputs = fitting(self.model, self.inputs or {})
-        try:
-            original = run(self.model, inputs, list(self.exact))
-        except (MemoryError, torch.OutOfMemoryError):  # no fault of the inputs
-            raise
-        except Exception as error:
-            message = (
-                f"{type(self.model).__name__}: its forward fails on the inputs ({', '.join(inputs)}) that the exact "
-                f"conversion is checked on ({type(error).__name__}: {error!s:.200}). Pass example_inputs={{...}}, the "
-                "keyword arguments of one forward, or init='copy' for a swap without this check."
-            )
-            raise OptionError(message) from error
-        if (broken := not_a_number(original.outputs)) is not None:
-            raise OptionError(
-                f"{type(self.model).__name__}: its {broken} is NaN throughout on the inputs ({', '.join(inputs)}) that "
-                "the exact conversion is checked on: a weight is NaN, or its dtype overflows. Mend that, pass "
-                "example_inputs={...} on which it runs, or init='copy' for a swap without this check."
-            )
-        return Reference(self.model, inputs, list(self.exact), original)
+        return norm_inputs(self.model, self.exact)
 
-    def verify(self, reference: Reference) -> Verdict:
-        """Compare the converted model's outputs with the original's.
-
-        Raises:
-            VerificationError: they differ by more than rounding explains.
-        """
-        verdict = reference.check(self.model)
-        if not verdict.holds:
-            raise VerificationError(
-                f"{type(self.model).__name__}: the exact conversion failed its check: {verdict}. The model was left "
-                "unchanged. Use init='copy' to swap the norms approximately.",
-                f"the exact conversion failed its check on this model: {verdict}",
-            )
-        return verdict
+    # On the user's model
 
     def compensate(self, changes: Transaction) -> None:
         """In post-norm models, subtract the constant part of the mean at each norm's input; see `compensate.py`."""

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
-from ..checkpoint.file_digests import compare, has_digests, variant_of, warn_of_no_digests
+from ..checkpoint.file_digests import compare, read_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
@@ -179,11 +179,9 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     """
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        if has_digests(folder, options):
-            saved = compare(folder, options).config
-            vars(found.opened)[OPENED].require_unchanged(folder, saved, refuse=True)
-        else:
-            warn_of_no_digests(folder, options)
+        saved = read_digests(folder, options)
+        compare(folder, options, saved, every_byte=saved is not None)
+        vars(found.opened)[OPENED].require_unchanged(folder, saved and saved.config, refuse=True)
 
 
 def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:

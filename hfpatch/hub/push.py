@@ -29,9 +29,8 @@ from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 from transformers import PreTrainedModel
 
-from ..checkpoint.file_digests import DIGEST_FILES
+from ..checkpoint.file_digests import DIGEST_FILES, VERSION_2_REPORT
 from ..checkpoint.files import PAGE
-from ..checkpoint.repair_file import REPAIR_FILE
 from ..core.holders import model_inside
 from ..core.results import Table
 from ..errors import HubError, OptionError
@@ -49,7 +48,7 @@ STALE_WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
     DIGEST_FILES,  # of weights that were pushed before
-    REPAIR_FILE,
+    VERSION_2_REPORT,
     PAGE,
 )
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")

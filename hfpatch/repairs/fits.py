@@ -7,7 +7,6 @@ gets, whatever a fit promised.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -17,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
+from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
 from ..measure.quiet_forward import attention_computed_by, give_back_memory
@@ -191,7 +191,7 @@ class Fitter:
                 self.edits.write(module, WeightChange(parameter, "value", value))
 
         def error() -> float:
-            work = copy.deepcopy(module).float()
+            work = copy_of(module, dtype=torch.float32)
             with attention_computed_by("eager", work):
                 return held_out_divergence(work, examples)
 

@@ -38,9 +38,7 @@ from .norms import norm_text, starting_values
 from .planners import Planned
 
 
-def plan_placement(
-    model: nn.Module, part: Part[Placement], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_placement(model: nn.Module, part: Part[Placement], example_inputs: Mapping[str, Any] | None) -> Planned:
     """How each branch of the model will meet its stream; nothing is changed yet.
 
     Raises:
@@ -100,9 +98,7 @@ def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placemen
 # DeepNorm
 
 
-def plan_deepnorm(
-    model: nn.Module, part: Part[DeepNorm], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_deepnorm(model: nn.Module, part: Part[DeepNorm], example_inputs: Mapping[str, Any] | None) -> Planned:
     """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
 
     Raises:

@@ -17,16 +17,14 @@ from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection, parameter_like
+from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, find_mlps, mixtures
 from .planners import Planned
 
 
-def plan_mlp_request(
-    model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:
@@ -78,7 +76,8 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
         _require_resizable(model, site, scheme)
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
-        return Change(row, edits, then=(_Start(site.name, site.activation, str(site.last)),))
+        new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
+        return Change(row, edits, then=(_Start(_trained(*new), site.name, site.activation, str(site.last)),))
     start = _require_start(site, scheme)
     loss = None
     if not start.exact:
@@ -92,7 +91,7 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     own = [name for name, parameter in first._parameters.items() if parameter is not None]
     times = [WeightChange(f"{site.name}.gate.{name}", "multiply", start.scale) for name in own if start.scale != 1.0]
-    return Change(row, edits, starts=tuple(times), then=(_Start(site.name),))
+    return Change(row, edits, starts=tuple(times), then=(_Start(_trained((f"{site.name}.up", first)), site.name),))
 
 
 def _text(site: MLPSite) -> str:
@@ -160,45 +159,44 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
 
 @dataclass(frozen=True)
 class _Start:
-    """Enters the new Parameters of a gated MLP; with all names given initialises them, as the host does it.
+    """Freezes the new Parameters of a gated MLP where the old ones are; with all names initialises them as the host.
 
     Otherwise the gate's are the replaced projection's (shared ones are kept: `find_mlps`), and V's are new.
 
     Attributes:
+        trained: (name, whether it is trained) of the new Parameters.
         first, activation, last: names of the gated projection, the activation, and the projection back.
     """
 
+    trained: tuple[tuple[str, bool], ...]
     first: str
     activation: str | None = None
     last: str | None = None
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Carry it out."""
+        """Carry it out; all of it is about new modules, which `changes` logged."""
         gated = model.get_submodule(self.first)
         assert isinstance(gated, GatedLinear)
         if self.activation is None or self.last is None:
             vars(gated.gate).pop(TIMES)
-            _log_parameters(changes, gated.up, gated.gate)
-            return
-        last = model.get_submodule(self.last)
-        for module in (gated.gate, gated.up, last):
-            vars(module).pop(FRESH)
-        if not gated.weight.is_meta:
-            _initialise(model, (self.first, self.activation, self.last))
-        old = {id(new): old for old, new in changes.replacements()}
-        for new, replaced in ((gated.gate, gated), (gated.up, gated), (last, last)):
-            _log_parameters(changes, new, old[id(replaced)])
+        else:
+            for module in (gated.gate, gated.up, model.get_submodule(self.last)):
+                vars(module).pop(FRESH)
+            if not gated.weight.is_meta:
+                _initialise(model, (self.first, self.activation, self.last))
+        for name, trained in self.trained:
+            path, _, leaf = name.rpartition(".")
+            if (parameter := model.get_submodule(path)._parameters.get(leaf)) is not None:
+                parameter.requires_grad_(trained)
 
 
-def _log_parameters(changes: Transaction, new: nn.Module, old: Any) -> None:
-    """Enter new Parameters, frozen where the old ones are, as replacements of those: optimizers go by that."""
-    for name, parameter in list(new._parameters.items()):
-        if parameter is not None:
-            replaced = old._parameters.get(name)
-            new._parameters[name] = replaced
-            changes.set_parameter(
-                new, name, parameter_like(old.weight if replaced is None else replaced, parameter.detach())
-            )
+def _trained(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it is trained) of the Parameters that replace those of modules, by the modules' new names."""
+    return tuple(
+        (f"{where}.{name}", (old.weight if old._parameters.get(name) is None else old._parameters[name]).requires_grad)
+        for where, old in modules
+        for name in ("weight", "bias")
+    )
 
 
 def _initialise(model: nn.Module, names: tuple[str, str, str]) -> None:

@@ -39,6 +39,7 @@ class _Site:
         names, parents: one of each per place that holds it.
         reason: why it is kept; None if it is to be replaced.
         loss: what the swap doesn't preserve; None if it is exact.
+        otherwise: what it wouldn't preserve if nothing were centred; None where that makes no difference.
     """
 
     module: nn.Module
@@ -47,13 +48,12 @@ class _Site:
     parents: list[nn.Module] = field(default_factory=list)
     reason: str | None = None
     loss: str | None = None
+    otherwise: str | None = None
 
 
-def plan_norm_request(
-    model: nn.Module, part: Part[Norm], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_norm_request(model: nn.Module, part: Part[Norm], example_inputs: Mapping[str, Any] | None) -> Planned:
     """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
-    changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs, inexact))
+    changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
 
@@ -110,6 +110,7 @@ def _give_loss(site: _Site, part: Part[Norm], conversion: Conversion | None) -> 
         site.loss = loss if part.init != "reset" else "parameters are reinitialised"
         return
     if site.facts.kind == "layer":
+        site.otherwise = loss
         obstacle = conversion.why_not_exact(site.names)
         loss = loss if obstacle else None
         if loss is not None and part.init != "exact" and conversion.compensates(site.names[0]):
@@ -198,7 +199,7 @@ def _change(model: nn.Module, site: _Site, part: Part[Norm], exact: str) -> Chan
     row.replace_by(scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, exact=exact)
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
-    return Change(row, edits, starts=starting_values(model, name, part, edits))
+    return Change(row, edits, starts=starting_values(model, name, part, edits), otherwise=site.otherwise)
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:

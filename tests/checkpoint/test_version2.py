@@ -23,7 +23,7 @@ from tiny_models import inputs, logged
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hfpatch.checkpoint.weight_names import MARKER
+from hfpatch.checkpoint.files import MARKER
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError

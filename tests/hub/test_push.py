@@ -29,7 +29,6 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hfpatch import push_patched
-from hfpatch.checkpoint.repair_file import REPAIR_FILE
 from hfpatch.cli import app
 from hfpatch.errors import HubError
 from hfpatch.repairs.report import RepairReport
@@ -202,7 +201,7 @@ def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Pa
     model = made(seed=1)
     vars(model)[REPAIR] = RepairReport(8, 1)  # transformers uploads before `save_pretrained` returns
     model.save_pretrained(folder, push_to_hub=True)
-    assert (folder / REPAIR_FILE).exists()
+    assert '"repair"' in (folder / "hfpatch_weights.json").read_text()
     assert digests(hub.repos[name].files()) == sent(folder)
     assert outputs(name, check_fingerprint="full") == outputs(folder, check_fingerprint="full")
     model.push_to_hub(f"{name}-again")

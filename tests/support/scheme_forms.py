@@ -15,7 +15,6 @@ FORMS = ("plugin", "remote", "native")
 SCHEMES: dict[str, dict[str, Any]] = {
     "layer": {"norm": "layer:bias=false"},
     "rms": {"norm": "rms"},
-    "rms, no shift": {"norm": "rms:fold_bias=true"},
     "rms, parametrized": {"norm": "rms:mode=parametrize"},
     "prms": {"norm": "rms:fraction=0.25"},
     "dyt": {"norm": "dyt"},
@@ -48,7 +47,7 @@ MORE = (
 )
 CASES = FIRST + MORE
 NATIVE = {  # those that equal a stock architecture
-    *(("gpt2", s) for s in ("layer", "rms", "rms, no shift", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
+    *(("gpt2", s) for s in ("layer", "rms", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
     *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),
     *(("llama", scheme) for scheme in ("layer", "rope, theta", "nope")),
     ("bert", "rope"),
