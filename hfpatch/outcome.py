@@ -12,17 +12,14 @@ from transformers import PreTrainedModel
 
 from .core.bare import has_weights
 from .errors import OptionError, VerificationError
-from .measure.inputs import example_inputs
 from .measure.outputs import FACTOR
-from .measure.shrink import TOKENS
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
 from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
-from .swap.full_length import full_length
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import equal, require_moved, require_runs_in_full
+from .swap.trial import equal, require_moved, require_runs_in_full, short_inputs
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
@@ -42,11 +39,7 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
     def make() -> Mapping[str, Any]:
         if inputs is not None:
             return inputs
-        if "pos" not in plan.by_kind:
-            return example_inputs(model)
-        new = plan.record.pos[-1].scheme.max_positions
-        lengths = [length for length in (full_length(model), new) if length is not None and length < TOKENS]
-        return example_inputs(model, tokens=min(lengths, default=None))
+        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
 
     norms = None if plan.conversion is None else plan.conversion.to_check()
     before = Snapshot(model, make, norms)

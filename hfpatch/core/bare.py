@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import OptionError, WrappedModelError
 from ..runtime.errors import UnsupportedError
@@ -23,9 +23,15 @@ def require_bare(model: object) -> None:
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         shown = repr(model) if isinstance(model, str | type) else kind
-        raise OptionError(f"a transformers PreTrainedModel is needed, not {shown:.80}. {_advice_to_build(model)}")
+        raise OptionError(
+            f"a transformers PreTrainedModel is needed, not {shown:.80}. Open or build it first, such as by "
+            "AutoModel.from_pretrained or from_config."
+        )
     if not isinstance(model, PreTrainedModel):
-        raise WrappedModelError(_unwrap_advice(model, kind))
+        raise WrappedModelError(
+            f"a transformers PreTrainedModel is needed, not {kind}. Patch the model first, then wrap it "
+            "(torch.compile, PEFT, DistributedDataParallel, ...). A SentenceTransformer is taken as a whole."
+        )
     record = getattr(model.config, KEY, None)
     if record and host_class(type(model)) is type(model):
         raise UnsupportedError(
@@ -71,25 +77,6 @@ def require_unquantized(model: nn.Module) -> None:
             f"{type(model).__name__} is quantized. Open it unquantized; patch, repair or export that; quantize the "
             "result."
         )
-
-
-def _advice_to_build(model: object) -> str:
-    if isinstance(model, PreTrainedConfig) or (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-        return "Build the model first, such as by an Auto class's from_config or from_pretrained."
-    return "Open the model first, such as by AutoModel.from_pretrained."
-
-
-def _unwrap_advice(model: object, kind: str) -> str:
-    if hasattr(model, "_orig_mod"):
-        return "the model is wrapped by torch.compile. Patch the model first, then compile it."
-    if hasattr(model, "peft_config"):
-        return f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
-    if isinstance(getattr(model, "module", None), nn.Module):
-        return f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
-    return (
-        f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside it; a "
-        "SentenceTransformer is taken as a whole."
-    )
 
 
 def has_weights(model: nn.Module) -> bool:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..measure.copies import copy_of
-from ..measure.inputs import Inputs, example_inputs, with_images
+from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
 from ..measure.quiet_forward import fitting, quiet
 from ..measure.randomness import own_randomness
+from ..measure.snapshot import media_inputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
@@ -119,7 +120,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
             yield f"inputs {draw}", {name: value for name, value in found.items() if name in also}, None
         return
     for draw in range(2 if "pixel_values" in takes and "pixel_values" in also else 0):
-        if image := with_images(model, draw):
+        if image := media_inputs(model, draw):
             yield f"text and image {draw}", image, None
     config = model.config.get_text_config()
     pad, types = getattr(config, "pad_token_id", None), getattr(config, "type_vocab_size", 0) or 0

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bare import has_weights
-from ..runtime.errors import described
+from ..runtime.errors import UnsupportedError, described
 from .copies import copy_of
 from .hooks import Call, first_tensor, hooked
+from .inputs import with_media
 from .outputs import (
     DRAWS,
     FACTOR,
@@ -92,6 +93,18 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
         raise
     except Exception as error:  # whatever a forward may raise
         return error
+
+
+def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dict[str, Any] | None:
+    """Return `with_media`'s inputs of one forward if a model runs on these; else None.
+
+    On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
+    """
+    try:
+        made = with_media(model, seed, tokens=tokens)
+    except UnsupportedError:
+        return None
+    return None if made is None or isinstance(attempt(model, lambda: made), Exception) else made
 
 
 @dataclass

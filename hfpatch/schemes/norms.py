@@ -217,7 +217,7 @@ class DyT(_Elementwise):
 
     @property
     def planner(self) -> str:  # type: ignore[override]
-        return "hfpatch.contrib.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
+        return "hfpatch.swap.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed"
@@ -347,7 +347,7 @@ class BatchNorm(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("bn",)
     momentum: float = 0.1
     component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
-    planner: ClassVar[str] = "hfpatch.contrib.batch_norm:plan_batch_norms"
+    planner: ClassVar[str] = "hfpatch.swap.batch_norms:plan_batch_norms"
     label: ClassVar[str] = "BatchNorm"
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..measure.randomness import keep_random_state
 from ..runtime.edits import pattern_of
 from .blocks import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
+from .stream import find_sum
 
 # (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
 _PLACEMENTS = {
@@ -241,18 +242,12 @@ class _BranchFinder:
             projection=projection,
             readers=self._readers(writer, outlet, norm, held) if placement == "post" else (),
             placement=placement,
-            altered=not self._is_unaltered(outlet, point),
+            altered=find_sum(self.block, outlet, [point], _TOLERANCE) is None,
             dropout=self._functional_dropout(outlet, point),
             mixes=self._mixes(writer, held),
             cross=self._reads_another_stack(writer, held),
             shared=self.block.calls > 1,
         )
-
-    def _is_unaltered(self, outlet: CallKey, point: CallKey) -> bool:
-        """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
-        noise = self.block.noise(self.block.base.outputs[outlet], 4)
-        by = self.block.run({outlet: noise}, self.block.matrices_around(outlet)).points[point] - self.points[point]
-        return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _readers(self, writer: CallKey, outlet: CallKey, norm: str, held: set[CallKey]) -> tuple[str, ...]:
         """The outermost modules that are called with the stream and change the branch; see `Branch.readers`."""

@@ -22,11 +22,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
 from hfpatch.patch import patch_model, repair_report, unpatch_model
-from hfpatch.repairs import fits, linear_roles
+from hfpatch.repairs import fits
 from hfpatch.repairs import repair as engine
 from hfpatch.repairs.distance import helps
 from hfpatch.repairs.repair import repair
 from hfpatch.repairs.report import RepairReport
+from hfpatch.sites import stream
 
 LM = "AutoModelForCausalLM"
 ONE_LAYER = {"encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1}
@@ -406,7 +407,7 @@ def test_projections_are_found_in_half_precision(
         original.transformer.wte.weight.mul_(300)
     data = batches(original, 4)
     if not drowned:
-        monkeypatch.setattr(linear_roles, "_drowning_out", lambda noise, streams: noise)
+        monkeypatch.setattr(stream, "drown_out", lambda noise, streams: noise)
     kinds = []
     for one in (original, copy.deepcopy(original).to(dtype)):
         kinds.append([(step.module, step.kind) for step in repair_report(repaired(one, data)).steps])

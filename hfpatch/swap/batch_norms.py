@@ -19,8 +19,8 @@ from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
 from ..schemes.request import Part
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
-from ..swap.norms import plan_norms
-from ..swap.planners import Planned
+from .norms import plan_norms
+from .planners import Planned
 
 
 def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:

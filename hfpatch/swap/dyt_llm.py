@@ -27,8 +27,8 @@ from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
-from ..swap.norms import plan_norms
-from ..swap.planners import Planned
+from .norms import plan_norms
+from .planners import Planned
 
 _TOLERANCE = 1e-6  # relative, in float64; some hosts compute a part in float32
 

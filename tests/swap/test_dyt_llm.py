@@ -13,7 +13,6 @@ from tiny_models import changes, difference, fingerprint, inputs, load, outputs,
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GraniteConfig
 
-from hfpatch.contrib.dyt_llm import llm_alpha
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
@@ -21,6 +20,7 @@ from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import SCALE
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.schemes.norms import DyT
+from hfpatch.swap.dyt_llm import llm_alpha
 
 WIDE = 4096  # where the table tells attentions from others: .8 and .2
 CAUSAL = "AutoModelForCausalLM"
