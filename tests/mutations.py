@@ -236,15 +236,15 @@ FAULTS = [
     Fault(
         "a commit overwrites what somebody else committed meanwhile",
         "hub/push.py",
-        "parent_commit=self.head.commit, ",
+        "parent_commit=head, ",
         "",
         ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
     ),
     Fault(
         "weights of an earlier push stay beside the new ones",
         "hub/push.py",
-        "if path not in files and parent == folder and any(",
-        "if path in files and parent == folder and any(",
+        "deleted = sorted(stale - contents.keys())",
+        "deleted = sorted(stale & contents.keys())",
         ("hub/test_push.py",),
     ),
     Fault(

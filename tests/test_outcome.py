@@ -28,6 +28,7 @@ from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.swap.trial import require_runs_in_full
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -419,3 +420,42 @@ def test_nan_is_no_evidence() -> None:
         patch_model(model, pos="rope", norm="rms", init="copy")
     with pytest.raises(PatchError, match="inf"):
         native_model(model)
+
+
+# --- models that read images beside text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "tower"), [("llava", "vision_tower.*"), ("qwen2_vl", "visual.*")])
+def test_a_tower_of_images_is_measured_with_images(
+    model_type: str, tower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = zoo.tiny(model_type)
+    alone = copy.deepcopy(model)
+    patch(model, norm="rms", init="copy", only=tower)
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+    monkeypatch.setattr("hfpatch.outcome.media_inputs", lambda *args, **options: None)
+    patch(alone, norm="rms", init="copy", only=tower)
+    assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
+
+
+def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
+    model, _ = zoo.tiny("llava")
+    original = copy.deepcopy(model)
+    patch(model, pos="learned:image_size=96")
+    assert outcome(model).startswith("approximate: it runs at its new size, and not on the inputs of before")
+    assert require_runs_in_full(model, original, [], None)
+    model.vision_tower.embeddings.position_embedding = nn.Embedding(3, 64)
+    with pytest.raises(UnsupportedError, match="doesn't run"):
+        require_runs_in_full(model, original, [], None)
+
+
+def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = zoo.tiny("llava")
+    monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
+    patch(model, norm="layer")
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+
+
+def outcome(model: Any) -> str:
+    (found,) = outcomes(model).values()
+    return str(found)

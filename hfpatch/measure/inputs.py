@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.errors import UnsupportedError
+from ..runtime.errors import UnsupportedError, described
 from .quiet_forward import cast, quiet
 from .randomness import own_randomness
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
@@ -52,6 +52,9 @@ def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None
     """Return `example_inputs`, and where a model reads images or sounds beside its text, these as well.
 
     Of a language model that reads them only where a token says so, text alone would leave a tower of images out.
+
+    Raises:
+        UnsupportedError: as `example_inputs` and `with_media`.
     """
     return with_media(model, seed, tokens=tokens, batch=batch) or example_inputs(
         model, seed, tokens=tokens, batch=batch
@@ -61,11 +64,14 @@ def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None
 def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any] | None:
     """Return inputs with an image or a sound in front of each text, for a language model that reads them by tokens.
 
-    None for other models, where these come in a form of their own, and where they fill the text.
+    None for other models, and where they fill the text.
 
     Args:
         model: its towers run once, since they say how many tokens an image is.
         seed, tokens, batch: as in `example_inputs`; the tokens of images and sounds count.
+
+    Raises:
+        UnsupportedError: its towers don't run on what a general rule makes.
     """
     takes = inspect.signature(model.forward).parameters
     if "input_ids" not in takes or not any(hasattr(model, one.method) for one in _MEDIA):
@@ -75,16 +81,22 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
         return inputs
     make, ids = Inputs(model.config, tokens, batch), inputs["input_ids"]
     kinds, found = torch.zeros_like(ids), dict[str, Any]()
+    failed: Exception | None = None
     for medium in (one for one in _MEDIA if one.argument in takes):
         try:
             place, made, count = medium.made_for(model, make, seed)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception:  # of the host's own code: it takes sizes beside the pixels, say
+        except Exception as error:  # of the host's own code: it takes sizes beside the pixels, say
+            failed = failed or error
             continue
         ids = torch.cat((torch.full((batch, count), place), ids), 1)
         kinds = torch.cat((torch.full((batch, count), medium.kind), kinds), 1)
         found |= made
+    if failed is not None and not found:
+        raise UnsupportedError(
+            f"{type(model).__name__} doesn't run on images or sounds: {described(failed)}"
+        ) from failed
     fewest = ids.shape[1] - inputs["input_ids"].shape[1] + 1
     if not found or (tokens is not None and tokens < fewest):
         return None

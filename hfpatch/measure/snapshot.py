@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bare import has_weights
-from ..runtime.errors import described
+from ..runtime.errors import UnsupportedError, described
 from .copies import copy_of
 from .hooks import Call, first_tensor, hooked
 from .inputs import with_media
@@ -100,7 +100,10 @@ def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dic
 
     On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
     """
-    made = with_media(model, seed, tokens=tokens)
+    try:
+        made = with_media(model, seed, tokens=tokens)
+    except UnsupportedError:
+        return None
     return None if made is None or isinstance(attempt(model, lambda: made), Exception) else made
 
 

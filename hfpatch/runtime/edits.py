@@ -76,7 +76,8 @@ def component_called(name: str) -> Any:
     if name not in COMPONENTS:
         raise CheckpointError(
             f"no component called {name!r:.80} is known here. If it comes from a package or file of its own, import "
-            "it first; else update hfpatch: pip install -U hfpatch"
+            "it first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch) or of an older one that "
+            "had it (pip install 'hfpatch<0.3')."
         )
     return COMPONENTS[name]
 

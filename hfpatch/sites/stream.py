@@ -15,10 +15,10 @@ from .blocks import Block, CallKey
 
 
 def find_sum(block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float) -> CallKey | None:
-    """Return the first of these points at which a call's output is added to the stream as it is; None for none.
+    """Return the first of these points that depends on a call's output, if that is added there as it is; else None.
 
-    Noise on the output, or on the first that it returns, arrives there unchanged, position by position, with all other
-    matrices held: neither scaled, nor permuted, nor normalised.
+    Noise on the output, or on the first that it returns, arrives unchanged, position by position, while all other
+    matrices are held: neither scaled, nor permuted, nor normalised.
 
     Args:
         block: the block.
@@ -29,12 +29,15 @@ def find_sum(block: Block, source: CallKey, points: Iterable[CallKey], tolerance
     base = block.base
     streams = {point: base.points[point] for point in points}
     noise = drown_out(block.noise(base.outputs[source], 0), streams.values())
-    after = block.run({source: noise}, block.matrices_around(source)).points
+    if not noise.numel():
+        return None
+    after, added = block.run({source: noise}, block.matrices_around(source)).points, rows(noise)
+    least = tolerance * added.abs().max()
     for point, before in streams.items():
-        change, added = rows(after[point] - before), rows(noise)
-        same = change.shape == added.shape and change.numel() > 0
-        if same and bool((change - added).abs().max() <= tolerance * added.abs().max()):
-            return point
+        change = rows(after[point] - before)
+        if change.numel() and change.abs().max() > least:
+            same = change.shape == added.shape and bool((change - added).abs().max() <= least)
+            return point if same else None
     return None
 
 

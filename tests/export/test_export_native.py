@@ -31,7 +31,7 @@ def one(name: str) -> Case:
 
 @pytest.mark.parametrize("name", ["gpt2 (CausalLM): pos='rope'", "qwen2 (CausalLM): pos='nope'"])
 def test_it_opens_as_a_stock_model_and_writes_the_same_texts(name: str, tmp_path: Path) -> None:
-    """Under padding; test_served_forms.py opens some without hfpatch."""
+    """Under padding, and in what is generated."""
     model = one(name).model()
     assert export_model(model, tmp_path / "out", "native").measured.holds
     assert "hfpatch" not in (tmp_path / "out/config.json").read_text()

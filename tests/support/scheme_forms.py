@@ -39,13 +39,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
 HEADS = {"bert": "AutoModel"}
 _OF_ENCODERS = ("batch", "pre")
 _OF_LLAMA = ("layer", "prms", "dyt", "derf", "deepnorm", "rope, theta", "nope", "post", "olmo2", "sandwich")
-FIRST = tuple(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES)
-MORE = (
+CASES = (
+    *(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES),
     *(("llama", scheme) for scheme in _OF_LLAMA),
     *(("bert", scheme) for scheme in ("rms", "rope", "alibi")),
     ("opt", "rms, parametrized"),
 )
-CASES = FIRST + MORE
 NATIVE = {  # those that equal a stock architecture
     *(("gpt2", s) for s in ("layer", "rms", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
     *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import ModuleType
 
+import acceptance
 import exact
 import native_export
 import native_rope
@@ -12,9 +13,10 @@ import norm_swap
 import positions
 import pytest
 import transformers
+import weight_decay
 from native_cases import CASES
 
-SWEEPS = (exact, native_export, native_rope, norm_swap, positions)
+SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, positions, weight_decay)
 
 
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
