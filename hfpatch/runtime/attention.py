@@ -280,8 +280,8 @@ class AttentionLens:
         packed = packed_slots(module, self.layer_index, tokens, arguments)
         causal = False
         if mask is None and kind == "sdpa" and number > 1:  # eager attentions are always given their mask
-            causal = arguments.get("is_causal")
-            causal = getattr(module, "is_causal", True) if causal is None else causal
+            said = arguments.get("is_causal")
+            causal = getattr(module, "is_causal", True) if said is None else said
         dtype = score_dtype(tokens.device.type, tokens.dtype)
         key, keys = key_of(bias), (start, length) if packed is None else packed[1]
         values = None if key is None else values
@@ -299,18 +299,23 @@ class AttentionLens:
         if packed is not None:
             return packed[0]
         number, device, cache = number_of(tokens), tokens.device, self._cache(arguments)
-        if cache is None:
-            return once(values, ("slots",), (number, 0, device), lambda: torch.arange(number, device=device)[None])
-        layer = getattr(module, self.layer_index, None)
-        if layer is None:
-            raise PositionError(
-                f"{module._get_name()} was given a cache but has no {self.layer_index!r}, so its positions in the "
-                "cache are unknown. Pass position_ids, or use_cache=False."
-            )
-        start = cache.get_seq_length(layer)
+        start: Any = None
+        if cache is not None:
+            layer = getattr(module, self.layer_index, None)
+            if layer is None:
+                raise PositionError(
+                    f"{module._get_name()} was given a cache but has no {self.layer_index!r}, so its positions in the "
+                    "cache are unknown. Pass position_ids, or use_cache=False."
+                )
+            start = cache.get_seq_length(layer)
         if isinstance(start, Tensor):  # a static cache counts in place, so that another value may be in it by then
             values = None
-        return once(values, ("slots",), (number, start, device), lambda: torch.arange(number, device=device)[None] + start)
+
+        def slots() -> Tensor:
+            counted = torch.arange(number, device=device)[None]
+            return counted if start is None else counted + start
+
+        return once(values, ("slots",), (number, start, device), slots)
 
     def _cache(self, arguments: Arguments) -> Cache | None:
         """The call's key-value cache: by its type, since versions of transformers name the argument differently."""

@@ -1,10 +1,10 @@
-"""What a stack's owner hands down to the attentions of one forward: positions, and the place for what they compute once.
+"""What a stack's owner hands down to its attentions in a forward: positions, and the place for what they compute once.
 
 Attentions see a line of tokens. So a lens on the owner, which is given `position_ids` or pixels, adds keyword arguments
 to its forward, which most hosts hand on to their attentions as they do all they don't know. For other hosts the owner's
 forward runs on a view in which each attention has them as attributes; a layer on the way that may be checkpointed is
-called with them, and shows its own attentions in the same way. Nothing is written to a module: two forwards of different
-sizes may wait for one backward, and torch.compile sees plain arguments.
+called with them, and shows its own attentions in the same way. Nothing is written to a module: two forwards of
+different sizes may wait for one backward, and torch.compile sees plain arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class HandedDown:
             for patterns in (self.children, self.attentions)
         )
         lens = HandedDown(children, self.grid, attentions)
-        taken = inspect.signature(host_class(type(module)).forward).parameters.values()
+        host: Any = host_class(type(module))
+        taken = inspect.signature(host.forward).parameters.values()
         object.__setattr__(lens, "takes_more", any(one.kind is one.VAR_KEYWORD for one in taken))
         return lens
 

@@ -1,9 +1,9 @@
 """What depends on positions alone, computed once in a forward of a stack rather than in each of its attentions.
 
-cos and sin, ALiBi's biases and causal masks are equal in all attentions of a stack. The stack's owner hands each forward
-an empty `Once` down (handing_down.py); the attention that first needs a value computes it, the others find it there. An
-attention that was handed none, because it is called alone or its host drops arguments that it doesn't know, computes
-its own. So does compiled code, which plain arguments alone serve with one graph for all layers.
+cos and sin, ALiBi's biases and causal masks are equal in all attentions of a stack. In each forward the stack's owner
+hands an empty `Once` down (handing_down.py); the attention that first needs a value computes it, the others find it
+there. An attention that was handed none, because it is called alone or its host drops arguments that it doesn't know,
+computes its own. So does compiled code, which plain arguments alone serve with one graph for all layers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ONCE = "computed_once"  # argument, or attribute of an attention's view, with th
 
 
 class Once:
-    """Values of one forward, by kind: of each kind the last one alone, so that layers which differ don't pile theirs up.
+    """Values of one forward, by kind: of each kind the last one alone, lest layers that differ pile theirs up.
 
-    It belongs to the forward that made it and ends with it, or with the backward that computes its layers again. A value
-    is found by all that it was computed from: numbers and texts by what they are, tensors by which they are.
+    It belongs to the forward that made it and ends with it, or with the backward that computes its layers again. A
+    value is found by all that it was computed from: numbers and texts by what they are, tensors by which they are.
     """
 
     def __init__(self) -> None:
