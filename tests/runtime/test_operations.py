@@ -143,9 +143,7 @@ def test_a_hooked_or_changed_module_is_called_itself() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(
-    ("family", "pos"), [("gpt2", "rope"), ("gpt2", "alibi"), ("bart", "rope"), ("gpt_neo", "rope")]
-)
+@pytest.mark.parametrize(("family", "pos"), [("gpt2", "rope"), ("gpt2", "alibi"), ("opt", "rope"), ("gpt_neo", "rope")])
 def test_layers_that_are_computed_again_in_the_backward(family: str, pos: str, reentrant: bool) -> None:
     """Outside of the owner's forward, and after another one of other lengths."""
     model = patch(tiny(family, "AutoModelForCausalLM"), pos=pos) if family == "gpt_neo" else model_of(family, pos=pos)
