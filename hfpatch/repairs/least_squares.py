@@ -97,9 +97,8 @@ class Ridge:
         found: tuple[Tensor, Tensor, float, float] | None = None
         best = math.inf
         for penalty in PENALTIES:
-            factor.copy_(stored[0])
-            weight.copy_(stored[1])
-            self.disk.release()
+            self._put_back(factor, stored[0])
+            self._put_back(weight, stored[1])
             xx.diagonal().copy_(diagonal + penalty * scale)
             torch.linalg.cholesky_ex(factor, out=(factor, failed))
             if int(failed):
@@ -116,8 +115,14 @@ class Ridge:
                 best = min(best, error)
         if found is None:
             return None
-        weight.copy_(found[0])
+        self._put_back(weight, found[0])
         return FittedValues(before, found[2], {"weight": weight, "bias": found[1]}, f"penalty {found[3]:g}")
+
+    def _put_back(self, target: Tensor, stored: Tensor) -> None:
+        """Fill a column-major matrix with what was stored, without all of that in memory beside it."""
+        for columns, old in zip(target.split(_ROWS_AT_ONCE, 1), stored.split(_ROWS_AT_ONCE, 1), strict=True):
+            columns.copy_(old)
+            self.disk.release()
 
     def _error(self, weight: Tensor | None, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
