@@ -18,6 +18,7 @@ from ..checkpoint.by_name import config_of, is_config, opened, random_weights
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
+from ..core.mapped import released
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -174,7 +175,8 @@ def patch(
     built = opened(model, head, trust_remote_code, stored=True)
     kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    planned = plan_patch(built, **request)
+    with released(built):
+        planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     if calibration is None:
@@ -186,7 +188,8 @@ def patch(
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
+    with released(built):
+        patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
     measured = Record.of(built.config).outcomes(planned.by_kind).values()
     if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
         torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew

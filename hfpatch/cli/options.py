@@ -14,9 +14,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 from ..checkpoint.files import printable
+from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from ..core.staging import require_place
-from ..core.stored_tensor import load_stored
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
@@ -71,7 +71,7 @@ def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int
 
 def inputs_of_repair(calibration: str, processor: Any, sequences: int, length: int, seed: int, model: Any) -> Any:
     """What a repair reads: a text file's lines, or samples of the model ("self"), which isn't patched yet."""
-    load_stored(model)
+    read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"
     typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
     if calibration == "self":
