@@ -17,7 +17,7 @@ from .blocks import Block, CallKey
 def find_sum(
     block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float, held: Collection[CallKey] = ()
 ) -> CallKey | None:
-    """Return the first of these points that depends on a call's output, if that is added there as it is; else None.
+    """Return the first of these points at which a call's output is added as it is; None for none.
 
     Noise on the output, or on the first that it returns, arrives unchanged, position by position: neither scaled, nor
     permuted, nor normalised.
@@ -36,12 +36,10 @@ def find_sum(
     if not noise.numel():
         return None
     after, added = block.run({source: noise}, held).points, rows(noise)
-    least = tolerance * added.abs().max()
     for point, before in streams.items():
         change = rows(after[point] - before)
-        if change.numel() and change.abs().max() > least:
-            same = change.shape == added.shape and bool((change - added).abs().max() <= least)
-            return point if same else None
+        if change.shape == added.shape and bool((change - added).abs().max() <= tolerance * added.abs().max()):
+            return point
     return None
 
 

@@ -50,7 +50,7 @@ def test_what_is_added_and_where() -> None:
 
 
 def test_what_is_scaled_on_the_way_is_not_added_as_it_is() -> None:
-    """Nor where a later factor undoes the first one: what stands between has read it scaled."""
+    """Nor where a later factor undoes the first one: what stands between reads it scaled, and adds to the change."""
     assert sums(block_of(scale=0.5, after=2.0)) == dict.fromkeys(("up", "gate", "down", "last"))
 
 
