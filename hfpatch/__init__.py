@@ -1,15 +1,17 @@
 """Architecture surgery for Hugging Face models: `patch_model(model, norm="rms", pos="rope")`.
 
-These are the names that users need most. Others are in their modules: errors in `hfpatch.errors`, results where they
-are returned. Each name is imported when it is first used.
+These are the names that users call. Errors are in `hfpatch.errors`, registries and base classes for your own schemes
+and families in `hfpatch.extend`, results where they are returned. Each name is imported when it is first used.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
+
+from .core.lazy_names import lazy_names, modules_of
 
 if TYPE_CHECKING:
     from .compile import compile_model
-    from .errors import PatchError
     from .export import export_model
     from .hub.push import push_patched
     from .measure.batches import read_batches
@@ -17,15 +19,11 @@ if TYPE_CHECKING:
     from .plan import plan_patch
     from .repairs.repair import repair
     from .repairs.sample import sample_batches
-    from .runtime.norms import AffineNorm
-    from .runtime.qk_layouts import Projections
     from .schemes.learned import Learned
-    from .schemes.mlps import MLP, MLPS, GeGLU, ReGLU, SwiGLU
-    from .schemes.norms import NORMS, RMS, DeepNorm, Derf, DyT, Layer, Norm
-    from .schemes.positions import POSITIONS, ALiBi, NoPE, Position, Sinusoidal
+    from .schemes.mlps import GeGLU, ReGLU, SwiGLU
+    from .schemes.norms import RMS, Derf, DyT, Layer
+    from .schemes.positions import ALiBi, NoPE, Sinusoidal
     from .schemes.rope import RoPE
-    from .sites.records.record import Architecture, Stack
-    from .sites.stacks import ARCHITECTURES
     from .verification.verify import verify
 
 __version__ = "0.2.0"
@@ -34,30 +32,17 @@ importlib.import_module(".core.outer", __name__)  # learns from now on which mod
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [
-    "ARCHITECTURES",
-    "MLP",
-    "MLPS",
-    "NORMS",
-    "POSITIONS",
     "RMS",
     "ALiBi",
-    "AffineNorm",
-    "Architecture",
-    "DeepNorm",
     "Derf",
     "DyT",
     "GeGLU",
     "Layer",
     "Learned",
     "NoPE",
-    "Norm",
-    "PatchError",
-    "Position",
-    "Projections",
     "ReGLU",
     "RoPE",
     "Sinusoidal",
-    "Stack",
     "SwiGLU",
     "compile_model",
     "export_model",
@@ -73,36 +58,45 @@ __all__ = [
     "verify",
 ]
 
-_NAMES = {
-    "compile": "compile_model",
-    "errors": "PatchError",
-    "export": "export_model",
-    "hub.push": "push_patched",
-    "measure.batches": "read_batches",
-    "patch": "outcomes patch_model repair_report unpatch_model",
-    "plan": "plan_patch",
-    "repairs.repair": "repair",
-    "repairs.sample": "sample_batches",
-    "runtime.norms": "AffineNorm",
-    "runtime.qk_layouts": "Projections",
-    "schemes.learned": "Learned",
-    "schemes.mlps": "MLP MLPS GeGLU ReGLU SwiGLU",
-    "schemes.norms": "NORMS RMS DeepNorm Derf DyT Layer Norm",
-    "schemes.positions": "POSITIONS ALiBi NoPE Position Sinusoidal",
-    "schemes.rope": "RoPE",
-    "sites.records.record": "Architecture Stack",
-    "sites.stacks": "ARCHITECTURES",
-    "verification.verify": "verify",
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = modules_of(
+    {
+        "compile": "compile_model",
+        "export": "export_model",
+        "hub.push": "push_patched",
+        "measure.batches": "read_batches",
+        "patch": "outcomes patch_model repair_report unpatch_model",
+        "plan": "plan_patch",
+        "repairs.repair": "repair",
+        "repairs.sample": "sample_batches",
+        "schemes.learned": "Learned",
+        "schemes.mlps": "GeGLU ReGLU SwiGLU",
+        "schemes.norms": "RMS Derf DyT Layer",
+        "schemes.positions": "ALiBi NoPE Sinusoidal",
+        "schemes.rope": "RoPE",
+        "verification.verify": "verify",
+    }
+)
+_MOVED = modules_of(  # names of version 0.2 that are elsewhere now; version 0.4 has them there alone
+    {
+        "errors": "PatchError",
+        "extend": "ARCHITECTURES AffineNorm Architecture MLP MLPS NORMS Norm POSITIONS Position Projections Stack",
+        "schemes.norms": "DeepNorm",
+    }
+)
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these
+    _get = lazy_names(globals(), _MODULES)
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        return value
+        if name not in _MOVED:
+            return _get(name)
+        new = f"hfpatch.{_MOVED[name]}"
+        warnings.warn(
+            f"hfpatch.{name} has moved: `from {new} import {name}`. Version 0.4 drops the old place.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(new), name)
 
 
 def __dir__() -> list[str]:

@@ -205,13 +205,13 @@ def plan_patch(
     model: Any,
     norm: str | Norm | None = None,
     pos: str | Position | None = None,
+    *,
+    mlp: str | MLP | None = None,
+    placement: str | Placement | None = None,
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
-    *,
     example_inputs: Mapping[str, Any] | None = None,
-    mlp: str | MLP | None = None,
-    placement: str | Placement | None = None,
 ) -> Plan:
     """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
 

@@ -20,7 +20,7 @@ ORDER = (
     *("__init__", "patch", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
     *("swap", "exact", "sites", "schemes", "measure", "core", "runtime"),
 )
-BESIDE = {"cli": "__init__", "compile": "measure"}
+BESIDE = {"cli": "__init__", "extend": "__init__", "compile": "measure"}
 BOTTOM = {"errors": {"runtime.errors"}}  # stands below all; what it may import nevertheless
 OF_RUNTIME = {"torch", "transformers", *sys.stdlib_module_names}
 

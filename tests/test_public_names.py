@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hfpatch
-from hfpatch import errors
+from hfpatch import errors, extend
 from hfpatch.runtime import errors as runtime_errors
 
 
@@ -20,42 +21,70 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_every_name_resolves() -> None:
-    assert set(hfpatch.__all__) <= set(dir(hfpatch))
-    for name in hfpatch.__all__:
-        assert getattr(hfpatch, name) is getattr(sys.modules[f"hfpatch.{hfpatch._MODULES[name]}"], name)
+@pytest.mark.parametrize("module", [hfpatch, extend])
+def test_every_name_resolves(module: Any) -> None:
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(sys.modules[f"hfpatch.{module._MODULES[name]}"], name)
     with pytest.raises(AttributeError, match="'patch_modle'"):
-        _ = hfpatch.patch_modle  # type: ignore[attr-defined]
+        _ = module.patch_modle
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(inspect.getsource(hfpatch))
+@pytest.mark.parametrize("module", [hfpatch, extend])
+def test_type_checkers_see_the_same_names(module: Any) -> None:
+    tree = ast.parse(inspect.getsource(module))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert seen == hfpatch._MODULES
-    assert sorted(seen) == sorted(hfpatch.__all__)
+    assert seen == module._MODULES
+    assert sorted(seen) == sorted(module.__all__)
+
+
+def test_users_learn_few_names() -> None:
+    assert len(hfpatch.__all__) <= 24
+    assert not set(hfpatch.__all__) & set(extend.__all__)
+
+
+@pytest.mark.parametrize("name", hfpatch._MOVED)
+def test_names_of_version_0_2_work_where_they_were(name: str) -> None:
+    """With a warning that says where they are now; a plain AttributeError comes for what never was there."""
+    place = f"hfpatch.{hfpatch._MOVED[name]}"
+    with pytest.warns(FutureWarning, match=f"hfpatch.{name} has moved: `from {place} import {name}`") as caught:
+        old = getattr(hfpatch, name)
+    assert old is getattr(sys.modules[place], name)
+    assert caught[0].filename == __file__
+    assert name not in {*hfpatch.__all__, *dir(hfpatch)}
 
 
 def test_every_error_can_be_imported_from_one_place() -> None:
-    found = {hfpatch.PatchError}
+    found = set()
     for one in (errors, runtime_errors):
         found |= {value for value in vars(one).values() if isinstance(value, type) and issubclass(value, Exception)}
     assert set(errors.__all__) == {kind.__name__ for kind in found}
     assert all(getattr(errors, kind.__name__) is kind for kind in found)
 
 
+def test_planning_and_patching_take_the_same_options() -> None:
+    """Under the same names, in the same order, and by name alone behind the two that come first."""
+    plan, patch = (inspect.signature(one).parameters for one in (hfpatch.plan_patch, hfpatch.patch_model))
+    assert list(plan) == list(patch)[: len(plan)]
+    for one in (plan, patch):
+        first = [name for name, parameter in one.items() if parameter.kind is not parameter.KEYWORD_ONLY]
+        assert first == ["model", "norm", "pos"]
+
+
 @pytest.mark.slow
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = "import sys, hfpatch; print([n for n in ('hfpatch.hub', 'hfpatch.export.native') if n in sys.modules])"
     assert run(code) == "[]"
-    assert run("from hfpatch import NORMS, POSITIONS; print('rms' in NORMS, 'rope' in POSITIONS)") == "True True"
+    assert run("from hfpatch.extend import NORMS, MLPS; print('rms' in NORMS, 'swiglu' in MLPS)") == "True True"
 
 
 def test_the_reference_lists_every_name_and_every_error() -> None:
     pages = (Path(__file__).resolve().parent.parent / "docs/reference").glob("*.md")
     text = "".join(page.read_text() for page in pages)
     registries = {"ARCHITECTURES", "MLPS", "NORMS", "POSITIONS"}  # described by their class, in words
-    assert [name for name in {*hfpatch.__all__} - registries if f"::: hfpatch.{name}\n" not in text] == []
+    public = [*hfpatch.__all__, *(f"extend.{name}" for name in {*extend.__all__} - registries)]
+    assert [name for name in public if f"::: hfpatch.{name}\n" not in text] == []
     assert [name for name in registries if f"`{name}`" not in text] == []
     assert [name for name in errors.__all__ if f".{name}\n" not in text] == []
 
@@ -63,7 +92,7 @@ def test_the_reference_lists_every_name_and_every_error() -> None:
 def test_docstrings_describe_parameters_that_exist() -> None:
     """The site's generator doesn't check it, as it takes `a, b: as in ...` for one name."""
     described = 0
-    for one in filter(callable, (getattr(hfpatch, name) for name in hfpatch.__all__)):
+    for one in filter(callable, (getattr(module, name) for module in (hfpatch, extend) for name in module.__all__)):
         documented = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(one) or "")
         if documented is not None:
             names = {name for line in re.findall(r"(?m)^    (\w[\w, ]*):", documented[1]) for name in line.split(", ")}

@@ -140,7 +140,7 @@ def plan(
     """Show what a patch would change, what it would keep, and why. Reads the config only: no weights are loaded."""
     with torch.device("meta"):
         built = random_weights(config_of(model, trust_remote_code), head, trust_remote_code)
-    typer.echo(str(plan_patch(built, norm, pos, only, keep, init, mlp=mlp, placement=placement)))
+    typer.echo(str(plan_patch(built, norm, pos, mlp=mlp, placement=placement, only=only, keep=keep, init=init)))
 
 
 @app.command()

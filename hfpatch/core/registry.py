@@ -41,9 +41,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
         def add(entry: T) -> T:
             if self.base is not None and not (isinstance(entry, type) and issubclass(entry, self.base)):
-                raise PatchError(
-                    f"{self.kind} {name!r} must be a subclass of hfpatch.{self.base.__name__}, not {entry!r}."
-                )
+                raise PatchError(f"{self.kind} {name!r} must be a subclass of {self.base.__name__}, not {entry!r}.")
             if self._entries.get(name, entry) is not entry:
                 raise PatchError(
                     f"{self.kind} {name!r} is registered already, by {self._entries[name]!r}. To define it anew (in a "

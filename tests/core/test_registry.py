@@ -193,7 +193,7 @@ def test_a_third_party_scheme_brings_its_own_planner(tmp_path: Path) -> None:
 _PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
-from hfpatch import Norm, RMS
+from hfpatch import RMS
 
 @dataclass(frozen=True)
 class Plugged(RMS):

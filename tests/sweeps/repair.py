@@ -50,6 +50,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import hfpatch
 from hfpatch.errors import NothingToPatchError
 from hfpatch.repairs.sample import sample_batches
+from hfpatch.schemes.positions import POSITIONS
 
 Figures = Callable[[Any], dict[str, float]]
 
@@ -311,7 +312,7 @@ def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
 
 def asked(scheme: str) -> dict[str, Any]:
     """What `patch_model` is asked for by a name such as "dyt+rope"."""
-    return {"pos" if name in hfpatch.POSITIONS else "norm": name for name in scheme.split("+")}
+    return {"pos" if name in POSITIONS else "norm": name for name in scheme.split("+")}
 
 
 # --- a decoder --------------------------------------------------------------------------------------------------------
