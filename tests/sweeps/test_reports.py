@@ -10,12 +10,13 @@ import exact
 import native_export
 import native_rope
 import norm_swap
+import operations
 import positions
 import pytest
 import transformers
 from native_cases import CASES
 
-SWEEPS = (backends, exact, native_export, native_rope, norm_swap, positions)
+SWEEPS = (backends, exact, native_export, native_rope, norm_swap, operations, positions)
 
 
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
