@@ -18,7 +18,17 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
-SWEEPS = ("norm_swap", "exact", "positions", "native_rope", "native_export", "backends", "patching_cost", "operations")
+SWEEPS = (
+    "norm_swap",
+    "exact",
+    "positions",
+    "native_rope",
+    "native_export",
+    "patching_cost",
+    "operations",
+    "acceptance",
+    "weight_decay",
+)
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compile import compile_model
-    from .core.progress import show_progress
     from .errors import PatchError
     from .export import export_model
     from .hub.push import push_patched
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-importlib.import_module(".checkpoint.outer", __name__)  # learns from now on which models are parts of which
+importlib.import_module(".core.outer", __name__)  # learns from now on which models are parts of which
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [
@@ -70,14 +69,12 @@ __all__ = [
     "repair",
     "repair_report",
     "sample_batches",
-    "show_progress",
     "unpatch_model",
     "verify",
 ]
 
 _NAMES = {
     "compile": "compile_model",
-    "core.progress": "show_progress",
     "errors": "PatchError",
     "export": "export_model",
     "hub.push": "push_patched",

@@ -4,184 +4,187 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .errors import VerificationError
-from .exact.check import Reference, Verdict
-from .measure.inputs import example_inputs
-from .measure.outputs import FACTOR, Deviation, deviations, last_bit, noise_floor, not_a_number
-from .measure.quiet_forward import fitting
-from .measure.shrink import TOKENS
-from .repairs.reference import reference_copy
+from .core.bare import has_weights
+from .errors import OptionError, VerificationError
+from .measure.outputs import FACTOR
+from .measure.snapshot import Snapshot, Verdict
+from .plan import Plan
 from .runtime.errors import UnsupportedError, described
 from .runtime.record import KEY
-from .schemes.request import EXACT, Outcome, Record
-from .swap.full_length import full_length
+from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import OUT_OF_MEMORY, Outputs, equal, require_moved, require_runs_in_full, run
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .swap.trial import equal, require_moved, require_runs_in_full, short_inputs
 
 
-_UNMEASURED = " as planned, not measured"
+def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
+    """Return what a model computes before a patch, on inputs that fit it before and after.
+
+    Args:
+        model: as it is before.
+        plan: of the patch.
+        inputs: keyword arguments of one forward; None generates them.
+
+    Raises:
+        OptionError: an exact conversion of norms couldn't be checked: the model doesn't run on the inputs, or its
+            outputs are NaN.
+        MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
+    """
+
+    def make() -> Mapping[str, Any]:
+        if inputs is not None:
+            return inputs
+        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
+
+    norms = None if plan.conversion is None else plan.conversion.to_check()
+    before = Snapshot(model, make, norms)
+    if norms is None or before.before is not None:
+        return before
+    where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"
+    way_out = (
+        "example_inputs={...}, the keyword arguments of one forward, or init='copy' for a swap without this check."
+    )
+    if before.error is not None:
+        raise OptionError(f"{where} make its forward fail ({before.why_not}). Pass {way_out}") from before.error
+    raise OptionError(
+        f"{where}: {before.why_not}: a weight is NaN, or its dtype overflows. Mend that, or pass {way_out}"
+    )
 
 
-class Measurement:
-    """Measures how far a patch moves a model's outputs: made before the patch, asked after it.
+def measure_outcomes(
+    plan: Plan,
+    before: Snapshot,
+    model: PreTrainedModel,
+    original: PreTrainedModel | None,
+    verdict: Verdict | None,
+    given: Mapping[str, Any] | None,
+) -> dict[str, Outcome]:
+    """Return what each kind of a patch's changes came to.
 
     Where positions change, the patched model also runs at the length and the image size that its config then says. What
     ran before and doesn't run there is refused, and so is a change of positions that moves no output.
 
-    Forwards run on copies that share the weights: some models change their own settings in a forward.
-
     Args:
         plan: of the patch.
-        model: as it is before.
-        inputs: keyword arguments of one forward; None generates them.
-        reference: of the check of the plan's exact conversion, whose inputs and outputs serve here too.
-        repairs: whether a repair follows, which measures what isn't exact.
+        before: the model before it.
+        model: after it.
+        original: a copy that computes what the model computed before; None where the weights aren't in memory.
+        verdict: of the check of the exact conversion of norms; None where there was none.
+        given: the user's inputs of one forward, if there are any.
 
     Raises:
-        MemoryError, torch.OutOfMemoryError: there is too little memory to run the model as it is.
+        UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
-
-    def __init__(self, plan: Plan, model: PreTrainedModel, inputs: Any, reference: Reference | None, repairs: bool):
-        self.plan, self.why_not, self.given = plan, "", inputs
-        self.lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
-        self.needed = not repairs if self.lossy else reference is None or len(plan.by_kind) > 1
-        has_weights = not any(parameter.is_meta for parameter in model.parameters())
-        self.original: PreTrainedModel | None = None
-        if not has_weights:
-            self.why_not = "weights aren't in memory"
-        elif reference is not None:
-            self.inputs, self.before = reference.inputs, reference.original.outputs
-        elif self.needed:
-            try:
-                self.inputs = fitting(model, self._short_inputs(model) if inputs is None else inputs)
-                self.before = self._outputs(model)
-            except OUT_OF_MEMORY:
-                raise
-            except Exception as error:  # whatever a forward on generated inputs may raise
-                self.why_not = described(error)
-            else:
-                broken = not_a_number(self.before)
-                self.why_not = "" if broken is None else f"its {broken} was NaN throughout before the patch"
-
-    def keep_original(self, model: PreTrainedModel) -> None:
-        """Keep a copy to compare positions with, once exact conversions are done: it would keep their old weights."""
-        has_weights = not any(parameter.is_meta for parameter in model.parameters())
-        self.original = reference_copy(model) if has_weights and "pos" in self.plan.by_kind else None
-
-    def _short_inputs(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return inputs that are short enough for the model before and after the patch."""
-        if "pos" not in self.plan.by_kind:
-            return example_inputs(model)
-        new = self.plan.record.pos[-1].scheme.max_positions
-        lengths = [length for length in (full_length(model), new) if length is not None and length < TOKENS]
-        return example_inputs(model, tokens=min(lengths, default=None))
-
-    def outcomes(self, model: PreTrainedModel, verdict: Verdict | None) -> dict[str, str]:
-        """By kind, what the patch came to; `verdict` is that of the exact conversion's check.
-
-        Raises:
-            UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
-        """
-        after = self._after(model) if self.needed and not self.why_not else None
-        runs = self.original is not None and self._positions_run(model, after)
-        measured, outcomes = self._measured(model, after, runs) if self.needed else "approximate", {}
-        for kind, changes in self.plan.by_kind.items():
-            lost = "; ".join(self.plan.losses(kind))
-            if kind in self.lossy:
-                found = measured
-            elif kind == "norm" and verdict is not None:
-                found = verdict.outcome
-            else:
-                found = f"{EXACT}{_UNMEASURED} apart from {', '.join(self.lossy)}" if self.lossy else measured
-            reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
-            kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
-            outcomes[kind] = str(Outcome(found, lost, kept))
-        return outcomes
-
-    def _positions_run(self, model: PreTrainedModel, after: Outputs | Exception | None) -> bool:
-        """Whether a model with other positions runs at its full length and image size; False if nothing tells."""
-        changes, scheme = self.plan.by_kind["pos"], self.plan.record.pos[-1].scheme
-        require_same_frequencies(model, [change.row.module for change in changes if change.changes])
-        moved = isinstance(after, dict) and not equal(self.before, after)
-        if "pos" in self.lossy and scheme.any_length and not moved and not self._sets_length_alone():
-            require_moved(model, self.original, changes, f"pos={str(scheme)!r}", reference_copy)
-        return require_runs_in_full(model, self.original, self.plan.lengths, self.given, reference_copy)
-
-    def _sets_length_alone(self) -> bool:
-        """Whether the request is the present scheme with another length, which only the config says."""
-        *earlier, newest = (part.scheme for part in self.plan.record.pos)
-        lengths = {"max_positions": newest.max_positions, "original_max_positions": newest.original_max_positions}
-        return bool(earlier) and replace(earlier[-1], **lengths) == newest
-
-    def _measured(self, model: PreTrainedModel, after: Outputs | Exception | None, runs: bool) -> str:
-        """What the whole patch came to, in the words of an outcome.
-
-        Args:
-            model: after the patch.
-            after: its outputs on the inputs of before, or why there are none.
-            runs: whether it runs at the length and image size that its config says now.
-
-        Raises:
-            UnsupportedError: the model ran before, and no longer does.
-        """
-        if isinstance(after, dict):
-            return self._compared(model, deviations(self.before, after))
-        if after is not None and not runs:
-            reason = described(after).rstrip(".")
-            raise UnsupportedError(
-                f"{type(model).__name__} doesn't run after this patch: {reason}. The model was left unchanged."
-            ) from after
-        if after is not None:
-            return f"approximate: it runs at its new size, and not on the inputs of before ({described(after)})"
-        if runs and self.lossy:
-            return f"approximate: it runs after the patch, and on these inputs not before ({self.why_not})"
-        return f"{'approximate' if self.lossy else EXACT}{_UNMEASURED}: {self.why_not}"
-
-    def _compared(self, model: PreTrainedModel, found: list[Deviation]) -> str:
-        error, least = max(one.max_error for one in found), last_bit(model)
-        rms = max(one.rms_error for one in found)
-        # A difference of 0 doesn't count: on these inputs what changed may not have run.
-        if self.lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
-            return f"approximate: outputs differ by {rms:.2g}"
-        floor = least if error <= FACTOR * least else noise_floor(reference_copy(model), self.inputs)
-        verdict = Verdict(error, FACTOR * max(floor, least))
-        if self.lossy:
-            found_so = f"{EXACT} on the inputs measured" if verdict.holds else "approximate"
-            return f"{found_so}: outputs differ by {rms:.2g}"
-        return verdict.outcome
-
-    def _after(self, model: PreTrainedModel) -> Outputs | Exception:
-        """The patched model's outputs, or the error of its forward."""
-        try:
-            return self._outputs(model)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:  # whatever a forward may raise
-            return error
-
-    def _outputs(self, model: PreTrainedModel) -> Outputs:
-        return run(model, self.inputs, reference_copy)
+    lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
+    needed = bool(lossy) or verdict is None or len(plan.by_kind) > 1
+    after = before.after(model) if needed and before.before is not None else None
+    runs = (
+        original is not None and "pos" in plan.by_kind and _positions_run(plan, before, model, original, after, given)
+    )
+    whole = _of_whole(before, model, after, bool(lossy), runs) if needed else Outcome(APPROXIMATE)
+    outcomes = {}
+    for kind, changes in plan.by_kind.items():
+        if kind in lossy:
+            found = whole
+        elif kind == "norm" and verdict is not None:
+            found = Outcome(EXACT, verdict.figures)
+        elif lossy:
+            found = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
+        else:
+            found = whole
+        reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
+        kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        outcomes[kind] = replace(found, lost="; ".join(plan.losses(kind)), kept=kept)
+    return outcomes
 
 
-def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, str], init: str) -> None:
+def _positions_run(
+    plan: Plan,
+    before: Snapshot,
+    model: PreTrainedModel,
+    original: PreTrainedModel,
+    after: dict[str, Tensor] | Exception | None,
+    given: Mapping[str, Any] | None,
+) -> bool:
+    """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
+    changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
+    require_same_frequencies(model, [change.row.module for change in changes if change.changes])
+    moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
+    if plan.losses("pos") and scheme.any_length and not moved and not _sets_length_alone(plan.record):
+        require_moved(model, original, changes, f"pos={str(scheme)!r}")
+    return require_runs_in_full(model, original, plan.lengths, given)
+
+
+def _sets_length_alone(record: Record) -> bool:
+    """Return whether the newest position scheme is the one before it with another length, said in the config alone."""
+    *earlier, newest = (part.scheme for part in record.pos)
+    lengths = {"max_positions": newest.max_positions, "original_max_positions": newest.original_max_positions}
+    return bool(earlier) and replace(earlier[-1], **lengths) == newest
+
+
+def _of_whole(
+    before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor] | Exception | None, lossy: bool, runs: bool
+) -> Outcome:
+    """Return the outcome of the whole patch.
+
+    Args:
+        before: the model before it.
+        model: after it.
+        after: its outputs on the inputs of before, or why there are none.
+        lossy: whether anything isn't preserved.
+        runs: whether it runs at the length and image size that its config says now.
+
+    Raises:
+        UnsupportedError: the model ran before, and no longer does.
+    """
+    if isinstance(after, dict):
+        return _compared(before, model, after, lossy)
+    if after is not None and not runs:
+        reason = described(after).rstrip(".")
+        raise UnsupportedError(
+            f"{type(model).__name__} doesn't run after this patch: {reason}. The model was left unchanged."
+        ) from after
+    if after is not None:
+        return Outcome(APPROXIMATE, f"it runs at its new size, and not on the inputs of before ({described(after)})")
+    if runs and lossy:
+        return Outcome(APPROXIMATE, f"it runs after the patch, and on these inputs not before ({before.why_not})")
+    return Outcome(APPROXIMATE if lossy else EXACT, before.why_not, basis=NOT_MEASURED)
+
+
+def _compared(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
+    found = before.deviations(after)
+    error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
+    # A difference of 0 doesn't count: on these inputs what changed may not have run.
+    if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+    verdict = before.within_rounding(model, error)
+    if lossy and verdict.holds:
+        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis="on the inputs measured")
+    if lossy:
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+    return (
+        Outcome(EXACT, verdict.figures)
+        if verdict.holds
+        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}")
+    )
+
+
+def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:
     """Put outcomes, by kind, into a patched model's record.
 
     Raises:
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
     """
-    has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    for line in outcomes.values():
-        outcome = Outcome.of(line)
-        unmeasured = has_weights and outcome.found.startswith(f"{EXACT}{_UNMEASURED}")
+    measurable = has_weights(model)
+    for outcome in outcomes.values():
+        unmeasured = measurable and outcome.verdict == EXACT and outcome.basis.startswith(NOT_MEASURED)
         if init == "exact" and (unmeasured or outcome.lost or outcome.verdict != EXACT):
             advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""
-            raise VerificationError(f"{type(model).__name__}: {line}.{advice} The model was left unchanged.", line)
+            text = f"{type(model).__name__}: {outcome}.{advice} The model was left unchanged."
+            raise VerificationError(text, str(outcome))
     setattr(model.config, KEY, Record.of(model.config).with_outcomes(outcomes).to_json())

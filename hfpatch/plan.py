@@ -5,24 +5,26 @@ Whatever can be foreseen to fail is raised here, before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint.outer import require_outermost
 from .core.bare import require_bare, require_unquantized
-from .core.globs import Names, as_globs, require_matches
+from .core.globs import Names, require_matches
 from .core.holders import takes_holders
-from .core.plan_table import ALREADY_DONE, Change, Row, grouped
+from .core.outer import require_outermost
+from .core.plan_table import ALREADY_DONE, Change, Row, Step, grouped
 from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
+from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
+from .measure.quiet_forward import give_back_memory
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
@@ -30,7 +32,7 @@ from .schemes.mlps import MLP
 from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
-from .schemes.request import INITS, KINDS, Part, Record
+from .schemes.request import Part, Record, Request
 from .swap.config_diff import Setting
 from .swap.planners import Planned, planner_of
 from .swap.written_config import require_valid_config
@@ -38,49 +40,88 @@ from .swap.written_config import require_valid_config
 
 @dataclass
 class Phase:
-    """One step of a plan: structural edits, then changes of Parameters' values.
+    """One step of a plan, carried out in the order of its attributes, which are as in `Change`."""
 
-    Attributes:
-        edits: of the model's structure, at patterns of module names.
-        values: functions called after the edits; each writes Parameters' values through the transaction.
-    """
-
-    edits: list[Edit]
-    values: list[Callable[[Transaction], None]]
+    values: list[WeightChange]
+    edits: list[Edit]  # at patterns of module names
+    starts: list[WeightChange]
+    then: list[Step]
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
         """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
         edits = condensed((edit for change in changes for edit in change.edits), model)
-        return cls(edits, [change.values for change in changes if change.values is not None])
+        values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
+        return cls(values, edits, starts, [one for change in changes for one in change.then])
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Apply the edits to the model, then change the values."""
+        """Carry it out on the model."""
+        for value in self.values:
+            changes.write(model, value)
+        if self.values:
+            give_back_memory()
         apply(self.edits, model, changes)
-        for values in self.values:
-            values(changes)
+        for value in self.starts:
+            changes.write(model, value)
+        for step in self.then:
+            step.apply(model, changes)
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, frozen=True)
 class Plan(Result):
     """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it, and notebooks show it as one.
 
     Attributes:
         model_name: the model's class.
-        record: the patch record that the model's config will hold.
-        by_kind: for each kind that the request changes one change per module of the table: its row, edits and new
-            values; rows of kept modules have neither.
-        conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
-        lengths: (config, attribute, new value) where the request sets max_positions or image_size.
+        before: the patch record that the model's config holds now.
+        planned: by kind, what each requested scheme changes; a kind that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
     """
 
     model_name: str
-    record: Record
-    by_kind: dict[str, list[Change]] = field(default_factory=dict)
-    conversion: Conversion | None = None
-    lengths: list[Setting] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    before: Record
+    planned: Mapping[str, Planned] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, before: Record, planned: Mapping[str, Planned]) -> Plan:
+        """The plan that carries out what the planners found."""
+        return cls(type(model).__name__, before, planned, _phases(model, planned))
+
+    def inexact(self, model: nn.Module, measured: str) -> Plan:
+        """The plan without its exact conversion of norms, which failed its check on the model.
+
+        Args:
+            model: that of this plan, as it was before.
+            measured: how the check failed, in words.
+        """
+        without = {
+            kind: found if found.conversion is None else found.inexact(measured) for kind, found in self.planned.items()
+        }
+        return Plan.of(model, self.before, without)
+
+    @property
+    def by_kind(self) -> dict[str, list[Change]]:
+        """The changes of each kind, one per module of the table; rows of kept modules have no edits."""
+        return {kind: found.changes for kind, found in self.planned.items()}
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """The swap to norms that compute the same function, which `patch_model` checks; None without one."""
+        return next((found.conversion for found in self.planned.values() if found.conversion is not None), None)
+
+    @property
+    def lengths(self) -> list[Setting]:
+        """(config, attribute, new value) where the request sets max_positions or image_size."""
+        return [setting for found in self.planned.values() for setting in found.lengths]
+
+    @cached_property
+    def record(self) -> Record:
+        """The patch record that the model's config will hold."""
+        record = self.before
+        for kind, found in self.planned.items():
+            record = record.plus(kind, found.part)
+        return record.with_edits(self.edits)
 
     @property
     def changes(self) -> list[Change]:
@@ -91,6 +132,11 @@ class Plan(Result):
     def edits(self) -> list[Edit]:
         """The edits of all phases, in order; a checkpoint stores these and no other part of the plan."""
         return [edit for phase in self.phases for edit in phase.edits]
+
+    @property
+    def weights(self) -> list[WeightChange]:
+        """The changes of Parameters' values of all phases, in order."""
+        return [one for phase in self.phases for one in (*phase.values, *phase.starts)]
 
     @property
     def rows(self) -> list[Row]:
@@ -113,12 +159,14 @@ class Plan(Result):
         return list(dict.fromkeys(text for change in changes for text in change.row.losses))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values: the model's class, the patch record that it will have, and all rows.
+        """The plan as plain JSON values: model's class, future patch record, all rows, and changes of weights' values.
 
         A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
         rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
-        return plain({"version": 1, "model": self.model_name, "record": self.record.to_json(), "rows": rows})
+        weights = [one.to_json() for one in self.weights]
+        about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
+        return plain({**about, "rows": rows, "weights": weights})
 
     def to_dataframe(self) -> Any:
         """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
@@ -140,6 +188,11 @@ class Plan(Result):
             lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
         replaced = sum(row.action == "replace" for row in self.rows)
         yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        values: dict[str, list[str]] = {}
+        for same, names in grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter):
+            values.setdefault(str(same[0]), []).append(names)
+        if values:
+            yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
 
 
 def _line_key(row: Row) -> tuple[object, ...]:
@@ -188,56 +241,36 @@ def plan_patch(
         PatchError: one of its children, for anything that `patch_model` would refuse.
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    return make_plan(model, checked_request(schemes, only, keep, init), example_inputs)
+    return make_plan(model, Request.of(schemes, only, keep, init), example_inputs)
 
 
-def make_plan(
-    model: PreTrainedModel,
-    parts: dict[str, Part],
-    example_inputs: Mapping[str, Any] | None = None,
-    inexact: str | None = None,
-) -> Plan:
-    """`plan_patch` for a request that `checked_request` made.
-
-    Args:
-        model, example_inputs: as in `plan_patch`.
-        parts: the request: scheme, globs and `init`, by kind.
-        inexact: set when the plan is made again after its exact conversion failed the check: the measured error, in
-            words. Norms are then swapped without centring.
-    """
+def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:
+    """`plan_patch` for a request; its arguments and what it raises are the same."""
     require_bare(model)
     require_unquantized(model)
     require_outermost(model)
     require_example(example_inputs, model)
     record = Record.of(model.config)
-    plan = Plan(type(model).__name__, record)
-    _require_same_init(parts, record)
-    parts = {kind: part for kind, part in parts.items() if not record.has(kind, part)}
+    parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
+    _require_same_init(request.parts, record)
     _require_order(parts, record)
     planned: dict[str, Planned] = {}
     for kind, part in parts.items():
-        found = planner_of(part.scheme)(model, part, example_inputs, inexact)
+        found = planner_of(part.scheme)(model, part, example_inputs)
         if found.changes and not _is_patched_already(found.changes):
             planned[kind] = found
-    for kind, found in planned.items():
-        plan.by_kind[kind] = found.changes
-        plan.conversion = found.conversion or plan.conversion
-        plan.lengths += found.lengths
-        plan.record = plan.record.plus(kind, found.part)
+    plan = Plan.of(model, record, planned)
     if planned:
         globs = {option: getattr(next(iter(planned.values())).part, option) for option in ("only", "keep")}
         require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, found in planned.items():
         _require_change(plan, kind, found)
     require_valid_config(model, plan.lengths)
-    plan.phases = _phases(model, plan)
-    plan.phases[-1].values.extend(partial(found.derived.apply, model) for found in planned.values())
-    plan.record = plan.record.with_edits(plan.edits)
     plan.record.require_readable()
     return plan
 
 
-def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
+def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ...]:
     """The three phases of a plan, in the order in which they are carried out.
 
     1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
@@ -245,13 +278,13 @@ def _phases(model: nn.Module, plan: Plan) -> list[Phase]:
     3. Placements, positions and MLPs. A placement reads the norms as phase 2 leaves them.
     """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
-    for change in plan.changes:
-        if change.changes:
-            is_exact = change.row.exact is not None and plan.conversion is not None
-            norm_phase = exact if is_exact else norms
-            phase = {"stream": streams, "norm": norm_phase}.get(change.row.kind, others)
-            phase.append(change)
-    return [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
+    converts = any(found.conversion is not None for found in planned.values())
+    for change in (change for found in planned.values() for change in found.changes if change.changes):
+        norm_phase = exact if change.row.exact is not None and converts else norms
+        {"stream": streams, "norm": norm_phase}.get(change.row.kind, others).append(change)
+    phases = [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
+    phases[-1].then.extend(found.derived for found in planned.values())
+    return tuple(phases)
 
 
 def _require_same_init(parts: dict[str, Part], record: Record) -> None:
@@ -306,25 +339,3 @@ def _require_change(plan: Plan, kind: str, found: Planned) -> None:
             f"{plan.model_name}: {kind}={found.part.scheme.name!r} has nothing to change; "
             f"{'its one module is' if len(changes) == 1 else f'all {len(changes)} modules are'} kept ({reasons})."
         )
-
-
-def checked_request(schemes: Mapping[str, object], only: object, keep: object, init: str) -> dict[str, Part]:
-    """Validates the arguments of `plan_patch`: one `Part` per requested kind, in the order of planning.
-
-    Args:
-        schemes: scheme, its name or None, by kind.
-        only, keep, init: as in `plan_patch`.
-
-    Raises:
-        OptionError, UnknownNameError: one of them is invalid.
-    """
-    resolved = {kind: scheme.resolve(schemes.get(kind)) for kind, scheme in KINDS.items()}
-    if not any(resolved.values()):
-        raise OptionError(
-            f"no change was requested: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
-            "norm='rms', pos='rope'."
-        )
-    if init not in INITS:
-        raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
-    globs = as_globs("only", only), as_globs("keep", keep)  # type: ignore[arg-type]
-    return {kind: Part(scheme.settled(init), *globs, init) for kind, scheme in resolved.items() if scheme is not None}

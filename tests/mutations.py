@@ -194,13 +194,13 @@ FAULTS = [
     Fault(
         "an eps that was changed in config.json counts as harmless",
         "checkpoint/stored_config.py",
-        '_HARMLESS |= {"transformers_weights"}',
-        '_HARMLESS |= {"transformers_weights", "layer_norm_epsilon", "layer_norm_eps"}',
+        "_HARMLESS |= {FILE}",
+        '_HARMLESS |= {FILE, "layer_norm_epsilon", "layer_norm_eps"}',
         ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
         "weights that go by other names are taken",
-        "checkpoint/weight_names.py",
+        "checkpoint/files.py",
         "    if unexpected:\n",
         "    if False:\n",
         ("checkpoint/test_fingerprint.py",),
@@ -236,30 +236,16 @@ FAULTS = [
     Fault(
         "a commit overwrites what somebody else committed meanwhile",
         "hub/push.py",
-        "parent_commit=self.head.commit, ",
+        "parent_commit=head, ",
         "",
         ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
     ),
     Fault(
         "weights of an earlier push stay beside the new ones",
         "hub/push.py",
-        "if path not in files and parent == folder and any(",
-        "if path in files and parent == folder and any(",
+        "deleted = sorted(stale - contents.keys())",
+        "deleted = sorted(stale & contents.keys())",
         ("hub/test_push.py",),
-    ),
-    Fault(
-        "new Parameters all join the first group, with its weight decay",
-        "core/optimizer.py",
-        "group = next((groups[id(p)] for p in neighbours[id(parameter)] if id(p) in groups), default)",
-        "group = default",
-        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
-    ),
-    Fault(
-        "the state of Parameters that left stays",
-        "core/optimizer.py",
-        "edits.drop_key(optimizer.state, parameter)",
-        "pass",
-        ("test_patch.py::test_an_optimizer_follows_the_parameters",),
     ),
     Fault(
         "with a cache each token is at position 0",
@@ -295,6 +281,20 @@ FAULTS = [
         "        places = self._holders.pop(old)\n",
         "        places = self._holders.pop(old)\n        self._holders = {}\n",
         ("runtime/test_edit_text.py::test_replacing_modules_with_children_takes_steps_in_proportion_to_the_blocks",),
+    ),
+    Fault(
+        "two threads change the random generators at once",
+        "measure/randomness.py",
+        "with process_state, torch.random.fork_rng(devices=[])",
+        "with torch.random.fork_rng(devices=[])",
+        ("measure/test_randomness.py",),
+    ),
+    Fault(
+        "the gain of a norm that was replaced decays",
+        "runtime/norms.py",
+        "        new.leave_out_of_decay(replaced=old)\n",
+        "",
+        ("contracts/test_decay.py::test_after_every_norm",),
     ),
 ]
 

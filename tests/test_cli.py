@@ -25,8 +25,7 @@ from hfpatch import __version__
 from hfpatch.checkpoint import file_digests
 from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.errors import VerificationError
-from hfpatch.exact.request import Conversion
+from hfpatch.measure.snapshot import Snapshot, Verdict
 from hfpatch.patch import outcomes
 from hfpatch.verification.report import Report
 
@@ -151,10 +150,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> Non
 def test_what_was_planned_exact_and_isnt_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check on the model itself fails: norms are then swapped without centring, which loses something."""
 
-    def fails(*_: Any) -> None:
-        raise VerificationError("it isn't exact", "0.1")
-
-    monkeypatch.setattr(Conversion, "verify", fails)
+    monkeypatch.setattr(Snapshot, "verdict", lambda *_: Verdict(error=0.1, tolerance=0.0))
     checkpoint = tmp_path / "tiny"
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(checkpoint)
     few = ("--norm", "rms", "--sequences", "32", "--tokens", "8", "--report", str(tmp_path / "report.json"))

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from hfpatch.checkpoint.patched_config import give_patched_config
-from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
 from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
-from hfpatch.outcome import Measurement
+from hfpatch.measure.snapshot import Snapshot
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.swap.trial import require_runs_in_full
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -96,7 +96,7 @@ def test_each_request_has_its_own() -> None:
     model = patch(patch(tiny("gpt2", LM), norm="rms"), pos="rope")
     before = outcomes(model)
     assert [outcome.split(":")[0] for outcome in before.values()] == ["exact", "approximate"]
-    convert_pairing(model, "interleaved")
+    patch(model, mlp="geglu")
     assert list(outcomes(model).items())[:2] == list(before.items())
     assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
     assert outcomes(tiny("gpt2", LM)) == {}
@@ -129,11 +129,10 @@ def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_inputs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(model: nn.Module, **options: Any) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
-    monkeypatch.setattr("hfpatch.outcome.example_inputs", fail)
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.measure.inputs.make_inputs", fail)
     unmeasured = "as planned, not measured: UnsupportedError: no inputs could be made for this one"
     for request, kind in (({"pos": "rope"}, "approximate"), ({"norm": "layer"}, "exact")):
         (outcome,) = outcomes(patch(tiny("gpt2", LM), **request)).values()
@@ -211,7 +210,7 @@ def test_a_comparison_that_fails_isnt_blamed_on_the_model(monkeypatch: pytest.Mo
     def fail(truth: Any, outputs: Any) -> None:
         raise TypeError("can't be compared")
 
-    monkeypatch.setattr("hfpatch.outcome.deviations", fail)
+    monkeypatch.setattr("hfpatch.measure.snapshot.deviations", fail)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(TypeError, match="can't be compared"):
@@ -262,10 +261,10 @@ def test_the_inputs_are_those_that_fit_before_and_after() -> None:
 def test_users_inputs_are_cut_and_resized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none can be made."""
 
-    def fail(model: nn.Module, **options: Any) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise UnsupportedError("no inputs could be made for this one")
 
-    monkeypatch.setattr("hfpatch.swap.full_length.example_inputs", fail)
+    monkeypatch.setattr("hfpatch.measure.inputs.make_inputs", fail)
     for model_type, pos in (("vit", "learned:image_size=96"), ("gpt2", "learned:max_positions=8")):
         model, given = zoo.tiny(model_type)
         (outcome,) = outcomes(patch(model, pos=pos, example_inputs=given)).values()
@@ -344,13 +343,8 @@ def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured outputs are off by a tenth after a patch."""
-    measure, runs = Measurement._outputs, []
-
-    def outputs(self: Measurement, model: Any) -> dict[str, Tensor]:
-        runs.append(1)
-        return {name: value * (1 + 0.1 * (len(runs) % 2 == 0)) for name, value in measure(self, model).items()}
-
-    monkeypatch.setattr(Measurement, "_outputs", outputs)
+    after = Snapshot.after
+    monkeypatch.setattr(Snapshot, "after", lambda *given: {name: 1.1 * value for name, value in after(*given).items()})
 
 
 def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:
@@ -426,3 +420,42 @@ def test_nan_is_no_evidence() -> None:
         patch_model(model, pos="rope", norm="rms", init="copy")
     with pytest.raises(PatchError, match="inf"):
         native_model(model)
+
+
+# --- models that read images beside text ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "tower"), [("llava", "vision_tower.*"), ("qwen2_vl", "visual.*")])
+def test_a_tower_of_images_is_measured_with_images(
+    model_type: str, tower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = zoo.tiny(model_type)
+    alone = copy.deepcopy(model)
+    patch(model, norm="rms", init="copy", only=tower)
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+    monkeypatch.setattr("hfpatch.outcome.media_inputs", lambda *args, **options: None)
+    patch(alone, norm="rms", init="copy", only=tower)
+    assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
+
+
+def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
+    model, _ = zoo.tiny("llava")
+    original = copy.deepcopy(model)
+    patch(model, pos="learned:image_size=96")
+    assert outcome(model).startswith("approximate: it runs at its new size, and not on the inputs of before")
+    assert require_runs_in_full(model, original, [], None)
+    model.vision_tower.embeddings.position_embedding = nn.Embedding(3, 64)
+    with pytest.raises(UnsupportedError, match="doesn't run"):
+        require_runs_in_full(model, original, [], None)
+
+
+def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = zoo.tiny("llava")
+    monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
+    patch(model, norm="layer")
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+
+
+def outcome(model: Any) -> str:
+    (found,) = outcomes(model).values()
+    return str(found)

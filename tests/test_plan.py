@@ -355,8 +355,8 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
 
 FIRST = r"\. Patch the model first, then "
 WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DataParallel": (nn.DataParallel, f"DataParallel wraps the model for distributed or parallel use{FIRST}wrap it"),
-    "compiled": (torch.compile, rf"wrapped by torch\.compile{FIRST}compile it"),
+    "DataParallel": (nn.DataParallel, f"not DataParallel{FIRST}wrap it"),
+    "compiled": (torch.compile, f"not OptimizedModule{FIRST}wrap it"),
     "compiled in place": (compiled_in_place, f"GPT2LMHeadModel .*compiled.*{FIRST}compile it"),
     "compiled block": (
         lambda model: with_first_block(model, torch.compile),
@@ -366,10 +366,7 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: with_first_block(model, compiled_in_place),
         rf"transformer\.h\.0 .*compiled.*{FIRST}compile it",
     ),
-    "LoRA": (
-        with_lora,
-        r"PeftModelForCausalLM is a PEFT wrapper\. Patch the base model first, then call get_peft_model",
-    ),
+    "LoRA": (with_lora, f"not PeftModelForCausalLM{FIRST}wrap it"),
     "dispatched": (
         lambda model: accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True),
         f"accelerate.*{FIRST}dispatch.*remove_hook_from_module",
@@ -378,7 +375,7 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: accelerate.cpu_offload(model, torch.device("cpu")),
         f"accelerate.*{FIRST}dispatch.*remove_hook_from_module",
     ),
-    "another module": (nn.Sequential, r"PreTrainedModel is needed, not Sequential.*pass the model inside it"),
+    "another module": (nn.Sequential, f"PreTrainedModel is needed, not Sequential{FIRST}wrap it"),
 }
 
 
@@ -409,8 +406,8 @@ def by_fsdp2(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (nn.parallel.DistributedDataParallel, f"DistributedDataParallel wraps the model.*{FIRST}wrap it"),
-        (by_fsdp1, f"FullyShardedDataParallel wraps the model.*{FIRST}"),
+        (nn.parallel.DistributedDataParallel, f"not DistributedDataParallel{FIRST}wrap it"),
+        (by_fsdp1, f"not FullyShardedDataParallel{FIRST}"),
         (lambda model: with_first_block(model, by_fsdp1), f"FSDP{FIRST}"),
         (by_fsdp2, f"FSDP{FIRST}"),
     ],
@@ -424,10 +421,10 @@ def test_distributed_models(wrap: Callable[[Any], Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("not_a_model", "message"),
     [
-        (GPT2LMHeadModel, "not <class .*Build the model first"),
-        (GPT2Config(), "not GPT2Config. Build the model first"),
-        ("gpt2", r"not 'gpt2'. Open the model first, .*from_pretrained"),
-        (None, "not NoneType. Open the model first"),
+        (GPT2LMHeadModel, "not <class .*build it first"),
+        (GPT2Config(), "not GPT2Config. Open or build it first"),
+        ("gpt2", "not 'gpt2'. Open or build it first, .*from_pretrained"),
+        (None, "not NoneType. Open or build it first"),
     ],
 )
 def test_what_is_no_model(not_a_model: Any, message: str) -> None:

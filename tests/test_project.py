@@ -56,4 +56,4 @@ def test_issue_forms(form: str) -> None:
     assert len({field["id"] for field in fields}) == len(fields)
     assert all(field["attributes"]["label"] for field in fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
-    assert ("hfpatch env" in str(read)) == (form != "feature")
+    assert ("transformers env" in str(read)) == (form != "feature")

@@ -23,8 +23,8 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
-from .file_digests import has_digests
-from .streaming import files_of, opened_from
+from .file_digests import read_digests
+from .mapped_weights import files_of, opened_from
 
 _RANDOM = "config:"
 _MOST_NAMED = 3
@@ -78,7 +78,7 @@ def opened(
         head: as in `random_weights`.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
-        stored: whether the weights stay in their files where they can (see streaming.py).
+        stored: whether the weights stay in their files where they can (see mapped_weights.py).
         options: of `from_pretrained`.
 
     Raises:
@@ -98,7 +98,7 @@ def opened(
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel
     if hasattr(config, KEY) and strongest:
-        options["check_fingerprint"] = "full" if has_digests(model, {}) else True
+        options["check_fingerprint"] = "full" if read_digests(model, {}) else True
     options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
     try:
         loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))

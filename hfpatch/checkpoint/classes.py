@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import transformers
 from safetensors import SafetensorError
@@ -30,19 +28,27 @@ from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR,
 from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
+    VERSION_2_REPORT,
+    Saved,
     compare,
-    has_digests,
     named_file,
     opens_weight_files,
     options_of_place,
-    saved_config,
-    warn_of_no_digests,
+    read_digests,
+    report_of_version_2,
+    stored_report,
     write_digests,
 )
-from .files import FILES, require_sound_files
+from .files import (
+    FILES,
+    MARKER,
+    PAGE,
+    require_known_names,
+    require_sound_files,
+    warn_of_lost_weights,
+    weight_names,
+)
 from .remote_code import REMOTE, code_beside, wants_code
-from .repair_file import SavedReport, content_of, digest_of, write_report
-from .saving import replacing, require_finished
 from .stored_config import (
     OPENED,
     Opened,
@@ -53,9 +59,10 @@ from .stored_config import (
     require_its_architecture,
     without_disk_only_entry,
 )
-from .weight_names import MARKER, require_known_names, warn_of_lost_weights
 
-_saving: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # a model's lock: its record is set for one save at a time
+_finish: ContextVar[Callable[[], None] | None] = ContextVar(
+    "_finish", default=None
+)  # what ends a save before an upload
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -71,7 +78,6 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = checkpoint_name(config_dict)
-        require_finished(config_dict, where)
         base = checked(without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
@@ -166,18 +172,19 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             if not isinstance(check_fingerprint, bool) and check_fingerprint != "full":
                 raise OptionError(f'check_fingerprint must be True, False or "full", not {check_fingerprint!r:.80}.')
             wants_info = kwargs.pop("output_loading_info", False)
-            full, compared = check_fingerprint == "full", None
             if kwargs.get("use_safetensors") is None and opens_weight_files(name, kwargs):
                 kwargs["use_safetensors"] = True
                 cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
                 named = named_file(name, kwargs)
                 require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), named, **cache)
-            if full or (check_fingerprint and opens_weight_files(name, kwargs)):
-                if full or has_digests(name, kwargs):
-                    compared = compare(name, kwargs, every_byte=full)
-                    kwargs |= compared.same
-                else:
-                    warn_of_no_digests(name, kwargs)
+            full, saved = check_fingerprint == "full", None
+            try:
+                saved = read_digests(name, kwargs)
+            except CheckpointError:
+                if check_fingerprint:
+                    raise
+            if check_fingerprint:
+                kwargs |= compare(name, kwargs, saved, every_byte=full).same
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
                 loaded = with_loading_info(load)
@@ -187,7 +194,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     "names the file."
                 ) from error
             except MISFITS as error:
-                if isinstance(error, PatchError) or not _was_edited(cls, name, kwargs):
+                if isinstance(error, PatchError) or not _was_edited(cls, name, kwargs, saved):
                     raise
                 raise CheckpointError(
                     f"{name}: its config.json, or the patch record in it, was edited after it was saved, and doesn't "
@@ -199,10 +206,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
                 return loaded if wants_info else model
+            report = None if saved is None else saved.repair
             if opened.report is not None and name is not None:
-                model.__dict__[REPAIR] = SavedReport.read(name, kwargs, model.config, opened.report)
+                report = report_of_version_2(name, kwargs, opened.report)
+            if report is not None:
+                model.__dict__[REPAIR] = report
             if check_fingerprint:
-                opened.require_unchanged(name, None if compared is None else compared.config, refuse=full)
+                opened.require_unchanged(name, None if saved is None else saved.config, refuse=full)
                 require_known_names(model, name, info)
             return loaded if wants_info else model
 
@@ -212,11 +222,13 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             is_main_process: bool = True,
             state_dict: Any = None,
             push_to_hub: bool = False,
-            *args: Any,
+            max_shard_size: int | str | None = None,
+            variant: str | None = None,
+            *,
             remote_code: bool | None = None,
             **kwargs: Any,
         ) -> None:
-            """As the host's, in the form that the checkpoint had which the model was opened from.
+            """As the host's, with digests, in the form that the checkpoint had which the model was opened from.
 
             Args:
                 remote_code: write code that opens the checkpoint without hfpatch; `export_model` tries it as well.
@@ -224,42 +236,48 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             """
             if kwargs.pop("mark_weights", None) is not None:
                 warnings.warn("mark_weights= has no effect: no weights are marked.", FutureWarning, stacklevel=2)
-            with _saving.setdefault(self, threading.RLock()):
-                record = getattr(self.config, KEY)
-                saves, report = self.should_save_on_this_rank(is_main_process), content_of(self)
-                writes = saves and not kwargs.get("distributed_checkpoint")
-                if push_to_hub:
-                    kwargs.setdefault("repo_id", Path(save_directory).name)
-                if state_dict is not None and is_main_process:
-                    warn_of_lost_weights(self, state_dict)
-                if report is not None:
-                    setattr(self.config, KEY, {**record, REPORT: digest_of(report)})
-                coded = saves and wants_code(self, remote_code)
-                try:
-                    writing = replacing(save_directory) if writes else nullcontext(save_directory)
-                    with writing as folder, code_beside(self, folder, coded, bool(remote_code)):
-                        streams = FILES in vars(self)
-                        weights = {} if streams else None if state_dict is None else dict(state_dict)
-                        super().save_pretrained(folder, is_main_process, weights, push_to_hub, *args, **kwargs)
-                        if streams:  # opening a checkpoint needs nothing that makes a patch
-                            from .streaming import write_weights
+            folder, saves = Path(save_directory), self.should_save_on_this_rank(is_main_process)
+            streams, distributed = FILES in vars(self), kwargs.get("distributed_checkpoint")
+            if state_dict is not None and is_main_process:
+                warn_of_lost_weights(self, state_dict)
+            weights = {} if streams else None if state_dict is None else dict(state_dict)
+            size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            with_model = saves and not getattr(self, "_hf_peft_config_loaded", False)  # else an adapter alone
+            single, index = (folder / file for file in weight_names(f".{variant}" if variant else ""))
 
-                            write_weights(self, Path(folder), kwargs.get("max_shard_size"))
-                        if saves:
-                            write_report(self, Path(folder))
-                        if saves and not writes:  # each process writes shards of its own
-                            for stale in Path(folder).glob(DIGEST_FILES):
-                                stale.unlink()
-                finally:
-                    setattr(self.config, KEY, record)
+            def finish() -> None:
+                _finish.set(None)
+                if streams:  # opening a checkpoint needs nothing that makes a patch
+                    from .mapped_weights import write_weights
+
+                    write_weights(self, folder, max_shard_size)
+                if with_model and distributed:  # each process writes shards of its own
+                    for stale in folder.glob(DIGEST_FILES):
+                        stale.unlink()
+                elif with_model:
+                    if index.exists():
+                        single.unlink(missing_ok=True)  # of an older save: transformers would open it first
+                    write_digests(folder, variant, stored_report(self))
+
+            token = _finish.set(finish)
+            try:
+                with code_beside(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
+                    for stale in (index, folder / PAGE, folder / VERSION_2_REPORT) if with_model else ():
+                        stale.unlink(missing_ok=True)
+                    options = {**size, "variant": variant, **kwargs}
+                    super().save_pretrained(save_directory, is_main_process, weights, push_to_hub, **options)
+                if _finish.get() is not None:
+                    finish()
+            finally:
+                _finish.reset(token)
 
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
             state_dict.pop(prefix + MARKER, None)  # torch's own copy
             super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            write_report(self, Path(working_dir))  # with push_to_hub=True, transformers uploads before it returns
-            write_digests(Path(working_dir))
+            if (finish := _finish.get()) is not None:
+                finish()
             return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     Patched.__name__ = host.__name__
@@ -322,13 +340,13 @@ def _is_own_config(config: Any, name: Any) -> bool:
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
-def _was_edited(cls: Any, name: Any, options: Mapping[str, Any]) -> bool:
+def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: Saved | None) -> bool:
     """Whether the config.json of a checkpoint isn't the one that was saved, as far as there are digests."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig) and name is not None:
         config = cls.config_class.from_pretrained(name, **options_of_place(options))
     opened: Opened | None = vars(config).get(OPENED)
-    return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved_config(name, options))
+    return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved and saved.config)
 
 
 def with_loading_info(load: Callable[..., Any]) -> Any:

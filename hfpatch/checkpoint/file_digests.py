@@ -1,8 +1,8 @@
-"""Digests of a checkpoint's weights and settings, in a small file beside them; opening compares the files with it.
+"""The file beside a checkpoint's weights: digests of them and of config.json, and the report of the latest repair.
 
 `save_pretrained` writes `hfpatch_weights.json` (of a variant `hfpatch_weights.fp16.json`) from the files that it wrote:
 
-    {"version": 1, "config": "5d1e...",
+    {"version": 1, "config": "5d1e...", "repair": {...},
      "tensors": {"transformer.wte.weight": "9f3c0a...", ...}, "samples": {"transformer.wte.weight": "77d20b...", ...}}
 
 A tensor's digest is the first half of the sha256 of its dtype, shape and bytes. `check_fingerprint="full"`,
@@ -10,8 +10,8 @@ A tensor's digest is the first half of the sha256 of its dtype, shape and bytes.
 seconds (AMD EPYC), where saving it takes about one, and longer for the disk.
 
 By default opening compares samples of a larger tensor instead, since a file is only mapped when it is opened, and
-reading all of it would cost more than all the rest. Files of hfpatch 0.2 have no samples: of their larger tensors the
-names are compared. The digest of config.json is the one of stored_config.py; older checkpoints have it in there.
+reading all of it would cost more than all the rest. Files of hfpatch 0.2 have no samples, so of their larger tensors
+the names are compared; their digest of config.json is in its record, and the report in a file of its own.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..errors import FingerprintWarning, OptionError
 from ..runtime.errors import CheckpointError
-from ..runtime.record import KEY
-from .files import SUFFIX, is_plain_name, printable, read_json, weight_files
+from ..runtime.record import REPAIR
+from .files import is_plain_name, printable, read_json, weight_files
 from .stored_config import config_digest
+
+if TYPE_CHECKING:
+    from ..repairs.report import RepairReport
 
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
+VERSION_2_REPORT = "hfpatch_repair.json"
 _THREADS, _MOST_NAMED = 8, 5
 _WHOLE = 4096  # entries up to which a tensor is read in full: gains, shifts and biases are
 _RUN = 64  # neighboring entries that are read at each place of a larger one
@@ -51,17 +55,21 @@ DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: o
 
 
 class Saved(NamedTuple):
-    """What a file of digests holds.
+    """What the file says.
 
     Attributes:
+        path: the file.
         tensors: by name the digest of each tensor.
         samples: by name that of samples of the larger ones.
         config: the digest of config.json; None in files of hfpatch 0.2.
+        repair: the report of the latest repair, as JSON has it; None without one.
     """
 
+    path: Path
     tensors: dict[str, str]
     samples: dict[str, str]
     config: str | None
+    repair: dict[str, Any] | None
 
 
 class Compared(NamedTuple):
@@ -70,103 +78,101 @@ class Compared(NamedTuple):
     Attributes:
         tensors, size: how many tensors and bytes its weight files have.
         same: options of `from_pretrained` with which the very same files are opened.
-        config: as in `Saved`.
     """
 
     tensors: int
     size: int
     same: dict[str, Any]
-    config: str | None
 
 
 def variant_of(file: str) -> str | None:
-    """The variant in the name of a weight file or its index, such as ".fp16" or ""; None for other files."""
+    """Return the variant in the name of a weight file or its index, such as ".fp16" or ""; None for other files."""
     match = _WEIGHTS.fullmatch(file)
     return None if match is None else match[1] or match[2] or ""
 
 
-def write_digests(folder: Path) -> None:
-    """Write the digests of all weight files in a folder, and of its config.json."""
-    files = [path for path in sorted(folder.iterdir()) if path.name.endswith(SUFFIX)]
-    path = folder / "config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    config = {"config": config_digest(settings)} if KEY in settings else {}
-    for variant in {variant_of(path.name) for path in files} - {None}:
-        found = [*_digests(path for path in files if variant_of(path.name) == variant)]
-        stored: dict[str, Any] = {"version": _VERSION, **config}
-        stored["tensors"] = {one.name: one.whole for one in found}
-        stored["samples"] = {one.name: one.sampled for one in found if one.sampled is not None}
-        path = folder / _NAME.format(variant)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+def write_digests(folder: Path, variant: str | None = None, repair: Any = None) -> None:
+    """Write the file of the weights of one variant that lie in a folder; `repair` is the report, as JSON has it."""
+    suffix = f".{variant}" if variant else ""
+    files = weight_files(lambda file: path if (path := folder / file).is_file() else None, suffix)
+    found = [*_digests(files)]
+    stored: dict[str, Any] = {"version": _VERSION}
+    stored["config"] = config_digest(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    stored |= {} if repair is None else {"repair": repair}
+    stored["tensors"] = {one.name: one.whole for one in found}
+    stored["samples"] = {one.name: one.sampled for one in found if one.sampled is not None}
+    text = json.dumps(stored, indent=1, allow_nan=False)
+    (folder / _NAME.format(suffix)).write_text(text + "\n", encoding="utf-8")
 
 
-def has_digests(name: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was saved with digests of its weights; name and options are as in `from_pretrained`."""
+def read_digests(name: Any, options: Mapping[str, Any]) -> Saved | None:
+    """Return what the file of a checkpoint says; None without one. Name and options are as in `from_pretrained`.
+
+    Raises:
+        CheckpointError: it is malformed, or of another version.
+    """
     try:
-        return _digest_file(name, options) is not None
+        path = None if name is None else finder(name, options)(_name(options))
     except OSError:  # the Hub isn't reached, and it isn't in the cache
-        return False
+        path = None
+    if path is None:
+        return None
 
+    def read(stored: Any) -> tuple[Saved, Any]:
+        tables = stored["tensors"], stored.get("samples", {}), stored.get("repair")
+        if not all(isinstance(table, dict) for table in tables[:2]) or not isinstance(tables[2], dict | None):
+            raise TypeError
+        return Saved(path, *tables[:2], stored.get("config"), tables[2]), stored["version"]
 
-def saved_config(name: Any, options: Mapping[str, Any]) -> str | None:
-    """The digest of config.json that lies beside the weights, if there is one; name and options as above."""
-    path = None if name is None else _digest_file(name, options)
-    return None if path is None else _read(path).config
-
-
-def warn_of_no_digests(name: Any, options: Mapping[str, Any]) -> None:
-    """Warn of a checkpoint that was saved without digests; name and options are as in `from_pretrained`."""
-    message = (
-        f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained), so "
-        "whether its weights are those that were saved isn't known. Open it and save it again, and it has one; or "
-        "silence this: from_pretrained(..., check_fingerprint=False)."
-    )
-    warnings.warn(message, FingerprintWarning, stacklevel=3)
+    saved, version = read_json(path, read)
+    if version != _VERSION:
+        raise CheckpointError(f"{path} has version {version!r:.20}, this hfpatch reads version {_VERSION}. Update it.")
+    return saved
 
 
 def _name(options: Mapping[str, Any]) -> str:
-    return _NAME.format(_variant(options))
+    return _NAME.format(_suffix(options))
 
 
-def _variant(options: Mapping[str, Any]) -> str:
+def _suffix(options: Mapping[str, Any]) -> str:
     return f".{options['variant']}" if options.get("variant") else ""
 
 
-def _digest_file(name: Any, options: Mapping[str, Any]) -> Path | None:
-    return finder(name, options)(_name(options))
-
-
 def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
-    """Whether these options of `from_pretrained` open safetensors files."""
+    """Return whether these options of `from_pretrained` open safetensors files."""
     others = options.get("gguf_file") is not None or options.get("use_safetensors") is False
     return name is not None and options.get("state_dict") is None and not others
 
 
-def compare(name: Any, options: Mapping[str, Any], every_byte: bool = True) -> Compared:
+def compare(name: Any, options: Mapping[str, Any], saved: Saved | None, every_byte: bool = True) -> Compared:
     """Compare the weight files of a checkpoint, before they are opened, with the digests that were saved beside them.
 
     Args:
         name, options: as in `from_pretrained`.
+        saved: what `read_digests` returns for them. Without digests nothing is compared, and a warning says so.
         every_byte: whether all is compared, or names, dtypes, shapes and samples.
 
     Raises:
         CheckpointError: names the tensors that differ; or a file can't be read; or all should be compared, and there
             are no digests.
-        OptionError: the options open something else than safetensors files.
+        OptionError: all should be compared, and the options open something else than safetensors files.
     """
     if not opens_weight_files(name, options):
-        raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
-    find, path = finder(name, options), _digest_file(name, options)
-    if path is None:
-        raise CheckpointError(
-            f"{name} has no {_name(options)}, so its weights can't be compared byte by byte: an older hfpatch, "
-            "or something else than save_pretrained, saved them. Open it with check_fingerprint=True and save it again."
-        )
-    saved, named = _read(path), named_file(name, options)
-    files = weight_files(find, _variant(options)) if named is None else [find(named)]
-    files += [*path.parent.glob(DISTRIBUTED)]
+        if every_byte:
+            raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
+        return Compared(0, 0, {})
+    if saved is None:
+        lacking = f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained)"
+        again = "Open it with check_fingerprint=False and save it again, and it has one"
+        if every_byte:
+            raise CheckpointError(f"{lacking}, so its weights can't be compared byte by byte. {again}.")
+        message = f"{lacking}, so whether its weights are those that were saved isn't known. {again}."
+        warnings.warn(message, FingerprintWarning, stacklevel=3)
+        return Compared(0, 0, {})
+    named = named_file(name, options)
+    find = finder(name, options)
+    files = weight_files(find, _suffix(options)) if named is None else [find(named)]
+    files += [*saved.path.parent.glob(DISTRIBUTED)]
     found = {one.name: one for one in _digests(filter(None, files), every_byte)}
     changed = {tensor for tensor in saved.tensors.keys() & found.keys() if found[tensor].differs(saved)}
     missing, added = saved.tensors.keys() - found.keys(), found.keys() - saved.tensors.keys()
@@ -175,14 +181,14 @@ def compare(name: Any, options: Mapping[str, Any], every_byte: bool = True) -> C
     if differing:
         more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"{name}: {len(differing)} of its tensors aren't those that were saved, by {path.name}: "
+            f"{name}: {len(differing)} of its tensors aren't those that were saved, by {saved.path.name}: "
             f"{', '.join(differing[:_MOST_NAMED])}{more}. The files were damaged or changed, or saved again without "
             "hfpatch. Download or save it again; or, if that is as it should be: "
             "from_pretrained(..., check_fingerprint=False), then save_pretrained."
         )
-    commit = None if Path(name).is_dir() else extract_commit_hash(str(path), None)
+    commit = None if Path(name).is_dir() else extract_commit_hash(str(saved.path), None)
     same = {"revision": commit, "force_download": False} if commit else {}
-    return Compared(len(found), sum(one.size for one in found.values()), same, saved.config)
+    return Compared(len(found), sum(one.size for one in found.values()), same)
 
 
 def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
@@ -228,25 +234,6 @@ class _Digest(NamedTuple):
         if self.whole is None:
             return saved.samples.get(self.name, self.sampled) != self.sampled
         return self.whole != saved.tensors[self.name]
-
-
-def _read(path: Path) -> Saved:
-    """The digests in a file.
-
-    Raises:
-        CheckpointError: it is malformed, or of another version.
-    """
-
-    def read(stored: Any) -> tuple[Saved, Any]:
-        tables = stored["tensors"], stored.get("samples", {})
-        if not all(isinstance(table, dict) for table in tables):  # whose keys JSON makes strings
-            raise TypeError
-        return Saved(*tables, stored.get("config")), stored["version"]
-
-    saved, version = read_json(path, read)
-    if version != _VERSION:
-        raise CheckpointError(f"{path} has version {version!r:.20}, this hfpatch reads version {_VERSION}. Update it.")
-    return saved
 
 
 def _digests(files: Iterable[Path], every_byte: bool = True) -> Iterator[_Digest]:
@@ -302,3 +289,40 @@ def sample(tensor: Tensor) -> Tensor:
 def as_bytes(flat: Tensor) -> Any:
     """A tensor's memory as an array of bytes, which numpy can read in every dtype."""
     return flat.cpu().view(torch.uint8).numpy()
+
+
+# The report of the latest repair
+
+
+def report_of(model: nn.Module) -> RepairReport | None:
+    """Return the report of a model's latest repair, made in this process or saved with the model.
+
+    Raises:
+        CheckpointError: what was saved is malformed, or of a later version.
+    """
+    kept = vars(model).get(REPAIR)
+    if not isinstance(kept, dict):
+        return kept
+    from ..repairs.report import RepairReport  # opening a checkpoint needs nothing that repairs
+
+    where = getattr(model.config, "name_or_path", "")
+    try:
+        found = RepairReport.from_json(kept)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the report of its repair can't be read: {error}") from error
+    if not str(found).replace("\n", "").isprintable():
+        raise CheckpointError(f"{where}: the report of its repair has characters that can't be printed.")
+    return found
+
+
+def stored_report(model: nn.Module) -> dict[str, Any] | None:
+    """Return the report of a model's latest repair as JSON has it; None without one."""
+    kept: Any = vars(model).get(REPAIR)
+    return kept if kept is None or isinstance(kept, dict) else kept.to_json()
+
+
+def report_of_version_2(name: Any, options: Mapping[str, Any], digest: Any) -> dict[str, Any] | None:
+    """Return the report of a checkpoint that hfpatch 0.2 saved, of which config.json has this digest."""
+    path = finder(name, options)(VERSION_2_REPORT)
+    content = b"" if path is None else path.read_bytes()
+    return json.loads(content) if hashlib.sha256(content).hexdigest()[:32] == digest else None

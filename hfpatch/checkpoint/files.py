@@ -1,4 +1,4 @@
-"""Weight files: pickles and an index that leads out of the folder are refused before any file is opened.
+"""Weight files and the names in them: what is refused before a file is opened, and what is told after it was.
 
 transformers opens whatever file an index names, pickled ones and those outside the folder included.
 """
@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
 
+from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError
+from ..runtime.record import saved_from
 
 T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
-FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
+# a tensor that checkpoints of hfpatch 0.2 hold beside the model's own
+MARKER = "this_checkpoint_is_patched_by_hfpatch.import_hfpatch_and_open_it_with_an_Auto_class"
+FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 
 def require_sound_files(
@@ -114,3 +120,38 @@ def is_plain_name(file: Any) -> bool:
 def printable(text: str) -> str:
     """A text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def require_known_names(model: PreTrainedModel, where: Any, info: Mapping[str, Collection[str]]) -> None:
+    """Refuse weights that go by other names than this version of transformers has for the class that saved them.
+
+    Weights that the file lacks alone are told: it was saved without them (a pooling layer, say).
+
+    Args:
+        info: what transformers says of loading the model.
+
+    Raises:
+        CheckpointError: it started weights afresh while the file has others that it left out.
+    """
+    missing, unexpected = (sorted(info.get(f"{what}_keys", ())) for what in ("missing", "unexpected"))
+    if not missing or type(model).__name__ not in saved_from(model.config):
+        return
+    lost = f"{where} lacks {len(missing)} weights of {type(model).__name__}, which were started afresh ({missing[0]})"
+    if unexpected:
+        raise CheckpointError(
+            f"{lost}, and has {len(unexpected)} that it doesn't have ({unexpected[0]}): this version of transformers "
+            "opens it in another way than the one that it was made with. Install that one. If it is as it should be: "
+            "from_pretrained(..., check_fingerprint=False), and save_pretrained."
+        )
+    warnings.warn(f"{lost}: it was saved without them.", FingerprintWarning, stacklevel=3)
+
+
+def warn_of_lost_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> None:
+    """Warn of a `state_dict=` without all of a model's weights; tied ones are saved once."""
+    ignored = {*(model._keys_to_ignore_on_save or ())}
+    for names in (model.all_tied_weights_keys or {}).items():
+        ignored |= {*names} if state_dict.keys() & {*names} else set()
+    lost = sorted(model.state_dict().keys() - state_dict.keys() - ignored)
+    if lost:
+        message = f"state_dict= lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}), and is saved so."
+        warnings.warn(message, FingerprintWarning, stacklevel=3)

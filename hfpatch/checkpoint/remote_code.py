@@ -8,13 +8,12 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from .. import runtime
 from ..runtime.classes import CODE
@@ -218,16 +217,6 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." * node.level + (node.module or "")
-
-
-def code_in(folder: Path) -> set[str]:
-    """Names of the files of an export's code that lie in a folder."""
-    if not (folder / FILE).is_file():
-        return set()
-    found = {FILE, *(path.name for path in _runtime_files())}
-    with suppress(OSError):  # one of them is missing
-        found |= {Path(path).name for path in get_relative_import_files(folder / FILE)}
-    return found
 
 
 def _runtime_files() -> list[Path]:

@@ -16,6 +16,7 @@ from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
 from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
 from ..runtime.refuse_host import ENTRY as GUARDED
+from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
@@ -24,7 +25,7 @@ OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
-_HARMLESS |= {"transformers_weights"}  # the file's name: what is in it is compared
+_HARMLESS |= {FILE}  # the file's name: what is in it is compared
 
 
 class Opened(NamedTuple):
@@ -75,8 +76,8 @@ def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
     """
-    weights = config_dict.get("transformers_weights")
-    if weights is not None and not is_plain_name(weights):
+    weights = config_dict.get(FILE)
+    if weights is not None and not is_plain_name(weights) and not is_sentence(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
     auto_map = config_dict.get("auto_map") or {}
     if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):

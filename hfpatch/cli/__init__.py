@@ -1,8 +1,9 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `env`, `export`, `push`, `run`."""
+"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `export`, `push`, `run`."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +15,10 @@ import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.by_name import config_of, is_config, opened, random_weights
-from ..checkpoint.file_digests import compare
+from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.environment import environment
+from ..core.mapped import released
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -28,7 +29,7 @@ from ..hub.page import default_place, write_page
 from ..hub.push import push_patched
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
-from ..patch import outcomes, patch_model, repair_report
+from ..patch import patch_model, repair_report
 from ..plan import plan_patch
 from ..repairs.repair import repair
 from ..repairs.sample import generates
@@ -37,12 +38,12 @@ from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
 from ..schemes.positions import Position
-from ..schemes.request import EXACT, HOW, LOST, Record
+from ..schemes.request import EXACT, HOW, Record
 from ..verification import verify as verification
 from ..verification.report import Report
-from .commands import Commands
 from .launcher import launch
 from .options import (
+    Commands,
     Examples,
     Form,
     Head,
@@ -104,7 +105,8 @@ def main(
 ) -> None:
     """Swap the norms, positions and MLPs of pretrained models, and save checkpoints that open again."""
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 @app.command()
@@ -173,7 +175,8 @@ def patch(
     built = opened(model, head, trust_remote_code, stored=True)
     kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    planned = plan_patch(built, **request)
+    with released(built):
+        planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     if calibration is None:
@@ -185,16 +188,18 @@ def patch(
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
+    with released(built):
+        patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
     measured = Record.of(built.config).outcomes(planned.by_kind).values()
-    if repairs and planned.changes and not planned.losses() and not all(one.startswith(EXACT) for one in measured):
+    if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
         torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew
         original = opened(model, head, trust_remote_code)
         repair(built, original, inputs(original), fit=fit)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
-    found = [(request, outcome.partition(LOST)[0]) for request, outcome in outcomes(built).items()]
+    outcomes = Record.of(built.config).outcomes()
+    found = [(request, outcome.result) for request, outcome in outcomes.items()]
     typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
     with staged_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
@@ -205,7 +210,7 @@ def patch(
     elif report is not None:
         typer.echo(f"Warning: nothing was repaired, so there is no report to save as {report}.", err=True)
     carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
-    summary = ", ".join(f"{request} is {outcome.partition(':')[0]}" for request, outcome in found)
+    summary = ", ".join(f"{request} is {outcome.verdict}" for request, outcome in outcomes.items())
     typer.echo(f"\nSaved to {out} {carried}: {summary}.")
     auto = [*auto_classes_of(host_class(type(built)), host_class(type(built.config))), "AutoModel"][0]
     typer.echo(f"Open it with: import hfpatch; transformers.{auto}.from_pretrained({str(out)!r})")
@@ -282,12 +287,6 @@ def report(
 
 
 @app.command()
-def env() -> None:
-    """Print versions, devices and plug-ins for a report of a problem; no names of users, paths or tokens."""
-    typer.echo(environment())
-
-
-@app.command()
 def export(
     model: Patched,
     out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
@@ -324,11 +323,9 @@ def push(
     license: Annotated[str | None, option("The licence's id on the Hub; default: the base's, where known.")] = None,
     report: Annotated[Path | None, option("A .json file that verify saved, for the card.")] = None,
     tokenizer: Annotated[str | None, option("Hub id or folder of a tokenizer, if FOLDER has none.")] = None,
-    form: Annotated[Form | None, option("Export it in this form first (see export --to).")] = None,
     native: Annotated[bool, option("The folder is a native export, which has no patch record.", "--native")] = False,
     public: Annotated[bool, option("Create the repository as public; default: private.", "--public")] = False,
     revision: Annotated[str | None, option("Branch to push to; created if it doesn't exist.")] = None,
-    subfolder: Annotated[str, option("The folder in the repository.")] = "",
     create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
     message: Annotated[str | None, option("The commit's first line.")] = None,
     trust_remote_code: Trust = False,
@@ -338,7 +335,6 @@ def push(
     push = push_patched(
         folder,
         repo,
-        form=form,
         native=native,
         tokenizer=tokenizer,
         base_model=base,
@@ -346,7 +342,6 @@ def push(
         report=None if report is None else Report.load(report),
         private=not public,
         revision=revision,
-        subfolder=subfolder,
         create_pr=create_pr,
         commit_message=message,
         trust_remote_code=trust_remote_code,
@@ -389,8 +384,9 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     config = config_of(model, trust)
     if not hasattr(config, KEY):
         raise PatchError(f"{model} isn't a patched checkpoint. To compare two models: hfpatch verify MODEL REFERENCE.")
-    found = compare(model, {})
-    vars(config)[OPENED].require_unchanged(model, found.config, refuse=True)
+    saved = read_digests(model, {})
+    found = compare(model, {}, saved)
+    vars(config)[OPENED].require_unchanged(model, saved and saved.config, refuse=True)
     typer.echo(f"{found.tensors} tensors ({found.size:,} bytes) are those that were saved, byte by byte.")
     built = opened(model, head, trust, **found.same)
     typer.echo(f"{type(built).__name__} opens, and config.json is the one that was saved.")

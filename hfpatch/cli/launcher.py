@@ -7,8 +7,6 @@ it starts, and the file has hfpatch imported once transformers is.
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -21,8 +19,6 @@ from typing import NoReturn
 from ..errors import OptionError
 
 STARTUP = Path(__file__).with_name("startup")
-_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
-_OPTION = re.compile(r"-([^-cmWX]*)([cmWX]?)(.*)")  # letters, the last of which may take a value
 
 
 def launch(command: Sequence[str]) -> NoReturn:
@@ -32,7 +28,7 @@ def launch(command: Sequence[str]) -> NoReturn:
         command: a program and its arguments; or a Python file, or `-m` and a module, and theirs.
 
     Raises:
-        OptionError: there is no such program or file, or it is a Python that is told not to read PYTHONPATH.
+        OptionError: there is no such program or file.
     """
     words, environment = resolved(command), with_startup(os.environ)
     sys.stdout.flush()
@@ -64,46 +60,10 @@ def resolved(command: Sequence[str]) -> list[str]:
             f"{first}: no program of this name can be run, beside {sys.executable} or in PATH. "
             "Install it there, or give its path."
         )
-    for words in ([program, *command[1:]], _shebang(program)):
-        if option := isolating(words):
-            raise OptionError(
-                f"{shlex.join(words)}: with {option} Python reads no PYTHONPATH or no sitecustomize, by which hfpatch "
-                f"would be imported there. Leave {option} out."
-            )
     return [program, *command[1:]]
-
-
-def isolating(words: Sequence[str]) -> str | None:
-    """The option of a Python's command line because of which it wouldn't run a sitecustomize of PYTHONPATH, if any."""
-    if not words or not _is_python(words[0]):
-        return None
-    options = iter(words[1:])
-    for word in options:
-        if (found := _OPTION.fullmatch(word)) is None or word == "-":
-            return None
-        letters, takes, value = found.groups()
-        if hiding := next((letter for letter in letters if letter in "IES"), None):
-            return f"-{hiding}"
-        if takes and takes in "cm":
-            return None
-        if takes and not value:
-            next(options, None)
-    return None
 
 
 def with_startup(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment whose Python processes run the `sitecustomize.py` of this package."""
     path = [str(STARTUP), environment.get("PYTHONPATH", "")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-def _shebang(program: str) -> list[str]:
-    """The Python, and its options, that a script's first line names; empty for other programs."""
-    with open(program, "rb") as file:
-        line = file.readline(1000) if file.read(2) == b"#!" else b""
-    words = line.decode(errors="replace").split()
-    return words[next((i for i, word in enumerate(words) if _is_python(word)), len(words)) :]
-
-
-def _is_python(word: str) -> bool:
-    return _PYTHON.fullmatch(Path(word).name) is not None

@@ -1,21 +1,29 @@
-"""Arguments and options that several commands share, and checks of the places that they write to."""
+"""What commands share: arguments and options, checks of the places that they write to, one-line errors and warnings."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 
+from ..checkpoint.files import printable
+from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from ..core.staging import require_place
-from ..core.stored_tensor import load_stored
-from ..errors import OptionError
+from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
 from ..repairs.sample import sample_batches
-from ..runtime.errors import PatchError
+from ..runtime.errors import PatchError, first_line
+
+_OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning, FreshHeadWarning)
 
 
 def one_of(names: Any) -> str:
@@ -63,7 +71,7 @@ def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int
 
 def inputs_of_repair(calibration: str, processor: Any, sequences: int, length: int, seed: int, model: Any) -> Any:
     """What a repair reads: a text file's lines, or samples of the model ("self"), which isn't patched yet."""
-    load_stored(model)
+    read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"
     typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
     if calibration == "self":
@@ -96,3 +104,43 @@ def require_size(size: str | None) -> None:
             split_torch_state_dict_into_shards({}, max_shard_size=size)
     except (ValueError, OverflowError) as error:
         raise OptionError(f"--max-shard-size takes a size such as 2GB or 500MB, not {size!r:.80}.") from error
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands, with errors that a user can put right as one line and exit status 1; others keep a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _own_warnings():
+                return super().invoke(ctx)
+        except (PatchError, OSError, ValueError, SafetensorError) as error:
+            message = str(error) if isinstance(error, PatchError) else first_line(error)
+            if isinstance(error, SafetensorError):
+                message = f"weights can't be read: {message}. Download or save the checkpoint again."
+            if "trust_remote_code=True" in str(error):
+                message += " Pass --trust-remote-code to run it."
+            _say(f"Error: {message}")
+            raise typer.Exit(1) from None
+
+
+def _say(message: str) -> None:
+    """Print on stderr; what a checkpoint's files have of a terminal's codes is escaped."""
+    typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[None]:
+    """hfpatch's warnings as one line each on stderr."""
+    with warnings.catch_warnings():
+        for category in _OWN_WARNINGS:
+            warnings.simplefilter("always", category)
+        show = warnings.showwarning
+
+        def print_own(message: Any, category: Any, *rest: Any) -> None:
+            if issubclass(category, _OWN_WARNINGS):
+                _say(f"Warning: {message}")
+            else:
+                show(message, category, *rest)
+
+        warnings.showwarning = print_own  # type: ignore[assignment]
+        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import OptionError, WrappedModelError
 from ..runtime.errors import UnsupportedError
@@ -23,9 +23,15 @@ def require_bare(model: object) -> None:
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         shown = repr(model) if isinstance(model, str | type) else kind
-        raise OptionError(f"a transformers PreTrainedModel is needed, not {shown:.80}. {_advice_to_build(model)}")
+        raise OptionError(
+            f"a transformers PreTrainedModel is needed, not {shown:.80}. Open or build it first, such as by "
+            "AutoModel.from_pretrained or from_config."
+        )
     if not isinstance(model, PreTrainedModel):
-        raise WrappedModelError(_unwrap_advice(model, kind))
+        raise WrappedModelError(
+            f"a transformers PreTrainedModel is needed, not {kind}. Patch the model first, then wrap it "
+            "(torch.compile, PEFT, DistributedDataParallel, ...). A SentenceTransformer is taken as a whole."
+        )
     record = getattr(model.config, KEY, None)
     if record and host_class(type(model)) is type(model):
         raise UnsupportedError(
@@ -55,8 +61,7 @@ def require_bare(model: object) -> None:
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether weights of a model are another library's, or too short to be floating-point numbers."""
-    known = ("torch", "hfpatch")  # core/stored_tensor.py
-    foreign = (type(p).__module__.partition(".")[0] not in known or p.dtype.itemsize < 2 for p in model.parameters())
+    foreign = (type(p).__module__.partition(".")[0] != "torch" or p.dtype.itemsize < 2 for p in model.parameters())
     return getattr(model, "hf_quantizer", None) is not None or any(foreign)
 
 
@@ -73,20 +78,6 @@ def require_unquantized(model: nn.Module) -> None:
         )
 
 
-def _advice_to_build(model: object) -> str:
-    if isinstance(model, PreTrainedConfig) or (isinstance(model, type) and issubclass(model, PreTrainedModel)):
-        return "Build the model first, such as by an Auto class's from_config or from_pretrained."
-    return "Open the model first, such as by AutoModel.from_pretrained."
-
-
-def _unwrap_advice(model: object, kind: str) -> str:
-    if hasattr(model, "_orig_mod"):
-        return "the model is wrapped by torch.compile. Patch the model first, then compile it."
-    if hasattr(model, "peft_config"):
-        return f"{kind} is a PEFT wrapper. Patch the base model first, then call get_peft_model on it."
-    if isinstance(getattr(model, "module", None), nn.Module):
-        return f"{kind} wraps the model for distributed or parallel use. Patch the model first, then wrap it."
-    return (
-        f"a transformers PreTrainedModel is needed, not {kind}. For a library's wrapper pass the model inside it; a "
-        "SentenceTransformer is taken as a whole."
-    )
+def has_weights(model: nn.Module) -> bool:
+    """Return whether all of a model's Parameters hold values: none is on the meta device."""
+    return not any(parameter.is_meta for parameter in model.parameters())

@@ -7,10 +7,10 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import OptionError
+from ..runtime.declared import declared_types, is_of_type, type_name
 from ..runtime.errors import PatchError
 from .registry import Registry
 from .suggest import did_you_mean, nearest
@@ -115,32 +115,11 @@ def _require_types(scheme: Scheme) -> None:
     Raises:
         OptionError: names the option, its type and the value.
     """
-    try:
-        declared = get_type_hints(type(scheme))
-    except NameError:  # an annotation of something that was imported for type checkers only
-        return
+    declared = declared_types(type(scheme))
     for field in fields(scheme):
-        value, hint = getattr(scheme, field.name), declared[field.name]
-        if not _is_of_type(value, hint):
-            expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-            raise OptionError(f"{type(scheme).__name__}: {field.name} must be {expected}, not {value!r:.80}.")
-
-
-def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; an integer is a float, and a list (as JSON has them) a tuple."""
-    origin, of = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_is_of_type(value, one) for one in of)
-    if origin is Literal:
-        return value in of
-    if origin in (int, float):
-        return isinstance(value, int | origin) and not isinstance(value, bool)
-    if origin in (list, tuple):
-        each = of[:1] * len(value) if isinstance(value, list | tuple) and (origin is list or of[1:] == (...,)) else of
-        return isinstance(value, list | tuple) and (
-            not of or (len(each) == len(value) and all(map(_is_of_type, value, each)))
-        )
-    return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
+        value, hint = getattr(scheme, field.name), declared.get(field.name, Any)
+        if not is_of_type(value, hint):
+            raise OptionError(f"{type(scheme).__name__}: {field.name} must be {type_name(hint)}, not {value!r:.80}.")
 
 
 def _is_word(value: Any) -> bool:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import setitem
-from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime.errors import UnsupportedError
-from .journal import Entry, Journal, is_dense
-from .stored_tensor import StoredTensor
-
-F = TypeVar("F", bound=Callable[..., Any])
+from .mapped import MAPPED, Mappings, is_storable
+from .weight_change import WeightChange
 
 _HOOKS = (
     "_forward_hooks",
@@ -32,44 +25,7 @@ _HOOKS = (
 )
 UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
 
-_PIECE = 2**18  # elements converted to float64 at once by `rewrite`
-_LARGE = 2**20  # bytes of a Parameter whose old values are worth a place on disk
-
-
-_lock = threading.Lock()
-_changing: set[int] = set()  # ids of the models that are being changed
-
-
-@contextmanager
-def changing(model: object) -> Iterator[None]:
-    """While it is open, the model can't be opened for changes a second time.
-
-    Raises:
-        UnsupportedError: another thread is changing it.
-    """
-    with _lock:
-        if id(model) in _changing:
-            raise UnsupportedError(
-                f"this {type(model).__name__} is being patched, unpatched or repaired by another thread. Wait until "
-                "that one has ended; patch one model from one thread."
-            )
-        _changing.add(id(model))
-    try:
-        yield
-    finally:
-        with _lock:
-            _changing.discard(id(model))
-
-
-def changes_alone(function: F) -> F:
-    """Decorator of a function whose first argument is a model that it changes, and nobody else meanwhile."""
-
-    @functools.wraps(function)
-    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with changing(model):
-            return function(model, *args, **kwargs)
-
-    return cast(F, run)
+_LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 
 
 class Transaction:
@@ -79,30 +35,26 @@ class Transaction:
     deep-copies together with the model.
 
     Args:
-        journal: where the old values of large Parameters go, until `close`; None keeps them in memory.
+        disk: where values of large Parameters go that aren't in use: the old ones of a model in memory, the new ones of
+            one whose weights are mapped from files (`from_files`). None keeps all in memory.
+        from_files: whether the model's weights are mapped from files.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
-        self._journal = journal
+    def __init__(self, disk: Mappings | None = None, from_files: bool = False) -> None:
+        self._disk, self._from_files = disk, from_files
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # (function, arguments) that undo each change
+
+    @classmethod
+    def on(cls, model: nn.Module) -> Transaction:
+        """The transaction of a change of a model that can't be undone once it has succeeded."""
+        weights: Mappings | None = vars(model).get(MAPPED)
+        return cls(weights or Mappings(), weights is not None)
 
     def __len__(self) -> int:
         return len(self._log)
 
     def _record(self, undo: Callable[..., None], *arguments: Any) -> None:
         self._log.append((undo, arguments))
-
-    def _record_values(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor | Entry:
-        """Log a Parameter's values; those that go to the journal give up their memory."""
-        old: Tensor | Entry = parameter.data
-        plain = type(old) is Tensor and old.layout == torch.strided and not parameter.is_meta and is_dense(old)
-        if self._journal is None or not plain or parameter.nbytes < _LARGE:
-            self._record(_undo_values, module, name, old)
-            return old
-        old = self._journal.write(parameter.data)
-        self._record(_undo_values, module, name, old)
-        parameter.data = _without_memory(parameter.data)
-        return old
 
     def _record_item(self, target: dict, key: Any) -> None:
         """Log a dictionary's item, or its absence, and its position in the order of keys."""
@@ -135,14 +87,6 @@ class Transaction:
         self._record_item(module._buffers, name)
         module._buffers[name] = new
 
-    def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
-        """Overwrite a Parameter's values, converted to its dtype, shape and device; it stays the same object."""
-        parameter = module._parameters[name]
-        assert parameter is not None
-        new = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
-        self._record_values(module, name, parameter)
-        parameter.data = new
-
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = (target.__dict__[name],) if name in target.__dict__ else None
@@ -156,72 +100,49 @@ class Transaction:
             self._record(_undo_class, target, type(target))
             target.__class__ = new
 
-    def set_list(self, target: list, new: list) -> None:
-        """Replace a list's contents in place."""
-        self._record(setitem, target, slice(None), list(target))
-        target[:] = new
-
     def drop_key(self, target: dict, key: Any) -> None:
         """Remove a key from a dictionary, if it is there."""
         if key in target:
             self._record_item(target, key)
             del target[key]
 
-    def rewrite(
-        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
-    ) -> None:
-        """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
+    def write(self, root: nn.Module, change: WeightChange) -> None:
+        """Change a Parameter's values; what shares the old ones' memory keeps them.
 
-        What shares the old values' memory keeps them. The arithmetic runs in pieces, in little further memory; that of
-        a `StoredTensor` runs whenever its values are read.
+        It stays the same object, unless its shape changes.
 
         Args:
-            module, name: where the Parameter is.
-            kind: "centre" (x - mean(x) over `axis`), "add" (x + operand), "multiply" (x * operand) or "ones" (fill).
-            operand: of a shape that broadcasts against the Parameter.
-            axis: the axis of "centre"; None for the others.
+            root: the module in which the change's names are names.
+            change: what to do.
         """
-        parameter = module._parameters[name]
-        assert parameter is not None
-        change = functools.partial(_rewrite, kind=kind, operand=operand, axis=axis)
-        old = self._record_values(module, name, parameter)
-        if isinstance(old, StoredTensor):
-            parameter.data = old.changed(lambda values: change(values.clone()))
-        else:
-            parameter.data = change(old.tensor() if isinstance(old, Entry) else old.clone())
+        path, _, name = change.parameter.rpartition(".")
+        module, operand = root.get_submodule(path), change.operand
+        parameter = module.get_parameter(name)
+        old = parameter.data
+        disk = self._disk if old.nbytes >= _LARGE and is_storable(old) else None
+        copy = disk.store if disk is not None and self._from_files else Tensor.clone
+        new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
+        if new.shape != old.shape:
+            self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+            return
+        kept = old if disk is None or self._from_files else _Stored(disk.store(old), old.device, old.is_inference())
+        self._record(_undo_values, module, name, kept)
+        parameter.data = new
+        if disk is not None and self._from_files:
+            disk.release()
 
-    def replacements(self) -> list[tuple[nn.Module | nn.Parameter | None, nn.Module | nn.Parameter | None]]:
-        """Pairs (old, new) of replaced child modules and Parameters; None for the old of an added, new of a removed."""
-        items = [arguments for undo, arguments in self._log if undo is _undo_item]
-        pairs = [(old[0] if old else None, target.get(key)) for target, key, old, _ in items]
-        kinds = nn.Module | nn.Parameter | None  # not buffers, nor an optimizer's state
-        return [pair for pair in pairs if all(isinstance(one, kinds) for one in pair)]
+    def find_left(self, model: nn.Module) -> nn.Module | None:
+        """Return a module whose values `undo` would write back though it left the model since, or None."""
+        back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
+        known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}
+        written = (arguments[0] for undo, arguments in self._log if undo is _undo_values)
+        return next((module for module in written if id(module) not in known), None)
 
-    def replaced(self) -> list[nn.Module | nn.Parameter]:
-        """Child modules, with all inside them, and Parameters that `undo` puts back."""
-        found: list[nn.Module | nn.Parameter] = []
-        for old, _ in self.replacements():
-            found += old.modules() if isinstance(old, nn.Module) else [] if old is None else [old]
-        return found
-
-    def strays(self, model: nn.Module) -> list[nn.Module]:
-        """Modules whose values `undo` would write back, and that are neither in the model nor put back themselves."""
-        known = {id(one) for one in (*model.modules(), *self.replaced())}
-        return [arguments[0] for undo, arguments in self._log if undo is _undo_values and id(arguments[0]) not in known]
-
-    def then(self, later: Transaction) -> Transaction:
-        """A transaction whose `undo` reverts a later one and this one; what is logged afterwards isn't in it.
-
-        Of an object whose class both changed only the first class is kept: one in between is generated, and can't be
-        pickled.
-        """
-        both = Transaction()
-        first = {id(arguments[0]) for undo, arguments in self._log if undo is _undo_class}
-        both._log = [
-            *self._log,
-            *(one for one in later._log if one[0] is not _undo_class or id(one[1][0]) not in first),
-        ]
-        return both
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the first class alone of an object whose class changed twice: one in between can't be pickled."""
+        first: dict[int, Any] = {}
+        log = [one for one in self._log if one[0] is not _undo_class or first.setdefault(id(one[1][0]), one) is one]
+        return {**vars(self), "_log": log}
 
     def undo(self, length: int = 0) -> None:
         """Revert changes, newest first, until `length` of them are left in the log."""
@@ -229,12 +150,6 @@ class Transaction:
             undo, arguments = self._log[-1]
             undo(*arguments)
             self._log.pop()  # afterwards, so that what an interrupt leaves can be undone by another call
-
-    def close(self) -> None:
-        """Nothing will be undone any more: give the journal's room on disk back."""
-        if self._journal is not None:
-            self._log.clear()
-            self._journal.close()
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -247,13 +162,33 @@ class Transaction:
             raise
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Old values on disk, with the device that they were on, and whether they were an inference tensor."""
+
+    values: Tensor
+    device: torch.device
+    inference: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def read(self) -> Tensor:
+        """Bring the values back, bits and strides."""
+        with torch.inference_mode(self.inference):
+            return torch.empty_strided(
+                self.shape, self.values.stride(), dtype=self.values.dtype, device=self.device
+            ).copy_(self.values)
+
+
 @dataclass
 class UndoRecord:
-    """Undo log of a model's reversible patches, and the settings before them: what `unpatch_model` needs.
+    """What `unpatch_model` needs of a model whose patches are reversible.
 
     Attributes:
-        edits: the undo log of all patches.
-        dtype: the model's dtype before the first patch.
+        edits: the transaction of all of them.
+        dtype: the model's dtype before the first.
         lengths: config attributes that the patches set (max_positions, image_size), by name.
     """
 
@@ -261,47 +196,14 @@ class UndoRecord:
     dtype: torch.dtype
     lengths: dict[str, Any]
 
-    def then(self, later: Transaction, lengths: Mapping[str, Any] = MappingProxyType({})) -> UndoRecord:
-        """This record extended by the log of a later change, and the lengths that it set."""
-        return UndoRecord(self.edits.then(later), self.dtype, {**self.lengths, **lengths})
-
 
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
-    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches.
-
-    Raises:
-        UnsupportedError: another thread is changing the model.
-    """
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    with changing(model), closing(Transaction(None if undo_record else Journal())) as edits, edits.all_or_nothing():
+    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
+    kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
+    edits = Transaction.on(model) if kept is None else kept.edits
+    with edits.all_or_nothing():
         yield edits
-        if undo_record is not None:
-            edits.set_attribute(model, UNDO_RECORD, undo_record.then(edits))
-
-
-def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:
-    """The same tensor with new values, by arithmetic in float64."""
-    device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
-    operand_or_zero = torch.zeros(()) if operand is None else operand
-    with torch.inference_mode(values.is_inference()), torch.no_grad():
-        other_axes = [i for i in range(values.dim()) if i != axis]
-        pieces = -(-values.numel() // _PIECE) if other_axes else 1
-        chunk_axis = max(other_axes, key=lambda i: values.shape[i], default=0)
-        operands = operand_or_zero.to(device).to(torch.float64).expand(values.shape)
-        parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (values, operands)]
-        for x, y in zip(*parts, strict=True):
-            x.copy_(_calculated(kind, x.to(device).to(torch.float64, copy=True), y, axis))
-    return values
-
-
-def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
-    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
-    if kind == "centre":
-        return x.sub_(x.mean(axis, keepdim=True))
-    if kind == "ones":
-        return x.fill_(1.0)
-    return x.add_(operand) if kind == "add" else x.mul_(operand)
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
@@ -324,17 +226,8 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
     _undo_item(target.__dict__, name, old, None)
 
 
-def _undo_values(module: nn.Module, name: str, old: Tensor | Entry) -> None:
+def _undo_values(module: nn.Module, name: str, old: Tensor | _Stored) -> None:
     parameter = module._parameters[name]
     if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
         return
-    if isinstance(old, Entry):
-        parameter.data = _without_memory(parameter.data)
-        old = old.tensor(parameter.device)
-    parameter.data = old.to(parameter.device, parameter.dtype)
-
-
-def _without_memory(values: Tensor) -> Tensor:
-    """What stands for values of this shape until others do: one number."""
-    with torch.inference_mode(values.is_inference()):
-        return values.new_zeros(()).expand(values.shape)
+    parameter.data = (old.read() if isinstance(old, _Stored) else old).to(parameter.device, parameter.dtype)

@@ -7,20 +7,21 @@ subtracting it from the bias of the writer f takes it away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..measure.hooks import hooked
 from ..measure.outputs import in_float64, outputs_of
 from ..measure.quiet_forward import quiet
+from ..measure.snapshot import NormInput, run
 from ..sites.norms import describe
-from .check import run
+from .observe import channel_axes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def compensate(
     needs: dict[str, list[float]] = {}
     for pair in pairs:
         needs.setdefault(pair.writer, []).append(_mean_shift(model.get_submodule(pair.earlier)))
-    norms = list(dict.fromkeys(pair.norm for pair in pairs))
+    norms = norm_inputs(model, [pair.norm for pair in pairs])
     before = run(model, inputs, norms).means
     for writer, means in needs.items():
         _add(model.get_submodule(writer), -sum(means) / len(means), transaction)
@@ -75,6 +76,12 @@ def compensate(
     return measured
 
 
+def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
+    """The inputs of norms, by name, as `measure.snapshot.run` measures their means."""
+    found = {name: describe(model.get_submodule(name)) for name in norms}
+    return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
+
+
 def _mean_shift(norm: nn.Module) -> float:
     facts = describe(norm)
     shift = facts.parameters_of(norm)[1] if facts is not None else None
@@ -82,11 +89,8 @@ def _mean_shift(norm: nn.Module) -> float:
 
 
 def _add(writer: nn.Module, value: float, transaction: Transaction) -> None:
-    bias = writer._parameters["bias"]
-    assert bias is not None
     if value:
-        operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device="cpu")
-        transaction.rewrite(writer, "bias", "add", operand)
+        transaction.write(writer, WeightChange("bias", "add", value))
 
 
 def _rms(ratios: Tensor) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.attention import order
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
 from .layouts import QKV, FamilyLayout
@@ -129,7 +128,9 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
     scheme = anatomy.positions
     if not isinstance(scheme, RoPE) or scheme.pairing == pairing:
         return anatomy
-    index = order(scheme.rotary_dim(anatomy.head_dim), anatomy.head_dim, pairing)
+    turned = scheme.rotary_dim(anatomy.head_dim)
+    pairs = torch.arange(turned).view(*((2, -1) if pairing == "interleaved" else (-1, 2)))
+    index = torch.cat((pairs.T.flatten(), torch.arange(turned, anatomy.head_dim)))
 
     def reordered(layer: Affine) -> Affine:
         heads = len(layer.weight) // len(index)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
 from ..measure.quiet_forward import fitting, quiet
-from ..repairs.reference import reference_copy
 
 EMBEDDINGS, ATTENTION, BRANCHES = "embeddings", "attention scores", "branches"
 
@@ -45,7 +45,7 @@ def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, flo
 
     What it drops before its first attention are embeddings.
     """
-    copied, recorder = reference_copy(model), _Recorder()
+    copied, recorder = copy_of(model, share=True), _Recorder()
     with quiet(copied):
         copied.train()
         with recorder:

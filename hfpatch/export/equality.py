@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measure.inputs import Inputs, example_inputs, with_images
+from ..measure.copies import copy_of
+from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
 from ..measure.quiet_forward import fitting, quiet
 from ..measure.randomness import own_randomness
+from ..measure.snapshot import media_inputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
@@ -78,7 +79,7 @@ def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> Measured | None:
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
-        return _compared(copy.deepcopy(model).double(), copy.deepcopy(other).double(), inputs)[0]
+        return _compared(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
     except Exception:  # some classes put numbers of another dtype into their arithmetic
         return None
 
@@ -119,7 +120,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
             yield f"inputs {draw}", {name: value for name, value in found.items() if name in also}, None
         return
     for draw in range(2 if "pixel_values" in takes and "pixel_values" in also else 0):
-        if image := with_images(model, draw):
+        if image := media_inputs(model, draw):
             yield f"text and image {draw}", image, None
     config = model.config.get_text_config()
     pad, types = getattr(config, "pad_token_id", None), getattr(config, "type_vocab_size", 0) or 0

@@ -20,6 +20,7 @@ import transformers
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import OptionError, UnknownNameError, VerificationError
+from ..measure.copies import copy_of
 from ..runtime.errors import UnsupportedError, described
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
@@ -240,7 +241,7 @@ def _in_full_precision(model: Any) -> Any:
             raise UnsupportedError(f"{name} is quantized or sharded. Export the model that it was made from.")
     if all(value.dtype in (torch.float32, torch.float64) for value in model.parameters()):
         return model
-    return copy.deepcopy(model).float()
+    return copy_of(model, dtype=torch.float32)
 
 
 def _auto_class(model: Any, layout: FamilyLayout) -> str:

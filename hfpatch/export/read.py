@@ -19,7 +19,6 @@ from ..runtime.lens import CENTRED
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
-from ..sites.pairing import pairing_of
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
 from .dropouts import embedding_dropout
@@ -155,17 +154,16 @@ def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALi
             raise UnsupportedError("its attentions have different positions")
         return attached[0]
     if own:
-        return _own_rotation(model, own)
+        return _own_rotation(model, own, layout)
     return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.computed else (None, 0)
 
 
-def _own_rotation(model: Any, rotations: list[Any]) -> tuple[RoPE, int]:
+def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tuple[RoPE, int]:
     """The rotation that a model's own class carries out."""
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
     settings = dict(rotations[0].settings)
-    pairing = pairing_of(rotations[0]).present
     theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
     start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
     scaling = settings if settings.get("rope_type", "default") != "default" else None
-    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=pairing).resolved(), start
+    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).resolved(), start

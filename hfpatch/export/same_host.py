@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import unpatched_config
 from ..measure.randomness import keep_random_state
-from ..runtime.attention import BIAS, ROTARY, AttentionLens, order
+from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.gated import GatedLinear
@@ -26,7 +26,6 @@ from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
 from ..schemes.rope import SCALING_OPTIONS
-from ..sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from ..sites.records.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
@@ -61,7 +60,6 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
     for name, factor in gains_of(model).items():
         for value in twin.get_submodule(name).parameters(recurse=False):
             value.mul_(factor)
-    _reorder(model, twin)
     return twin.to(model.device), _longest_text(model)
 
 
@@ -149,19 +147,3 @@ def _values(module: Any, stored: Tensor | None, place: Tensor) -> Tensor | None:
     if values is None or values.shape == place.shape or place.numel() % values.numel():
         return values
     return values.expand_as(place)  # one row for all positions
-
-
-def _reorder(model: nn.Module, twin: nn.Module) -> None:
-    """Put queries and keys whose channels are in another order than the host turns them into the host's."""
-    paths = {id(module): name for name, module in model.named_modules()}
-    for rotation in find_rotations(model):
-        for one in rotating_attentions(rotation.module, rotation.holder).values():
-            if one is None or one.lens is None:
-                continue
-            attention = twin.get_submodule(paths[id(one.module)])
-            host = "interleaved" if one.lens.pairing == "half" else "half"
-            places = order(pairing_of(rotation).rotary_dim, one.head_dim, host)
-            moved = reordered_rows(one.layout, attention, one.head_dim, places) | dict.fromkeys(one.norms, places)
-            for name, index in moved.items():
-                for value in attention.get_submodule(name).parameters(recurse=False):
-                    value.copy_(value[index].clone())

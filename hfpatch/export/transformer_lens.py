@@ -39,10 +39,10 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from ..errors import UnsupportedError
+from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, last_bit, max_error, noise_floor, outputs_of
 from ..measure.quiet_forward import fitting
-from ..repairs.reference import reference_copy
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import CENTRED, LENS, SCALED
 from ..runtime.norms import HALF, AffineNorm, affine
@@ -240,7 +240,7 @@ class Reference:
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
             self.inputs = fitting(model, inputs)
             self.outputs = self._outputs()
-            self.floor = noise_floor(reference_copy(model), self.inputs)
+            self.floor = noise_floor(copy_of(model, share=True), self.inputs)
 
     def _outputs(self) -> dict[str, Tensor]:
         """Outputs; logits less their mean, which TransformerLens takes away in compatibility mode."""

@@ -65,7 +65,7 @@ class CardFacts:
 
     Attributes:
         checkpoint: what is pushed.
-        repo_id, subfolder: where it goes.
+        repo_id: where it goes.
         base_model: the id of the model that was patched; None where it isn't known or isn't on the Hub.
         base_card: metadata of that model's card; None where the card can't be read.
         license: as the caller says; None takes the base model's.
@@ -75,7 +75,6 @@ class CardFacts:
 
     checkpoint: Checkpoint
     repo_id: str
-    subfolder: str = ""
     base_model: str | None = None
     base_card: ModelCardData | None = None
     license: str | None = None
@@ -88,7 +87,7 @@ class CardFacts:
         return [] if self.checkpoint.record is None else self.checkpoint.record.parts
 
     def licence(self) -> dict[str, Any]:
-        """The metadata about the licence: the caller's, or else the base model's."""
+        """Return the metadata about the licence: the caller's, or else the base model's."""
         if self.license or self.base_card is None:
             return {"license": self.license}
         found = {name: self.base_card.get(name) for name in ("license", "license_name", "license_link")}
@@ -170,10 +169,9 @@ def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
 
 def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) -> None:
     """Fill gaps in the author's metadata; the caller's arguments take precedence, equal results are replaced."""
-    language = facts.base_card and facts.base_card.get("language")
     # by it the Hub chooses the code that it shows, which has to work
     library = "hfpatch" if facts.checkpoint.form == "plugin" else "transformers"
-    found = {"library_name": library, "pipeline_tag": task, "language": language, **facts.licence()}
+    found = {"library_name": library, "pipeline_tag": task, **facts.licence()}
     if has_section and data.get("library_name") in _LIBRARIES:  # an earlier push may have had another form
         data["library_name"] = library
     for name, value in {**found, "base_model": facts.base_model}.items():
@@ -216,7 +214,7 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
             yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
     form = "plugin" if found.form == "remote" and auto not in found.config["auto_map"] else found.form
-    for words, language, code in ways_to_open(facts.repo_id, auto, form, facts.subfolder):
+    for words, language, code in ways_to_open(facts.repo_id, auto, form):
         yield f"{words}\n\n{_fenced(code, language)}"
     if facts.report is not None:
         yield "## What the patch changed, measured"

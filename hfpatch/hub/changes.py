@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import random_weights
-from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.copies import copy_of, unpatched_config
 from ..verification.module_diff import compare_modules
 from ..verification.report import ModuleRow, module_lines
 
@@ -20,7 +20,7 @@ HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of
 
 def unpatched(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and settings without the patch, on the meta device."""
-    return host_on_meta(model, unpatched_config(model.config))
+    return copy_of(model, config=unpatched_config(model.config), device="meta")
 
 
 def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:

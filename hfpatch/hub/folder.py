@@ -10,15 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from ..checkpoint.classes import patched_model_class
-from ..checkpoint.file_digests import compare, has_digests, variant_of, warn_of_no_digests
+from ..checkpoint.file_digests import compare, read_digests, variant_of
 from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.remote_code import FILE
-from ..checkpoint.sentence_modules import MODULES, module_kinds, with_modules
+from ..checkpoint.sentence_modules import MODULES, module_kinds
 from ..checkpoint.stored_config import OPENED
 from ..core.bare import require_bare
 from ..core.holders import model_inside
@@ -87,7 +84,7 @@ def checkpoint_of(
     max_shard_size: str | int | None,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """The checkpoint of a model in a form, with its tokenizer; what isn't on disk yet is written to `scratch`.
+    """Return the checkpoint of a model, with its tokenizer; what isn't on disk yet is written to `scratch`.
 
     Raises:
         CheckpointError, OptionError, UnsupportedError, VerificationError, WrappedModelError: as in `push_patched`.
@@ -98,24 +95,18 @@ def checkpoint_of(
             raise OptionError(f"tokenizer: no tokenizer or processor could be loaded from {name}.")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")
-    found = None
     if isinstance(model, str | PathLike):
-        found, folder = read_checkpoint(Path(model), native), model
-        if found.record is not None:
-            _require_as_saved(folder, found)
-        if form in (None, found.form):
-            if tokenizer is not None:
-                tokenizer.save_pretrained(scratch / "tokenizer")
-                found.files |= _split(scratch / "tokenizer")[0]
-            return found
-        tokenizer = tokenizer or processor_of(str(folder), trust_remote_code)
-        host = getattr(transformers, found.title, None)
-        if found.record is None or host is None:
-            raise CheckpointError(
-                f"{folder} holds {found.title}, which can't be opened as a patched model of transformers. Open it "
-                "yourself, and push the model in memory."
+        found = read_checkpoint(Path(model), native)
+        if form not in (None, found.form):
+            raise OptionError(
+                f"{model} has the form {found.form!r}. Export it first, and push that folder: hfpatch export {model} "
+                f"OUT --to {form}. Or push the model in memory."
             )
-        model = with_modules(patched_model_class(host).from_pretrained(folder, dtype="auto"), str(folder))
+        _require_as_saved(model, found)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch / "tokenizer")
+            found.files |= _split(scratch / "tokenizer")[0]
+        return found
     inner = model_inside(model)
     require_bare(inner)
     if not getattr(inner.config, KEY, None):
@@ -127,17 +118,14 @@ def checkpoint_of(
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, max_shard_size=max_shard_size)
     written = read_checkpoint(scratch / "model", form == "native")
     written.patched = title_of(type(inner).__name__, Record.of(inner.config))
-    if found is not None:
-        written.files |= {name: path for name, path in found.files.items() if name == CARD}
-        written.left_out = found.left_out
     return written
 
 
 def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
-    """The checkpoint in a folder; with `native` a stock one, which has no patch record.
+    """Return the checkpoint in a folder; with `native` a stock one, which has no patch record.
 
     Raises:
-        CheckpointError: it is no checkpoint that hfpatch wrote, or its weights are missing or broken.
+        CheckpointError: it is no checkpoint that hfpatch wrote, or its weights are missing.
     """
     files, left_out = _split(folder)
     if CONFIG not in files:
@@ -155,18 +143,29 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     record = None
     if config.get("model_type") in MODEL_TYPES:
         record = Record.from_json(getattr(opened, KEY), str(folder / CONFIG))
-    elif not native:
+    elif not native or config.get("auto_map"):
         raise CheckpointError(
             f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
             "patch); if it is a native export, pass native=True (--native); else use its own push_to_hub."
         )
-    elif config.get("auto_map"):
-        raise CheckpointError(f"{folder} is no native export: it opens with remote code (auto_map in {CONFIG}).")
-    _require_weights(folder, files, left_out)
+    require_sound_files(folder)
+    if not any(map(_is_weights, files)) or any(map(_is_weights, left_out)):
+        raise CheckpointError(f"{folder} has no weights (*.safetensors), or links to them, which aren't uploaded.")
+    for module in module_kinds(files[MODULES]) if MODULES in files else ():
+        weights = (f"{module}/model.safetensors", f"{module}/pytorch_model.bin")
+        if weights[0] not in files and (behind := [name for name in left_out if name in weights]):
+            raise CheckpointError(
+                f"{folder / behind[0]} isn't uploaded (a pickle, or a link), and {module} is nothing without it. Open "
+                "the folder by sentence-transformers and save it again, which writes safetensors."
+            )
     found = Checkpoint(config, opened, record, files, left_out)
     if record is not None and config["architectures"]:
         found.patched = title_of(found.title, record)
     return found
+
+
+def _is_weights(name: str) -> bool:
+    return fnmatchcase(name, f"model*{SUFFIX}")
 
 
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
@@ -175,40 +174,14 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     Of weights without digests there is a warning.
 
     Raises:
-        CheckpointError: they aren't.
+        CheckpointError: they aren't, or a file can't be read.
     """
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        if has_digests(folder, options):
-            saved = compare(folder, options).config
-            vars(found.opened)[OPENED].require_unchanged(folder, saved, refuse=True)
-        else:
-            warn_of_no_digests(folder, options)
-
-
-def _require_weights(folder: Path, files: dict[str, Path], left_out: list[str]) -> None:
-    """Refuse a folder whose weights are missing, broken, or stay behind: links, and pickles of other modules."""
-    weights = [name for name in files if name.endswith(SUFFIX)]
-    for module in module_kinds(files[MODULES]) if MODULES in files else ():
-        behind = [name for name in left_out if name in (f"{module}/model{SUFFIX}", f"{module}/pytorch_model.bin")]
-        if behind and f"{module}/model{SUFFIX}" not in files:
-            raise CheckpointError(
-                f"{folder / behind[0]} isn't uploaded (a pickle, or a link), and {module} is nothing without it. Open "
-                "the folder by sentence-transformers and save it again, which writes safetensors."
-            )
-    if links := [name for name in left_out if fnmatchcase(name, f"model*{SUFFIX}")]:
-        raise CheckpointError(
-            f"{folder / links[0]} is a link, and links aren't uploaded. Replace it by the file itself."
-        )
-    if not any("/" not in name for name in weights):
-        raise CheckpointError(f"{folder} has no weights (*{SUFFIX}). Save the model with save_pretrained.")
-    require_sound_files(folder)
-    for name in weights:
-        try:
-            with safe_open(files[name], "pt"):  # reads the header and compares it with the file's size
-                pass
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name} can't be read: {first_line(error)}. Save it again.") from error
+        saved = read_digests(folder, options)
+        if found.record is not None:
+            compare(folder, options, saved, every_byte=saved is not None)
+            vars(found.opened)[OPENED].require_unchanged(folder, saved and saved.config, refuse=True)
 
 
 def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:

@@ -7,18 +7,16 @@ import shlex
 from collections.abc import Iterator
 
 
-def ways_to_open(
-    name: str, auto: str, form: str, subfolder: str = "", no_native: str | None = None
-) -> Iterator[tuple[str, str, str]]:
+def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) -> Iterator[tuple[str, str, str]]:
     """Each way: what it takes, the language of the code, and the code.
 
     Args:
-        name: the Hub id or folder of the checkpoint, and `subfolder` in it.
+        name: the Hub id or folder of the checkpoint.
         auto: the Auto class.
         form: of the checkpoint, as in `export_model`.
         no_native: why no stock architecture computes the same, where that is known.
     """
-    where = json.dumps(name, ensure_ascii=False) + (f', subfolder="{subfolder}"' if subfolder else "")
+    where = json.dumps(name, ensure_ascii=False)
 
     def code(first: str = "", option: str = "") -> str:
         return f"{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained({where}{option})"
@@ -42,10 +40,9 @@ def ways_to_open(
         "Or to a stock architecture, for transformers alone, where one computes the same; that is measured, and "
         "says for each why not:"
     )
-    whole = name if not subfolder else "FOLDER"  # what the command line opens
     for other, words in others.items():
         if other == "native" and no_native:
             yield f"No stock architecture computes the same: {no_native}.", "", ""
         elif other != form:
-            command = ["hfpatch", "export", whole, f"{name.split('/')[-1]}-{other}", "--to", other]
+            command = ["hfpatch", "export", name, f"{name.split('/')[-1]}-{other}", "--to", other]
             yield words, "bash", shlex.join(command)

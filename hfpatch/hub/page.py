@@ -31,7 +31,7 @@ from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import HOW, Outcome, Part, Record
+from ..schemes.request import HOW, Part, Record
 from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import TASKS
 from .changes import HEADINGS, changed_modules, unpatched
@@ -121,7 +121,7 @@ def _facts(
     auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
     parameters = sum(p.numel() for p in model.parameters())
     version = sys.modules["hfpatch"].__version__
-    outcomes = {request: Outcome.of(line) for request, line in record.outcomes().items()}
+    outcomes = record.outcomes()
     return {
         "title": name if checkpoint is not None else cls.__name__,
         "facts": {
@@ -213,7 +213,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
         words += [] if part.init == "auto" else ["--init", part.init]
-        if not any(Outcome.of(part.outcome).by_repair for part in step.values()):
+        if not any(part.outcome and part.outcome.by_repair for part in step.values()):
             words += ["--calibration", "none"]
         yield shlex.join(words)
         source = target

@@ -1,18 +1,22 @@
-"""Copies of models and modules: with other tensors, or of the host's class without weights and without a patch."""
+"""Copies of models and modules, which may be changed and run while the original stays as it is."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import OrderedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from ..core.transaction import UNDO_RECORD
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from .randomness import keep_random_state
+from .shrink import shallow, shrunk
+
+_SIZES = {"shallow": shallow, "small": shrunk}
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:
@@ -23,28 +27,81 @@ def unpatched_config(config: PreTrainedConfig) -> Any:
     return plain
 
 
-def host_on_meta(model: PreTrainedModel, config: PreTrainedConfig) -> Any:
-    """A model of a model's host class without weights, from a config that isn't copied; no random number is drawn."""
-    host: Any = host_class(type(model))
-    with torch.device("meta"), keep_random_state():
-        return host(config)
+def copy_of(
+    module: Any,
+    *,
+    size: Literal["same", "shallow", "small"] = "same",
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    share: bool = False,
+) -> Any:
+    """Return a copy of a model or module in eval mode, whose Parameters require no gradients.
 
-
-def copy_with(module: nn.Module, tensor: Callable[[str, Tensor], Tensor], memo: Mapping[int, Any] | None = None) -> Any:
-    """A deep copy of a module with other Parameters and buffers, shared where the originals are.
+    Hooks are the original's own, and what is tied in the original is tied in the copy. The random state is kept.
 
     Args:
-        module: isn't changed.
-        tensor: a Parameter's or buffer's name and itself -> what stands for it in the copy, itself where it is shared.
-        memo: as in copy.deepcopy: the id of an object -> what stands for it.
+        module: isn't changed. It may be on "meta": what has no values is left uninitialised on another device.
+        size: "same" copies values. "shallow" (few layers, of each kind) and "small" (narrow ones, too) build the class
+            anew from its config, with the values that the class gives.
+        config: builds the class anew from this config, which isn't copied; the host's class unless it has the record of
+            a patch.
+        dtype: of floating-point Parameters and buffers; rotary frequencies stay in float32 at least, as they do when
+            transformers loads half precision. None keeps each one's own.
+        device: None keeps each tensor's; on "meta" the copy takes neither memory nor time.
+        share: Parameters, and buffers of several axes, lie in the original's memory, if dtype and device are the same.
+            Code that gives the original new values (as patches do) doesn't change the copy; code that writes into its
+            memory does. transformers' scaled rotations write their frequencies in place, so those are always copied.
+
+    Examples:
+        >>> from torch import nn
+        >>> layer = nn.Linear(2, 3)
+        >>> copy_of(layer, share=True).weight.data_ptr() == layer.weight.data_ptr()
+        True
+        >>> copy_of(layer, dtype=torch.float64, device="meta").weight.device
+        device(type='meta')
     """
-    known = dict(memo or {})
+    place = None if device is None else torch.device(device)
+    if size == "same" and config is None:
+        copied = _deep_copy(module, dtype, place, share)
+    else:
+        new: Any = _SIZES[size](module.config) if config is None else config
+        kind: Any = type(module) if KEY in vars(new) else host_class(type(module))
+        with keep_random_state(), place or torch.device("cpu"):
+            copied = kind(new)
+        copied = copied if dtype is None else copied.to(dtype)
+    if dtype == torch.float64 and hasattr(copied, "set_experts_implementation"):
+        copied.set_experts_implementation("eager")  # grouped matrix products of experts take no float64
+    return copied.eval().requires_grad_(False)
+
+
+def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None, share: bool) -> Any:
+    known: dict[int, Any] = {id(vars(module).get(UNDO_RECORD)): None}  # what to copy -> what stands for it
+    for part in module.modules():
+        for name, hooks in vars(part).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold what can't be copied
+                known[id(hooks)] = OrderedDict(hooks)
     for name, parameter in module.named_parameters():
-        value = tensor(name, parameter)
-        if value is not parameter:
-            trains = parameter.requires_grad and not value.is_inference()  # torch 2.9 refuses both at once
-            value = nn.Parameter(value, requires_grad=trains)
-            vars(value).update(vars(parameter))
-        known[id(parameter)] = value
-    known |= {id(buffer): tensor(name, buffer) for name, buffer in module.named_buffers()}
+        value = _converted(name, parameter, dtype, device, share)
+        copied = copy.deepcopy(parameter) if value is None else nn.Parameter(value, requires_grad=False)
+        vars(copied).update(vars(parameter))
+        known[id(parameter)] = copied
+    for name, buffer in module.named_buffers():
+        value = _converted(name, buffer, dtype, device, share and buffer.dim() > 1)
+        known[id(buffer)] = buffer.detach().clone() if value is None else value
     return copy.deepcopy(module, known)
+
+
+def _converted(
+    name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, share: bool
+) -> Tensor | None:
+    """What stands for a tensor in a copy; None for what any copy of it is."""
+    place, target = device or tensor.device, dtype or tensor.dtype
+    is_kept = name.endswith("inv_freq") and target.is_floating_point and torch.finfo(target).bits < 32
+    if is_kept or not tensor.is_floating_point():
+        target = tensor.dtype
+    if (place, target) == (tensor.device, tensor.dtype):
+        return tensor.detach() if share else None
+    if place.type == "meta" or tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=target, device=place)
+    return tensor.detach().to(place).to(target)  # one after the other: a device may not have the dtype

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -14,10 +15,24 @@ from torch import Tensor, nn
 
 from .shrink import SPREAD
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 # Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
-# another one has changed them would leave them at that one's values.
+# another one has changed them would leave them at that one's values; and two patches of one model at once gave models
+# that were called exact and weren't.
 process_state = threading.RLock()
 _WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
+
+
+def changes_alone(function: F) -> F:
+    """Decorator of a function that changes a model: other threads that change one wait meanwhile."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with process_state:
+            return function(*args, **kwargs)
+
+    return cast(F, run)
 
 
 @contextmanager

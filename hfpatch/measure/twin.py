@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from transformers import PreTrainedConfig
 
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
+from .copies import copy_of
 from .float64 import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
 from .randomness import own_randomness, randomise
-from .shrink import shallow, shrunk
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
 
@@ -39,10 +38,12 @@ def twin(
         UnsupportedError: none of them runs, or is built like the model.
     """
     structure, failures = _structure(model), []
-    for what, make in _candidates(model, example_inputs is None):
+    for what, size in _candidates(model, example_inputs is None):
         try:
             with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
-                small = _build(make, seed)
+                with host_errors():
+                    small = copy_of(model, size=size, dtype=torch.float64, device="cpu")
+                _draw(small, seed)
                 found = make_example_inputs(small, seed) if example_inputs is None else dict(example_inputs)
                 inputs = cast(found, torch.device("cpu"), torch.float64)
                 reason = _difference(structure, _structure(small))
@@ -61,24 +62,14 @@ def twin(
     )
 
 
-def _build(make: Callable[[], Any], seed: int) -> Any:
-    """A candidate in float64, with its weights drawn anew."""
-    with host_errors():
-        small = make().to(torch.float64).eval().requires_grad_(False)
-    if hasattr(small, "set_experts_implementation"):
-        small.set_experts_implementation("eager")  # the grouped product takes no float64
-    _draw(small, seed)
-    return small
-
-
-def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    config, build = getattr(model, "config", None), type(model)
-    if isinstance(config, PreTrainedConfig):
+def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Any]]:
+    """Sizes of copies to try, with words for each."""
+    if isinstance(getattr(model, "config", None), PreTrainedConfig):
         if narrow:
-            yield "made small", lambda: build(shrunk(config))
-        yield "with few layers", lambda: build(shallow(config))
+            yield "made small", "small"
+        yield "with few layers", "shallow"
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        yield "itself", lambda: copy.deepcopy(model).to("cpu")
+        yield "itself", "same"
 
 
 def _structure(model: nn.Module) -> dict[str, set[Any]]:

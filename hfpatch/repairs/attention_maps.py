@@ -7,7 +7,6 @@ averaged over heads and over queries that aren't padding, by Adam on the module'
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ..errors import OptionError
+from ..measure.copies import copy_of
 from ..measure.hooks import Call, first_tensor
 from ..measure.quiet_forward import attention_computed_by
 from .report import FittedValues
@@ -96,7 +96,7 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
     Returns:
         The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
     """
-    work = copy.deepcopy(module).float().requires_grad_(False)
+    work = copy_of(module, dtype=torch.float32)
     with attention_computed_by("eager", work):
         fitted = [example for example in examples if example.fitted.any()]
         chosen = _moving(work, fitted[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.bare import has_weights
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.quiet_forward import fitting, give_back_memory, quiet
 from ..measure.randomness import keep_random_state
+from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
+from .sample import SELF, require_generates
 
 _ENOUGH = "some hundred make a good repair."
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
@@ -200,8 +203,38 @@ def read_calibration(
     return listed
 
 
-def tried(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable[dict[str, Any]]:
-    """The same inputs of a repair, after a forward of the first ones.
+def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
+    """Refuse what `calibration=` can't be combined with.
+
+    Raises:
+        OptionError: `fit` is unknown, or set where nothing is repaired; or init="reset", whose starting values a repair
+            would overwrite.
+    """
+    require_fit(fit)
+    if calibration is None and fit != FITS[0]:
+        raise OptionError(f"fit={fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither.")
+    if calibration is not None and init == "reset":
+        raise OptionError(
+            "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
+        )
+
+
+def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Iterable[dict[str, Any]] | str:
+    """Return the inputs of a repair that `patch_model` makes of its `calibration=`; "self" where the model writes them.
+
+    Raises:
+        OptionError: there are none, or the model can't run them; it has no weights; or "self", and it can't generate.
+    """
+    if not has_weights(model):
+        raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
+    if isinstance(calibration, str) and calibration == SELF:
+        require_generates(model)
+        return SELF
+    return check_first_batch(read_calibration(calibration, model, tokenizer), model)
+
+
+def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable[dict[str, Any]]:
+    """Return the same inputs of a repair, after a forward of the first ones.
 
     Raises:
         OptionError: the model doesn't take them.

@@ -15,6 +15,7 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import attention_computed_by
 from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.norms import describe
+from ..sites.stream import find_sum, is_read_by_these_alone, read_alike, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
 from .stacked import Axes, reading_axes, writing_axes
@@ -86,26 +87,19 @@ class Roles:
                 continue
             if not (plain := is_linear_map(self.replay.modules[name])):
                 self._find_axes(name, roles)
-            later = [*(one for one in segment.modules[i:] if one in points), block.name]
-            noise = block.noise(base.outputs[calls[name]], 0)
-            noise = _drowning_out(noise, [base.points[calls[one]] for one in later])
-            after = block.run({calls[name]: noise}).points
-            shows = (one for one in later if _is_near(after[calls[one]] - base.points[calls[one]], noise))
-            point = next(shows, None)
+            later = {calls[one]: one for one in (*segment.modules[i:], block.name) if one in {*points, block.name}}
+            point = find_sum(block, calls[name], later, _ADDEND_TOLERANCE)
             if point is not None and (plain or name in roles.writes):
-                roles.writers[name] = point
+                roles.writers[name] = later[point]
             if (plain and point is None) or name in roles.reads:
-                read = _flat(base.inputs[calls[name]])
-                same = (one for one in roles.readers if torch.equal(_flat(base.inputs[calls[one]]), read))
+                same = (one for one in roles.readers if read_alike(block, calls[one], calls[name]))
                 roles.readers.setdefault(next(same, name), []).append(name)
         for first, group in roles.readers.items():
             for norm in points:
-                shift = self._own_shift(norm)
-                if shift and torch.equal(_flat(base.outputs[calls[norm]]), _flat(base.inputs[calls[first]])):
-                    moved = {calls[norm]: block.noise(base.outputs[calls[norm]], 0)}
-                    after = block.run(moved, held=[calls[name] for name in group]).points
-                    if all(torch.equal(after[point], base.points[point]) for point in base.points):
-                        roles.shifts[first] = norm, shift
+                shift, maps = self._own_shift(norm), [calls[name] for name in group]
+                reads = shift and reads_norm(block, calls[norm], maps[0])
+                if shift and reads and is_read_by_these_alone(block, calls[norm], maps):
+                    roles.shifts[first] = norm, shift
         ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
         return roles
@@ -184,21 +178,3 @@ class Roles:
             return False
         seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])
         return self.encoder in seen and torch.equal(seen[name], seen[self.encoder])
-
-
-def _drowning_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
-    """Noise so loud that the rounding of its sum with any of the streams is small beside it, in half precision too."""
-    loudest = max(float(stream.abs().max()) for stream in streams)
-    loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
-    return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
-
-
-def _flat(x: Tensor) -> Tensor:
-    """As rows: some hosts run their MLP on (B T, d)."""
-    return x.flatten(0, -2)
-
-
-def _is_near(change: Tensor, added: Tensor) -> bool:
-    """Whether a change equals the tensor that was added."""
-    change, added = _flat(change), _flat(added)
-    return change.shape == added.shape and bool((change - added).abs().max() <= _ADDEND_TOLERANCE * added.abs().max())

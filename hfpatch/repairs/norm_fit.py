@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from ..measure.copies import copy_of
 from ..measure.outputs import in_float64
 from ..runtime.norms import AffineNorm
 from .least_squares import ChannelAffine
@@ -31,7 +31,7 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
         rows: gives the norm's input and the output to match as rows (n, d), and which of them are held out: some at a
             time, anew in every call.
     """
-    module = copy.deepcopy(module)  # its scalars are written to
+    module = copy_of(module)  # its scalars are written to
     present = {name: float(getattr(module, name)) for name in module.scalars}
     spread, count = _root_mean_square(u for u, _, _ in rows())
     best = present

@@ -1,41 +1,18 @@
-"""Reference of a repair: a copy of the original that shares its weights while the model is patched."""
+"""What a repair takes: a patched model and its original."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.bare import require_unquantized
-from ..core.transaction import UNDO_RECORD
 from ..errors import OptionError, WrappedModelError
 from ..measure.blocks import listed_modules
-from ..measure.copies import copy_with
 from ..measure.inputs import input_embedding
-from ..measure.quiet_forward import device_of, is_library_hook
+from ..measure.quiet_forward import device_of
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
-
-
-def reference_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model that computes the same even after the model is patched: the reference of a repair.
-
-    It shares the memory of all Parameters, and of buffers with several axes: a patch gives new values memory of their
-    own.
-    """
-    memo: dict[int, Any] = {id(vars(model).get(UNDO_RECORD)): None}
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):  # a user's hook may hold what can't be copied
-                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if is_library_hook(hook))
-
-    def shared(_: str, tensor: Tensor) -> Tensor:
-        # transformers' longrope and dynamic scaling write their frequencies in place
-        return tensor.clone() if not isinstance(tensor, nn.Parameter) and tensor.dim() < 2 else tensor.detach()
-
-    return copy_with(model, shared, memo).requires_grad_(False)
 
 
 def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> None:

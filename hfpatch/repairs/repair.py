@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import tqdm
 
 from ..core.holders import takes_holders
-from ..core.progress import ProgressBar
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import give_back_memory, quiet
+from ..measure.randomness import process_state
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
@@ -88,7 +89,7 @@ def repair(
         OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
             batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
-        WrappedModelError, UnsupportedError: the patched model itself is offloaded; another thread changes it.
+        WrappedModelError, UnsupportedError: the patched model itself is offloaded.
     """
     require_fit(fit)
     require_repairable(model, reference)
@@ -99,7 +100,8 @@ def repair(
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
-        transaction_on(model) if edits is None else nullcontext(edits) as edits,  # refuses at once
+        process_state,
+        transaction_on(model) if edits is None else nullcontext(edits) as edits,
         quiet(model),
         quiet(reference),
     ):
@@ -148,19 +150,16 @@ class _Repairer:
         """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards."""
         segments = self._segments()
         mark = len(self.edits)
-        with ProgressBar("repair", len(segments)) as self.bar:
-            self.done = 0
+        with tqdm(total=len(segments), desc="repair") as self.bar:
             self._show("distance before")
             longer = LongerSequences(self.batches, self.new.model, self.old.model, self.new.folder)
             self.report.longer, self.report.longer_before = longer.length, longer.distance()
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
-            for self.done, segment in enumerate(segments):
-                if segment.block:
-                    self.bar.begin_parts(self.done)
+            for segment in segments:
                 self._show(segment.block or segment.modules[0])
                 self._repair(segment)
-            self.done = len(segments)
+                self.bar.update()
             self._show("distance after")
             for block in self.new.forms:
                 self.new.release(block)
@@ -254,4 +253,4 @@ class _Repairer:
 
     def _show(self, what: str) -> None:
         """Show the current step on the progress bar."""
-        self.bar.step(self.done, what)
+        self.bar.set_postfix_str(what)

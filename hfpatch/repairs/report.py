@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.results import SavedResult, Table, dataframe
+from ..schemes.request import APPROXIMATE, REPAIRED, Outcome
 
 # What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
 _MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {"KL divergence": 0.1}, 0.01, 0.5
@@ -119,11 +120,11 @@ class RepairReport(SavedResult):
             for before, after in found
         )
 
-    def outcome(self) -> str:
-        """The outcome of what was repaired, as the patch record has it."""
-        return (
-            f"repaired: {self._figures}" if self.kept else f"approximate: a repair was {self._undone} ({self._figures})"
-        )
+    def outcome(self) -> Outcome:
+        """Return the outcome of what was repaired, as the patch record has it."""
+        if self.kept:
+            return Outcome(REPAIRED, self._figures, by_repair=True)
+        return Outcome(APPROXIMATE, f"a repair was {self._undone} ({self._figures})", by_repair=True)
 
     @property
     def _undone(self) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.logging import tqdm
 
-from ..core.progress import ProgressBar
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
@@ -19,6 +19,7 @@ from ..measure.quiet_forward import device_of, quiet
 from ..runtime.errors import UnsupportedError
 
 BATCH = 32
+SELF = "self"  # as calibration: the model writes it
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
 
 
@@ -43,18 +44,12 @@ def sample_batches(
         OptionError: the model doesn't generate text from tokens, or has a decoder without a first token.
     """
     config = text_config(model.config)
-    if not generates(model):
-        raise _refusal(model, "it doesn't generate text from tokens alone")
-    own = model.generation_config
-    if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
-        setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
-        raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
+    require_generates(model)
     length = max(2, min(length, longest_text(model) or length))
     batches = []
-    with quiet(model), _plain_generation(model, length), ProgressBar("own sequences", sequences) as bar:
+    with quiet(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
-            bar.step(start, f"drawing up to {length} tokens each")
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
                 read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
@@ -65,8 +60,22 @@ def sample_batches(
                 sides = {"": _generate(model, input_ids=_starts(model, config, count))}
             masks = {f"{side}attention_mask": _mask(ids, model) for side, ids in sides.items()}
             batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
-        bar.step(sequences, "drawn")
+            bar.update(count)
     return batches
+
+
+def require_generates(model: PreTrainedModel) -> None:
+    """Refuse a model that can't write its own calibration.
+
+    Raises:
+        OptionError: it doesn't generate text from tokens, or has a decoder without a first token.
+    """
+    if not generates(model):
+        raise _refusal(model, "it doesn't generate text from tokens alone")
+    own = model.generation_config
+    if model.config.is_encoder_decoder and own.decoder_start_token_id is None and own.bos_token_id is None:
+        setting = "generation_config.decoder_start_token_id; T5's is its pad_token_id, 0"
+        raise _refusal(model, f"it doesn't say at which token its decoder starts ({setting})")
 
 
 def _refusal(model: PreTrainedModel, why: str) -> OptionError:

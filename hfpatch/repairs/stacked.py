@@ -6,7 +6,6 @@ values in them it must do what it does to another input, or give what is another
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..measure.copies import copy_of
 from ..measure.hooks import Call, first_tensor
 
 Axes = tuple[tuple[str, int], ...]  # names of Parameters, each with an axis
@@ -41,7 +41,7 @@ def _axes(module: nn.Module, call: Call, reads: bool) -> Axes | None:
     """Return the Parameters along whose axes a transform does what it does to the input (`reads`), or to the output."""
     x = first_tensor(call)
     rows = len(x)
-    work = copy.deepcopy(module).to("cpu", torch.float32).eval()
+    work = copy_of(module, dtype=torch.float32, device="cpu")
 
     def as_given(value: Any) -> Any:
         """An argument as the copy takes it: of what has a row for each row of x, the first ones."""

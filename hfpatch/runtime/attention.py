@@ -341,36 +341,3 @@ def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
 def number_of(tokens: Tensor) -> int:
     """How many tokens hidden states hold: (T, d), (B, T, d), or (B, rows, columns, d), which count row after row."""
     return math.prod(tokens.shape[1:-1]) if tokens.dim() > 2 else len(tokens)
-
-
-def order(rotary_dim: int, head_dim: int, to: str) -> Tensor:
-    """Which channel of a head comes to each place when it goes from the other pairing to `to`; (head_dim,)."""
-    first = torch.arange(rotary_dim)
-    turned = first.view(2, -1).T if to == "interleaved" else first.view(-1, 2).T
-    return torch.cat((turned.flatten(), torch.arange(rotary_dim, head_dim)))
-
-
-@dataclass(frozen=True)
-class HostOrder:
-    """A lens on an attention that rotates by itself: queries and keys in the other pairing reach it in its own.
-
-    Attributes:
-        pairing: the order in which the projections' rows, and the gains of norms behind them, are.
-        layout: how q and k leave the input; norms that follow are part of it.
-        head_dim, rotary_dim: channels of a head, and how many of them are turned.
-    """
-
-    pairing: str
-    layout: Any
-    head_dim: int
-    rotary_dim: int
-    hfpatch_note: ClassVar[str] = "queries and keys are put into the host's order of channels"
-
-    def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        host = "half" if self.pairing == "interleaved" else "interleaved"
-        places = order(self.rotary_dim, self.head_dim, host)
-
-        def put_back(x: Tensor) -> Tensor:
-            return x[..., places.to(x.device)]
-
-        return self.layout.rotated(module, arguments, self.head_dim, put_back), {}

@@ -38,6 +38,8 @@ class MaskedBatchNorm(AffineNorm):
 
     def __init__(self, *norm: Any, momentum: float, like: Tensor):
         super().__init__(*norm)
+        if not 0 < momentum <= 1:
+            raise ValueError(f"MaskedBatchNorm: momentum is {momentum}, not above 0 and at most 1")
         self.momentum = momentum
         (width,) = self.facts.shape
         self.register_buffer("running_mean", torch.zeros(width, device=like.device, dtype=like.dtype))

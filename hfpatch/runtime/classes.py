@@ -29,9 +29,8 @@ from .gated import initialise_fresh
 from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .overridden import require_effect
-from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk
-from .refuse_host import FileOfWeights, guarded, list_encoder, names_guarded, opened_patched, parts, released
+from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk, warn_of_fixed
+from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
@@ -76,13 +75,7 @@ class PatchedConfig:
             settings["architectures"] = names_on_disk(architectures)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
-        try:
-            found = super().from_dict(settings, **kwargs)  # type: ignore[misc]
-        except Exception as error:  # whatever the host's own checks raise
-            if name := next((name for name in names_guarded(config_dict) if name in str(error)), None):
-                reason = " ".join(str(error).split())
-                raise CheckpointError(f"{where}: its patch record's {name} doesn't fit: {reason:.300}") from error
-            raise
+        found = super().from_dict(settings, **kwargs)  # type: ignore[misc]
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)
         as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config  # type: ignore[misc]
@@ -168,17 +161,13 @@ class PatchedModel(UnlimitedGeneration):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the host's.
-
-        Raises:
-            CheckpointError: a setting was overridden that has no effect, since the patch's modules don't read it.
-        """
+        """As the host's; it warns of an overridden setting that modules of the patch don't read."""
         with opened_patched():
             opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
-            require_effect(saved, model, name)
+            warn_of_fixed(saved, model.config, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

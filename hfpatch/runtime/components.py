@@ -2,7 +2,7 @@
 
 # "from . import x" is no import to transformers, which copies what a file of remote code imports
 from .alibi import LinearBias
-from .attention import AttentionLens, HostOrder, Window
+from .attention import AttentionLens, Window
 from .batch_norm import MaskedBatchNorm, Padded
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
@@ -32,7 +32,7 @@ _MODULES = (
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
 _LENSES = (
-    *(AttentionLens, HostOrder, FixedArguments, ZeroBiases, Unrotated, HandedDown, Gains, Joins, Padded),
+    *(AttentionLens, FixedArguments, ZeroBiases, Unrotated, HandedDown, Gains, Joins, Padded),
     *(CentredArgument, FilledArguments, RefusedArguments, ExpandedRows, MeanOfBuffer, CountedLength, AnyImageSize),
 )
 _PARTS = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .lens import Arguments
 
+Answer = Literal["zeros", "input", "nothing", "rows"]
 ZERO_MEAN_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
 
 
@@ -70,12 +71,12 @@ class NoPositions(nn.Module):
         num_embeddings, embedding_dim: the size of the table that stood there, if one did.
     """
 
-    def __init__(self, answer: str, num_embeddings: int = 0, embedding_dim: int = 0):
+    def __init__(self, answer: Answer, num_embeddings: int = 0, embedding_dim: int = 0):
         super().__init__()
         self.answer, self.num_embeddings, self.embedding_dim = answer, num_embeddings, embedding_dim
 
     @classmethod
-    def replacing(cls, old: nn.Module | None, parent: nn.Module, answer: str) -> NoPositions:
+    def replacing(cls, old: nn.Module | None, parent: nn.Module, answer: Answer) -> NoPositions:
         """What takes the place of a module."""
         return cls(answer, getattr(old, "num_embeddings", 0), getattr(old, "embedding_dim", 0))
 

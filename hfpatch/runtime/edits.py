@@ -31,6 +31,7 @@ from typing import Any
 
 from torch import nn
 
+from .declared import require_declared
 from .errors import CheckpointError, UnsupportedError
 
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
@@ -75,7 +76,8 @@ def component_called(name: str) -> Any:
     if name not in COMPONENTS:
         raise CheckpointError(
             f"no component called {name!r:.80} is known here. If it comes from a package or file of its own, import "
-            "it first; else update hfpatch: pip install -U hfpatch"
+            "it first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch) or of an older one that "
+            "had it (pip install 'hfpatch<0.3')."
         )
     return COMPONENTS[name]
 
@@ -141,6 +143,12 @@ class Call:
         if like is not None and not like.is_meta:  # on meta its buffers would never get their values
             new.to(like.device, like.dtype)
         return new
+
+    @property
+    def result_type(self) -> type | None:
+        """The class of its result, where that is known before it is made."""
+        component = self._component()
+        return component if isinstance(component, type) else None
 
     def is_module(self) -> bool:
         """Whether its result is a module."""
@@ -248,8 +256,9 @@ class Edit:
             where: the checkpoint or record that it is from, for errors.
 
         Raises:
-            CheckpointError: it isn't such a text, is too long, names an unknown component, or assigns a value to a slot
-                that can't take it, or anything to a name that every module has (`forward`, `_modules`).
+            CheckpointError: it isn't such a text, is too long, names an unknown component or passes it values of other
+                types than it declares, or assigns a value to a slot that can't take it, or anything to a name that
+                every module has (`forward`, `_modules`).
         """
         if not isinstance(text, str) or len(text) > _MAX_LENGTH:
             raise CheckpointError(
@@ -314,6 +323,6 @@ def _parsed(node: ast.expr) -> Any:
             return {_parsed(key): _parsed(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
             call = Call(name, tuple(map(_parsed, args)), tuple((str(one.arg), _parsed(one.value)) for one in named))
-            call._component()
+            require_declared(call._component(), call.args, dict(call.kwargs))
             return call
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,16 @@ class Gains:
     hfpatch_note: ClassVar[str] = "its branch is multiplied before the residual sum"
 
     gains: tuple[tuple[str, int, float], ...]
+
+    def __post_init__(self) -> None:
+        for child, call, gain in self.gains:
+            if call < 0 or not 0 < gain < inf:
+                raise ValueError(f"no call of {child:.80} has number {call} and is multiplied by {gain}")
+
+    def bound(self, module: nn.Module) -> Gains:
+        """Itself; refuses a module that has no such children."""
+        _require_there(module, [child for child, _, _ in self.gains])
+        return self
 
     def over(self, present: Gains) -> Gains:
         """Both."""
@@ -81,6 +92,10 @@ class Join:
     def __post_init__(self) -> None:
         if self.form not in _FORMS:
             raise ValueError(f"form is {self.form!r:.40}, not one of {', '.join(_FORMS)}")
+        if (self.form == "sandwich") != bool(self.second):
+            raise ValueError(f"a second norm ({self.second!r:.40}) is of a sandwich, and this is {self.form!r}")
+        if self.call < 0 or not 0 < self.alpha < inf:
+            raise ValueError(f"no call of {self.outlet:.80} has number {self.call} and joins with alpha={self.alpha}")
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,12 @@ class Joins:
     hfpatch_note: ClassVar[str] = "its norms stand elsewhere in the residual branches"
 
     joins: tuple[Join, ...]
+
+    def bound(self, module: nn.Module) -> Joins:
+        """Itself; refuses a block that has no such norms and modules. A sandwich's second norms may come later."""
+        for one in self.joins:
+            _require_there(module, [one.norm, one.outlet, *one.readers])
+        return self
 
     def over(self, present: Joins) -> Joins:
         """Both; a later join of the same branch takes the place."""
@@ -116,6 +137,12 @@ class Joins:
             outlet = readers.get(name) or first_at(module, name)
             put(tree, name, _by_call(outlet, {call: branch.meet for call, branch in by_call.items()}))
         return {**checkpointed_once(module), **views(module, tree)}, {}
+
+
+def _require_there(module: nn.Module, paths: list[str]) -> None:
+    for path in paths:
+        if first_at(module, path) is None:
+            raise AttributeError(f"{type(module).__name__} has no {path!r:.80}")
 
 
 class _Branch:

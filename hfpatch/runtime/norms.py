@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +91,8 @@ class AffineNorm(NormInterface):
         self, facts: NormFacts, gain: nn.Parameter | None, shift: nn.Parameter | None, like: Tensor | None = None
     ):
         super().__init__()
+        if facts.eps is not None and not 0 <= facts.eps < inf:
+            raise ValueError(f"{type(self).__name__}: eps is {facts.eps}, and is added to squares")
         gain_name, shift_name = self.names
         self.register_parameter(gain_name, gain)
         self.register_parameter(shift_name, shift)
@@ -349,6 +352,8 @@ class DynamicTanh(AffineNorm):
 
     def __init__(self, *norm: Any, alpha: float, like: Tensor):
         super().__init__(*norm)
+        if not 0 < alpha < inf:
+            raise ValueError(f"{type(self).__name__}: alpha is {alpha}, not above 0")
         self.alpha0 = alpha
         self.alpha = self.new_scalar(alpha, like)
 

@@ -21,6 +21,8 @@ class PartialRMSNorm(AffineNorm):
 
     def __init__(self, *norm: Any, fraction: float, like: Tensor | None = None):
         super().__init__(*norm)
+        if not 0 < fraction <= 1:
+            raise ValueError(f"PartialRMSNorm: fraction is {fraction}, not above 0 and at most 1")
         self.fraction = fraction
         if type(self) is PartialRMSNorm:
             self.__class__ = RMSNormOfSomeChannels  # by the other name SGLang would take it for an RMSNorm

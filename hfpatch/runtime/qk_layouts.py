@@ -1,7 +1,7 @@
 """Layouts of q and k: which output channels of an attention's projections belong to which head.
 
 A layout applies a function to each head of queries and keys at the output of their projections (`turns` them) and
-leaves all other channels unchanged. The function is a rotation by positions, or a reordering of a head's channels.
+leaves all other channels unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Turns = dict[str, Rotate]  # name of a projection -> function that turns the hea
 
 
 class UnrotatedHeads(NamedTuple):
-    """Heads that aren't turned (values, or a query's gate): `start` to `stop - 1` of every group of `every` heads."""
+    """Heads that aren't turned (values): `start` to `stop - 1` of every group of `every` heads."""
 
     start: int
     stop: int
@@ -76,21 +76,16 @@ class Projections(Layout):
         time: as in `Layout`.
         beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
             [i, j] turns with query i, so that the product stays.
-        gated: whether the queries' projection is to `[q gate]` of the first head, then of the next.
     """
 
     query: str
     key: str
     time: int = 1
     beside_keys: str | None = None
-    gated: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.query, self.key
-
-    def unrotated_heads(self, module: nn.Module, name: str, heads: int) -> UnrotatedHeads | None:
-        return UnrotatedHeads(1, 2, every=2) if self.gated and name == self.query else None
 
     def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that are turned as well."""
@@ -139,8 +134,6 @@ class Fused(Layout):
         by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
         shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
         query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
-        key_value_heads: attribute of the attention, or of its config, with the number of heads of k and v, where they
-            have fewer than q.
         clip: attribute with the c that the host clips the output to, [-c, c] (None or 0 for none): here before heads
             are turned.
         slices: how many slices of channels there are, each `[q | v | k]` of some of the heads (CodeGen's, for TPUs).
@@ -150,7 +143,6 @@ class Fused(Layout):
     by_head: bool = False
     shared: str | None = None
     query_bias: str | None = None
-    key_value_heads: str | None = None
     clip: str | None = None
     slices: int | None = None
 
@@ -162,16 +154,11 @@ class Fused(Layout):
         if self.slices is not None:
             each = heads // (3 * self.slices)
             return UnrotatedHeads(each, 2 * each, every=3 * each)
-        if self.by_head and not (self.shared and getattr(module, self.shared)):
+        shared = self.shared is not None and getattr(module, self.shared)
+        if self.by_head and not shared:
             return UnrotatedHeads(2, 3, every=3)
-        return UnrotatedHeads(heads - self._value_heads(module, heads), heads, every=heads)
-
-    def _value_heads(self, module: nn.Module, heads: int) -> int:
-        if self.shared is not None and getattr(module, self.shared):
-            return 1
-        if self.key_value_heads is not None:
-            return getattr(module, self.key_value_heads, None) or getattr(module.config, self.key_value_heads)
-        return heads // 3
+        values = 1 if shared else heads // 3
+        return UnrotatedHeads(heads - values, heads, every=heads)
 
     def query_width(self, module: nn.Module) -> int:
         return super().query_width(module) // 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -71,6 +73,37 @@ def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
     checked(stored, where)
     assert isinstance(stored, Mapping)
     return parse_edits(stored["edits"], where)
+
+
+def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
+    """Warn of settings overridden at opening that edits fix: the eps of norms, rotations.
+
+    Args:
+        saved: the settings on disk; the config has those that the model was opened with.
+        config: of the opened model.
+        where: what the checkpoint is called in the warning.
+    """
+    edits, before = " ".join(getattr(config, KEY)["edits"]), _flat(saved)
+    rotates, fixed = any(name in edits for name in ("Rotary", "Unrotated")), []
+    for name, value in _flat(config.to_dict()).items():
+        of_edits = f"eps={before.get(name)!r}" in edits if "eps" in name else rotates and re.search("rope|rotary", name)
+        if of_edits and before.get(name) != value:
+            fixed.append(f"{name}={value!r:.200}")
+    if fixed:
+        warnings.warn(
+            f"{where} was opened with {', '.join(fixed)}, which has no effect on modules that the patch put in: they "
+            "keep what they were patched with. Patch the original with the values that you want.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Settings and those of their parts, by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
+    return found
 
 
 def names_on_disk(architectures: Iterable[str]) -> list[str]:

@@ -1,13 +1,12 @@
 """Makes the host's own class refuse a patched checkpoint, which it would otherwise open without the patch.
 
 `GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
-So one setting that only the host's config class reads, and that it requires to be a number, is a sentence on disk; the
-number is kept in the patch record, and `released` puts it back. The general `PreTrainedConfig`, which tokenizers fall
-back on where hfpatch isn't imported, takes any value there. Nothing in this file needs the rest of the package.
+But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence
+stands: on disk in config.json and in the settings of its parts, in memory in the config, which a caller may pass
+(`config=`). Patched classes do without it. The host's own config, passed by the caller, opens the weights unpatched.
 
-`GPT2LMHeadModel.from_pretrained(folder, config=patched_config)` reads no config from the folder. It asks the one that
-it is given for the file of the weights, and that answers with a sentence too (`FileOfWeights`). sentence-transformers
-opens encoders of encoder-decoders in that way, by a list of their classes; `list_encoder` puts the patched class on it.
+sentence-transformers opens encoders of encoder-decoders by a list of classes, with the config that it read; that would
+be refused, so `list_encoder` puts the patched class on the list. Nothing in this file needs the rest of the package.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -25,18 +23,15 @@ from transformers import PreTrainedConfig
 from .errors import CheckpointError
 from .record import KEY, names_on_disk
 
-ENTRY = "guarded"  # of the record on disk: dotted name of a setting -> its value
+FILE = "transformers_weights"  # the setting
 SENTENCE = (
     "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
     "the class that was called would open it unpatched."
 )
-OPENED_BY_HOST = (
-    "This checkpoint's config is patched by hfpatch, and the class that was called would open it unpatched: open it "
-    "with an Auto class."
-)
+# of the record that hfpatch 0.2 wrote: dotted name of a setting -> its value, in whose place a sentence stands
+ENTRY = "guarded"
 LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
-_PREFIX = "This checkpoint is patched"  # of this version's sentence and of later ones
-_PREFERRED = ("initializer_range", "init_std", "initializer_factor", "layer_norm_eps", "rms_norm_eps")
+_PREFIX = "This checkpoint is patched"  # of this version's sentence and of others
 _MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
 
 
@@ -56,45 +51,37 @@ def opened_patched() -> Iterator[None]:
 class FileOfWeights:
     """Attribute `transformers_weights` of patched configs, as `from_pretrained` asks for it: a file's name or None.
 
-    A class that isn't patched gets a sentence, which transformers quotes in its error: it is no name of such a file.
+    A class that isn't patched gets the sentence, which transformers quotes in its error.
     """
-
-    name = "transformers_weights"
 
     def __get__(self, config: Any, owner: type) -> Any:
         if config is None:
             return self
-        return vars(config).get(self.name) if _opens_patched.get() else OPENED_BY_HOST
+        return vars(config).get(FILE) if _opens_patched.get() else SENTENCE
 
     def __set__(self, config: Any, value: Any) -> None:
-        vars(config)[self.name] = value
+        vars(config)[FILE] = value
 
     def __delete__(self, config: Any) -> None:
-        vars(config).pop(self.name, None)
+        vars(config).pop(FILE, None)
+
+
+def is_sentence(value: Any) -> bool:
+    """Return whether a setting on disk is a sentence that the host's class refuses."""
+    return isinstance(value, str) and value.startswith(_PREFIX)
 
 
 def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a patched config as they go to disk, which its host's class and those of its parts refuse.
-
-    Args:
-        config: the patched config.
-        stored: its settings, with the patch record.
-    """
+    """Return the settings of a patched config as they go to disk, with which its host's classes open no weights."""
     guarded = copy.deepcopy(dict(stored))
-    kept = {}
-    for path, part in parts(config):
-        settings = settings_at(guarded, path)
-        name = _refused_as_text(part) if settings is not None else None
-        if settings is not None and name is not None:
-            kept[".".join((*path, name))] = vars(part)[name]
-            settings[name] = SENTENCE
-    if kept:
-        guarded[KEY] = {**guarded[KEY], ENTRY: kept}
+    for path, _ in parts(config):
+        if (settings := settings_at(guarded, path)) is not None:
+            settings[FILE] = SENTENCE
     return guarded
 
 
 def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings that were passed to `guarded`; unguarded settings of older checkpoints unchanged.
+    """Return the settings that were passed to `guarded`; also where hfpatch 0.2 put the sentences in other places.
 
     Raises:
         CheckpointError: what should be put back is malformed.
@@ -108,15 +95,11 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     released = copy.deepcopy(dict(stored))
     released[KEY].pop(ENTRY, None)
     for path, settings, name in list(_sentences(released)):
-        if path not in kept:
+        if name != FILE and path not in kept:
             raise CheckpointError(f"{where}: its patch record lacks the value of {path}, so it can't be opened.")
-        settings[name] = kept[path]
+        del settings[name]
+        settings |= {} if name == FILE else {name: kept[path]}
     return released
-
-
-def names_guarded(stored: Mapping[str, Any]) -> list[str]:
-    """Names of the settings whose values are in the patch record, without those of their parts."""
-    return [path.rpartition(".")[2] for path in stored[KEY].get(ENTRY, ())] if KEY in stored else []
 
 
 def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -124,7 +107,7 @@ def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str,
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _sentences(value, f"{start}{name}.")
-        elif isinstance(value, str) and value.startswith(_PREFIX):
+        elif is_sentence(value):
             yield f"{start}{name}", settings, name
 
 
@@ -150,24 +133,6 @@ def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tupl
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from parts(value, (*path, name))
-
-
-def _refused_as_text(config: PreTrainedConfig) -> str | None:
-    """A setting of this class's own that must be a number; None where it checks none of its settings."""
-    general = {field.name for field in fields(PreTrainedConfig)}
-    own = [field.name for field in fields(config) if field.name not in general and not field.name.startswith("_")]
-    numbers = [name for name in own if _is_setting((name, vars(config).get(name)))]
-    numbers.sort(key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else len(_PREFERRED), own.index(name)))
-    return next((name for name in numbers if _refuses(config, name)), None)
-
-
-def _refuses(config: PreTrainedConfig, name: str) -> bool:
-    for validate in getattr(config, "__validators__", {}).get(name, ()):
-        try:
-            validate(SENTENCE)
-        except (TypeError, ValueError):
-            return True
-    return False
 
 
 def listed_encoder(config: type) -> tuple[type, str, str] | None:

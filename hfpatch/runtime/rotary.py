@@ -54,6 +54,8 @@ class RotaryEmbedding(nn.Module):
         self.pairing, self.scaling, self.length = pairing, scaling, length
         if pairing not in ("half", "interleaved") or not theta > 0 or not 0 < partial <= 1 or axes < 1:
             raise ValueError(f"no rotation with theta={theta}, partial={partial}, pairing={pairing!r}, axes={axes}")
+        if not all(_is_positive(value) for value in (scaling or {}).values()):
+            raise ValueError(f"no rotation with {scaling=!r:.200}: its numbers must be above 0")
         self.rotary_dim = rotary_dim(head_dim, partial, axes)
         if self.rotary_dim < 2 * axes or self.rotary_dim % 2:
             raise ValueError(f"a head of {head_dim} channels can't be turned: {self.rotary_dim} of them, in pairs")
@@ -184,6 +186,12 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
         stretch = factor * length.clamp(min=self.original).float() / self.original - (factor - 1)
         exponents = torch.arange(0, dim, 2, device=positions.device).float() / dim
         return 1.0 / (self.theta * stretch ** (dim / (dim - 2))) ** exponents
+
+
+def _is_positive(setting: Any) -> bool:
+    """Whether a scaling's setting, where that is a number or a list of numbers, is above 0."""
+    values = setting if isinstance(setting, list | tuple) else (setting,)
+    return all(isinstance(value, str | bool) or value > 0 for value in values)
 
 
 def rotary_dim(head_dim: int, partial: float, axes: int) -> int:

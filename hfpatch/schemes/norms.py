@@ -140,38 +140,27 @@ class RMS(Norm):
         mode: "fold" subtracts the mean from the weights once; training then differs from the LayerNorm model's.
             "parametrize" keeps the weights and centres each branch's output in every forward, so that training follows
             the LayerNorm model's trajectory.
-        fold_bias: move the shift into the linear layers that read the norm, if only such layers read it.
         fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels: pRMSNorm, 0.0625
             in the paper's section 4.2. This is never the same function, so nothing is centred.
 
     Raises:
-        OptionError: no such mode; `fold_bias` is no bool, or is True with "parametrize"; `fraction` isn't in
-            (0, 1], or is below 1 with an option that keeps the function.
+        OptionError: no such mode; `fraction` isn't in (0, 1], or is below 1 with a mode that keeps the function.
     """
 
     mode: str = "fold"
-    fold_bias: bool = False
     fraction: float = 1.0
     component: ClassVar[type[AffineNorm]] = RMSNorm
 
     def __post_init__(self) -> None:
         if self.mode not in ("fold", "parametrize"):
             raise OptionError(f"RMS: mode must be fold or parametrize, not {self.mode!r}.")
-        if not isinstance(self.fold_bias, bool):
-            raise OptionError(f"RMS: fold_bias must be True or False, not {self.fold_bias!r}.")
-        if self.fold_bias and self.mode == "parametrize":
-            raise OptionError("RMS: fold_bias writes to weights, which mode='parametrize' doesn't. Choose one of them.")
         require_number("RMS", "fraction", self.fraction, above=0.0, at_most=1.0)
-        if self.fraction < 1 and (self.fold_bias or self.mode != "fold"):
-            raise OptionError("RMS: fraction below 1 is another function, which mode and fold_bias can't keep.")
+        if self.fraction < 1 and self.mode != "fold":
+            raise OptionError("RMS: fraction below 1 is another function, which no mode can keep. Leave mode out.")
 
     @property
     def centring(self) -> str | None:
         return self.mode if self.fraction == 1 else None
-
-    @property
-    def planner(self) -> str:  # type: ignore[override]
-        return "hfpatch.contrib.fold_bias:plan_moved_shifts" if self.fold_bias else super().planner
 
     def module_class(self) -> type[AffineNorm]:
         return PartialRMSNorm if self.fraction < 1 else self.component
@@ -228,7 +217,7 @@ class DyT(_Elementwise):
 
     @property
     def planner(self) -> str:  # type: ignore[override]
-        return "hfpatch.contrib.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
+        return "hfpatch.swap.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed"
@@ -358,7 +347,7 @@ class BatchNorm(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("bn",)
     momentum: float = 0.1
     component: ClassVar[type[AffineNorm]] = MaskedBatchNorm
-    planner: ClassVar[str] = "hfpatch.contrib.batch_norm:plan_batch_norms"
+    planner: ClassVar[str] = "hfpatch.swap.batch_norms:plan_batch_norms"
     label: ClassVar[str] = "BatchNorm"
 
     def __post_init__(self) -> None:

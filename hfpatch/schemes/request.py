@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
+from ..core.globs import as_globs
 from ..core.scheme import Scheme
+from ..errors import OptionError
 from ..runtime.edits import Edit, parse_edits
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
 from ..runtime.record import FOREIGN, KEY, VERSION, checked
@@ -18,7 +20,8 @@ from .positions import Position
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 INITS = ("auto", "exact", "copy", "reset")
-EXACT, LOST, _KEPT = "exact", "; not preserved: ", "; kept: "  # how outcomes begin, and go on
+EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
+NOT_MEASURED = "as planned, not measured"  # basis of an outcome
 HOW = (  # what outcomes are measured by, for people
     "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
     "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
@@ -30,42 +33,78 @@ S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a requ
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request came to, in the parts of the line that records it.
+    """The measured result of one request; `str(outcome)` is the line that users see.
 
     Attributes:
-        found: the verdict and what was measured: "exact: outputs differ by 2e-07".
+        verdict: "exact", "approximate" or "repaired".
+        measured: what was measured, or why nothing was: "outputs differ by 2e-07, rounding explains 1e-05".
+        basis: what the verdict rests on where that isn't a comparison with the original: "as planned, not measured".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
+        by_repair: whether a repair came to it, also one that was undone.
     """
 
-    found: str
+    verdict: str
+    measured: str = ""
+    basis: str = ""
     lost: str = ""
     kept: str = ""
-
-    @classmethod
-    def of(cls, line: str) -> Outcome:
-        """The outcome that a line says."""
-        rest, _, kept = line.partition(_KEPT)
-        found, _, lost = rest.partition(LOST)
-        return cls(found, lost, kept)
+    by_repair: bool = False
 
     def __str__(self) -> str:
-        return f"{self.found}{LOST if self.lost else ''}{self.lost}{_KEPT if self.kept else ''}{self.kept}"
+        parts = [("; not preserved: ", self.lost), ("; kept: ", self.kept)]
+        return self.result + "".join(start + text for start, text in parts if text)
 
     @property
-    def verdict(self) -> str:
-        """ "exact", "approximate" or "repaired"; "" where nothing was recorded."""
-        return next((word for word in (EXACT, "approximate", "repaired") if self.found.startswith(word)), "")
+    def result(self) -> str:
+        """The verdict and what was measured: "exact: outputs differ by 2e-07"."""
+        verdict = f"{self.verdict} {self.basis}" if self.basis else self.verdict
+        return f"{verdict}: {self.measured}" if self.measured else verdict
 
-    @property
-    def measured(self) -> str:
-        """The figures alone, or all that was found where there are none."""
-        return self.found.partition(": ")[2] or self.found
+    def to_json(self) -> dict[str, Any]:
+        """The fields that say something."""
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name))}
 
-    @property
-    def by_repair(self) -> bool:
-        """Whether a repair came to it, also one that was undone."""
-        return self.found.startswith(("repaired", "approximate: a repair"))
+    @classmethod
+    def from_json(cls, stored: Any) -> Outcome:
+        """The outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
+
+        Raises:
+            ValueError: it is neither, or a text of it is no line of a bounded length.
+        """
+        if isinstance(stored, str):
+            stored = _of_line(stored)
+        types = {item.name: bool if item.name == "by_repair" else str for item in fields(cls)}
+        if not isinstance(stored, dict) or not stored.keys() <= types.keys() or stored.get("verdict") not in VERDICTS:
+            raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(types)}")
+        for name, value in stored.items():
+            line = value if isinstance(value, str) else ""
+            if not isinstance(value, types[name]) or not line.isprintable() or len(line) > _LONGEST_OUTCOME:
+                raise ValueError(f"its outcome's {name} isn't a line of at most {_LONGEST_OUTCOME} characters")
+        return cls(**stored)
+
+    def printable(self) -> Outcome:
+        """The outcome as a checkpoint may hold it: lines of a bounded length."""
+        texts = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), str)}
+        lines = {name: "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME] for name, text in texts.items()}
+        return replace(self, **lines)  # type: ignore[arg-type]
+
+
+def _of_line(line: str) -> dict[str, Any]:
+    """The fields of a line that hfpatch 0.2 wrote in place of an outcome."""
+    rest, _, kept = line.partition("; kept: ")
+    result, _, lost = rest.partition("; not preserved: ")
+    before, _, measured = result.partition(": ")
+    verdict, _, basis = before.partition(" ")
+    by_repair = verdict == "repaired" or measured.startswith("a repair")
+    return {
+        "verdict": verdict,
+        "measured": measured,
+        "basis": basis,
+        "lost": lost,
+        "kept": kept,
+        "by_repair": by_repair,
+    }
 
 
 @dataclass(frozen=True)
@@ -76,14 +115,14 @@ class Part(Generic[S]):
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
-        outcome: what it came to, measured right after the patch (see outcome.py); "" before.
+        outcome: its result, measured right after the patch (see outcome.py); None before.
     """
 
     scheme: S
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     init: str = field(default="auto", compare=False)
-    outcome: str = field(default="", compare=False)
+    outcome: Outcome | None = field(default=None, compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
         """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
@@ -99,6 +138,49 @@ class Part(Generic[S]):
     def written(self, kind: str) -> str:
         """The request as arguments of `patch_model`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.asked.to_json(kind).items())
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call of `patch_model` requests: schemes, where, and how new parameters start.
+
+    Attributes:
+        parts: one for each kind of scheme, in the order of planning.
+    """
+
+    parts: dict[str, Part]
+
+    @classmethod
+    def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
+        """The request that arguments of `plan_patch` make.
+
+        Args:
+            schemes: scheme, its name or None, by kind.
+            only, keep, init: as in `plan_patch`.
+
+        Raises:
+            OptionError, UnknownNameError: one of them is invalid.
+        """
+        resolved = {kind: scheme.resolve(schemes.get(kind)) for kind, scheme in KINDS.items()}
+        if not any(resolved.values()):
+            raise OptionError(
+                f"no change was requested: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
+                "norm='rms', pos='rope'."
+            )
+        if init not in INITS:
+            raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
+        globs = as_globs("only", only), as_globs("keep", keep)
+        return cls({kind: Part(one.settled(init), *globs, init) for kind, one in resolved.items() if one is not None})
+
+    @property
+    def init(self) -> str:
+        """How new parameters start."""
+        return next(part.init for part in self.parts.values())
+
+    @property
+    def length(self) -> int | None:
+        """The positions that it sets; None if it sets none."""
+        return self.parts["pos"].scheme.max_positions if "pos" in self.parts else None
 
 
 @dataclass(frozen=True)
@@ -130,31 +212,32 @@ class Record:
         """The record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
-    def with_outcomes(self, outcomes: Mapping[str, str]) -> Record:
-        """The record with what the newest request of each of these kinds came to."""
+    def with_outcomes(self, outcomes: Mapping[str, Outcome]) -> Record:
+        """The record with the outcome of the newest request of each of these kinds."""
         found = {}
-        for kind, text in outcomes.items():
+        for kind, outcome in outcomes.items():
             *earlier, newest = getattr(self, kind)
-            line = "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME]
-            found[kind] = (*earlier, replace(newest, outcome=line))
+            found[kind] = (*earlier, replace(newest, outcome=outcome.printable()))
         return replace(self, **found)  # type: ignore[arg-type]
 
-    def repaired(self, original: Record, text: str) -> Record:
+    def repaired(self, original: Record, result: Outcome) -> Record:
         """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
         kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
-        planned = {kind: Outcome.of(getattr(self, kind)[-1].outcome) for kind in kinds}
+        planned = {kind: getattr(self, kind)[-1].outcome or Outcome("") for kind in kinds}
         lossy = {kind: outcome for kind, outcome in planned.items() if outcome.verdict != EXACT}
-        return self.with_outcomes({kind: str(replace(outcome, found=text)) for kind, outcome in lossy.items()})
+        return self.with_outcomes(
+            {kind: replace(result, lost=outcome.lost, kept=outcome.kept) for kind, outcome in lossy.items()}
+        )
 
     @property
     def parts(self) -> list[tuple[str, Part]]:
         """Every request with its kind."""
         return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
 
-    def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, str]:
-        """By request, as arguments of `patch_model`, what it came to; of all, or of the newest of these kinds."""
+    def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, Outcome]:
+        """Outcomes by request, as arguments of `patch_model`; of all, or of the newest of these kinds."""
         parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.parts
-        return {part.written(kind): part.outcome or "not recorded" for kind, part in parts}
+        return {part.written(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
 
     def with_edits(self, edits: Iterable[Edit]) -> Record:
         """The record with further edits; earlier ones that they overwrite are left out."""
@@ -164,7 +247,8 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         requests = [
-            {**part.to_json(kind), **({"outcome": part.outcome} if part.outcome else {})} for kind, part in self.parts
+            {**part.to_json(kind), **({"outcome": part.outcome.to_json()} if part.outcome else {})}
+            for kind, part in self.parts
         ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
@@ -218,14 +302,17 @@ def _part(stored: Any, where: str) -> tuple[str, Part]:
     only, keep, init = stored.get("only", []), stored.get("keep", []), stored.get("init", "auto")
     if init not in INITS:
         raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
-    outcome = stored.get("outcome", "")
-    if not isinstance(outcome, str) or not outcome.isprintable() or len(outcome) > _LONGEST_OUTCOME:
-        raise CheckpointError(f"{where}: its outcome isn't a line of at most {_LONGEST_OUTCOME} characters.")
+    try:
+        outcome = Outcome.from_json(stored["outcome"]) if stored.get("outcome") else None
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}.") from error
     for globs in (only, keep):
         if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
             raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
+    # version 0.2 had this option, and what it came to stands in the edits
+    text = "rms" if stored[kind] == "rms:fold_bias=true" else stored[kind]
     try:
-        scheme = KINDS[kind].resolve(stored[kind])
+        scheme = KINDS[kind].resolve(text)
     except (PatchError, RecursionError) as error:
         raise CheckpointError(
             f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..measure.randomness import keep_random_state
 from ..runtime.edits import pattern_of
 from .blocks import INPUT, OUTPUT, Block, CallKey, Run, is_stream, stream_blocks
+from .stream import find_sum
 
 # (a norm precedes the branch, a norm ends it, a norm follows the sum) -> placement; "other" for the rest
 _PLACEMENTS = {
@@ -153,12 +154,8 @@ class _BranchFinder:
 
     def _moved_by(self, source: CallKey) -> _Moves:
         """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
-        seen = self.block.run({source: self.delta}, self._held_around(source))
+        seen = self.block.run({source: self.delta}, self.block.matrices_around(source))
         return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
-
-    def _held_around(self, source: CallKey) -> set[CallKey]:
-        """The calls of all modules with a matrix, except for those that contain the source."""
-        return {c for c in self.rank if c[0] in self.block.matrices and not source[0].startswith(f"{c[0]}.")}
 
     def _relative_changes(self, new: dict[CallKey, Tensor], old: dict[CallKey, Tensor]) -> dict[CallKey, Tensor | None]:
         """The differences of two runs divided by delta, as in `_Moves`."""
@@ -245,18 +242,12 @@ class _BranchFinder:
             projection=projection,
             readers=self._readers(writer, outlet, norm, held) if placement == "post" else (),
             placement=placement,
-            altered=not self._is_unaltered(outlet, point),
+            altered=find_sum(self.block, outlet, [point], _TOLERANCE) is None,
             dropout=self._functional_dropout(outlet, point),
             mixes=self._mixes(writer, held),
             cross=self._reads_another_stack(writer, held),
             shared=self.block.calls > 1,
         )
-
-    def _is_unaltered(self, outlet: CallKey, point: CallKey) -> bool:
-        """Whether noise added to the outlet's output arrives at the point unchanged, position by position."""
-        noise = self.block.noise(self.block.base.outputs[outlet], 4)
-        by = self.block.run({outlet: noise}, self._held_around(outlet)).points[point] - self.points[point]
-        return bool((by - noise.reshape(by.shape)).abs().max() <= _TOLERANCE * noise.abs().max())
 
     def _readers(self, writer: CallKey, outlet: CallKey, norm: str, held: set[CallKey]) -> tuple[str, ...]:
         """The outermost modules that are called with the stream and change the branch; see `Branch.readers`."""

@@ -172,6 +172,13 @@ class Block:
         """Whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
         return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
 
+    def matrices_around(self, source: CallKey) -> set[CallKey]:
+        """The calls of all modules with a matrix, except for those that contain the source.
+
+        With these held, only sums, dropouts and scales are left between the source and the points.
+        """
+        return {c for c in self.rank if c[0] in self.matrices and not source[0].startswith(f"{c[0]}.")}
+
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has the stream's size and width."""
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width

@@ -2,9 +2,10 @@
 
 An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
 d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two
-(BERT). A twin of the module on the meta device, without memory or values, is run to see which tensor goes where: a
-projection and an activation belong together if the activation takes what the projection returned, itself and not
-something computed from it.
+(BERT). The modules of a copy of the model on the meta device, without memory or values, are run one by one to see which
+tensor goes where: a projection and an activation belong together if the activation takes what the projection returned,
+itself and not something computed from it. No forward of the model is run: that of a model of text and images wouldn't
+reach the MLPs of its vision tower.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..measure.randomness import keep_random_state
-from ..runtime.gated import GatedActivation, GatedLinear, bare_copy, projection_sizes
+from ..measure.copies import copy_of
+from ..measure.float64 import host_errors
+from ..measure.quiet_forward import quiet
+from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
 
 _MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
@@ -67,12 +70,21 @@ class MLPSite:
 
 
 def find_mlps(model: nn.Module) -> list[MLPSite]:
-    """Every MLP of a model, those that can't be replaced with the reason. The model isn't changed."""
-    modules = dict(model.named_modules())
-    names = {id(module): name for name, module in modules.items()}
-    shared = _shared(model)
+    """Every MLP of a model, those that can't be replaced with the reason. The model isn't changed.
+
+    Raises:
+        UnsupportedError: something in the model can't be copied.
+    """
     found: dict[str, MLPSite] = {}
-    with on_meta_in_float32():
+    with host_errors(f"{type(model).__name__}: it can't be copied ({{error}}), so its MLPs can't be found."):
+        copied = copy_of(model, dtype=torch.float32, device="meta")
+    modules = dict(copied.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    shared = _shared(copied)
+    for module in modules.values():
+        for name in ("forward", "_hf_hook"):  # a library's own
+            module.__dict__.pop(name, None)
+    with quiet(copied), _default_dtype(torch.float32):
         for name, module in modules.items():
             if isinstance(module, GatedLinear):
                 sizes, kind = projection_sizes(module.gate), module.kind
@@ -83,6 +95,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
                 if site is not None:
                     found.setdefault(site.name, site)
     for site in found.values():
+        site.act = getattr(model.get_submodule(site.owner), site.attribute) if site.attribute else None
         parted = "its weights are shared with another module" if shared & {site.name, site.last} else None
         site.reason = site.reason or _mixture(site.name, modules) or parted
     return list(found.values())
@@ -134,13 +147,15 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
         return None
     first: nn.Module | None = None
     for root in dict.fromkeys((owner, around)):
+        if isinstance(root, nn.ModuleList | nn.ModuleDict):  # which can't be run
+            continue
         for run in runs(root, owner, attribute):
             flow = run(None)
             reading = flow.read()
             if reading is not None and reading.reason is None and not run(reading.first).paired:
                 reading.reason = "its activation doesn't read its projection's output directly"
             if reading is not None and (reading.last is not None or reading.reason):
-                return _mlp_site(reading, name, attribute, modules, names)
+                return _mlp_site(reading, name, attribute, names)
             if reading is not None:
                 first = reading.first
             if flow.whole:
@@ -150,21 +165,18 @@ def _site(name: str, attribute: str, modules: dict[str, nn.Module], names: dict[
     back = [m for m in around.modules() if is_projection(m) and projection_sizes(m) == projection_sizes(first)[::-1]]
     if len(back) != 1 or back[0] is first:  # nothing else there could take what the activation gives
         return None
-    site = _mlp_site(MLPParts(first, back[0]), name, attribute, modules, names)
+    site = _mlp_site(MLPParts(first, back[0]), name, attribute, names)
     site.direct = False
     return site
 
 
-def _mlp_site(
-    reading: MLPParts, name: str, attribute: str, modules: dict[str, nn.Module], names: dict[int, str]
-) -> MLPSite:
-    act = getattr(modules[name], attribute)
-    last = None if reading.last is None else names[id(reading.last)]
-    sizes = projection_sizes(reading.first)
-    return MLPSite(names[id(reading.first)], name, sizes, act, attribute, last, reason=reading.reason)
+def _mlp_site(parts: MLPParts, name: str, attribute: str, names: dict[int, str]) -> MLPSite:
+    last = None if parts.last is None else names[id(parts.last)]
+    sizes = projection_sizes(parts.first)
+    return MLPSite(names[id(parts.first)], name, sizes, attribute=attribute, last=last, reason=parts.reason)
 
 
-# --- a run of a twin --------------------------------------------------------------------------------------------------
+# --- a run of a module ------------------------------------------------------------------------------------------------
 
 
 def is_projection(module: object) -> bool:
@@ -185,15 +197,14 @@ def is_activation(function: Activation) -> bool:
 
 
 @contextmanager
-def on_meta_in_float32() -> Iterator[None]:
-    """Context with default device meta and dtype float32, whatever is set while a model loads; random state is kept."""
-    with keep_random_state(), torch.device("meta"):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context with a default dtype, whatever is set while a model loads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass
@@ -252,7 +263,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def runs(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[Callable[[nn.Module | None], Flow]]:
-    """Runs of a twin of `root`, with other inputs and with less and less of what surrounds the MLP.
+    """Runs of `root`, with other inputs and with less and less of what surrounds the MLP.
 
     Each takes the projection that is to give a pair, as it will once it is gated, or None.
     """
@@ -281,40 +292,46 @@ def _run(
     stubs: int,
     pair: nn.Module | None,
 ) -> Flow:
-    originals: dict[int, nn.Module] = {}
-    twin = _meta_copy(root, originals)
-    flow = Flow()
+    flow, function = Flow(), getattr(owner, attribute)
 
     def see(module: nn.Module, args: tuple, output: Any) -> Any:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            flow.projections.append((originals[id(module)], args[0], output))
-        return (output, output) if originals[id(module)] is pair else None
+            flow.projections.append((module, args[0], output))
+        return (output, output) if module is pair else None
 
-    def see_activation(function: Any) -> Callable[[Any], Tensor]:
-        def called(x: Any) -> Tensor:
-            flow.paired = isinstance(x, tuple)
-            x = x[0] if flow.paired else x
-            y = function(x)
-            flow.activations.append((x, y))
-            return y
+    def see_activation(x: Any) -> Tensor:
+        flow.paired = isinstance(x, tuple)
+        x = x[0] if flow.paired else x
+        y = function(x)
+        flow.activations.append((x, y))
+        return y
 
-        return called
-
-    for module in list(twin.modules()):
-        if is_projection(module):
-            module.register_forward_hook(see)
-        if originals[id(module)] is owner:
-            function = module._modules.pop(attribute, None)
-            module.__dict__[attribute] = see_activation(module.__dict__[attribute] if function is None else function)
-            if stubs:
-                _stub(twin, module, stubs, flow)
-    try:
-        with torch.no_grad():
-            type(twin).forward(twin, x, **arguments)
-        flow.whole = True
-    except Exception:  # it wants other arguments; what was seen until then counts
-        pass
+    with ExitStack() as changes:
+        for module in root.modules():
+            if is_projection(module):
+                changes.enter_context(module.register_forward_hook(see))
+        children = {name: child for name, child in owner._modules.items() if name != attribute}
+        changes.enter_context(_attributes(owner, {"_modules": children, attribute: see_activation}))
+        if stubs:
+            changes.enter_context(_attributes(root, {"_modules": _stubbed(root, owner, stubs, flow)}))
+        try:
+            type(root).forward(root, x, **arguments)
+            flow.whole = True
+        except Exception:  # it wants other arguments; what was seen until then counts
+            pass
     return flow
+
+
+@contextmanager
+def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """Context in which a module has other attributes."""
+    before = dict(vars(module))
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
 
 
 class _Stub(nn.Module):
@@ -331,30 +348,12 @@ class _Stub(nn.Module):
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 
 
-def _stub(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> None:
-    """Put stubs where attentions and the like stand before the MLP."""
-    for name, child in list(root._modules.items()):
+def _stubbed(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
+    """A module's children with stubs where attentions and the like stand before the MLP."""
+    children = dict(root._modules)
+    for name, child in root._modules.items():
         if child is not None and any(module is owner for module in child.modules()):
-            return
+            break
         if child is not None and child._modules:
-            root._modules[name] = _Stub(returns, flow)
-
-
-def _meta_copy(module: nn.Module, originals: dict[int, nn.Module]) -> nn.Module:
-    """A copy on the meta device in float32 and eval mode, without hooks."""
-    twin = bare_copy(module)
-    originals[id(twin)] = module
-    state = twin.__dict__
-    state["_modules"] = {k: None if m is None else _meta_copy(m, originals) for k, m in module._modules.items()}
-    state["_parameters"] = {
-        k: None if p is None else nn.Parameter(_meta(p), False) for k, p in module._parameters.items()
-    }
-    state["_buffers"] = {k: None if b is None else _meta(b) for k, b in module._buffers.items()}
-    state["training"] = False
-    state.pop("forward", None)  # a library's own, bound to the original
-    return twin
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+            children[name] = _Stub(returns, flow)
+    return children

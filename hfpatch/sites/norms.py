@@ -7,7 +7,6 @@ copy of it chosen inputs; a module whose answers no LayerNorm or RMSNorm could g
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -17,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..measure.copies import copy_of
 from ..runtime.norms import NormFacts
 
 _TOLERANCE = 1e-5  # relative; some families compute in float32 whatever the input
@@ -69,7 +69,7 @@ def _takes_two_arguments(module: type[nn.Module]) -> bool:
 
 def _probe(module: nn.Module) -> NormFacts | None:
     """The norm whose formula gives the module's answers, of all that its Parameters could be gain and shift of."""
-    clone, values = _testable_copy(module)
+    clone, values = _with_known_values(module)
     if clone is None:
         return None
     shape = next(iter(values.values())).shape if values else _declared_shape(module)
@@ -96,14 +96,11 @@ def _probe(module: nn.Module) -> NormFacts | None:
     return None
 
 
-def _testable_copy(module: nn.Module) -> tuple[nn.Module | None, dict[str, Tensor]]:
+def _with_known_values(module: nn.Module) -> tuple[nn.Module | None, dict[str, Tensor]]:
     """A float64 copy on the CPU with known random parameters, also for modules on the meta device."""
     generator = torch.Generator().manual_seed(0)
     try:
-        clone = copy.deepcopy(module)
-        if any(p.is_meta for p in clone.parameters()):
-            clone = clone.to_empty(device="cpu")
-        clone = clone.to(device="cpu", dtype=torch.float64).eval()
+        clone = copy_of(module, dtype=torch.float64, device="cpu")
     except Exception:  # an exotic module that can't be copied is no norm that we could replace
         return None, {}
     values = {}

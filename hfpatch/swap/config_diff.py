@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.transaction import Transaction
-from ..measure.copies import host_on_meta, unpatched_config
+from ..measure.copies import copy_of, unpatched_config
 from ..measure.randomness import keep_random_state
 from ..runtime.attention import AttentionLens
 from ..runtime.constants import Rows
@@ -119,7 +119,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     try:
         for owner, attribute, value in settings:
             setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
-        return host_on_meta(model, config)
+        return copy_of(model, config=config, device="meta")
     except Exception as error:
         reason = described(error, 120)
         raise UnsupportedError(

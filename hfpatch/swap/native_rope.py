@@ -31,7 +31,6 @@ from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import Part
 from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
-from ..sites.pairing import pairing_of, reordering
 from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
 
@@ -101,13 +100,11 @@ def _change(
 ) -> Change:
     scheme = part.scheme
     row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind)
-    of_module = rotations_of(model, rotation.module)
-    kept = [one for one in of_module if names.reason_to_keep([one.name], part.only, part.keep)]
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
     if row.reason:
         return Change(row)
     if isinstance(scheme, RoPE):
-        change = _settings_change(rotation, scheme, row, some_kept=bool(kept))
+        change = _settings_change(rotation, scheme, row)
         if row.loss is not None and (caching := _caching_loss(model, rotation, scheme)) is not None:
             row.loss += f"; {caching}"
         if change.changes:
@@ -115,7 +112,7 @@ def _change(
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
             new = _new_settings(rotation, scheme)
             _require_served(model, rotation, new, example_inputs)
-            if row.loss == OTHER_ANGLES and not change.edits[1:] and _turns_alike(rotation, new):
+            if row.loss == OTHER_ANGLES and _turns_alike(rotation, new):
                 row.replace_by(str(row.becomes), exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.dropped:
@@ -124,31 +121,31 @@ def _change(
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)
     row.replace_by("no rotation", loss=NO_ROTATION)
-    with_it = [one.layer_type for one in of_module if one not in kept]
+    of_module = rotations_of(model, rotation.module)
+    with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
-def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row, some_kept: bool) -> Change:
-    """Other settings; `some_kept`: not all types of the module's layers change."""
-    if _has_axes(rotation) and (scheme.scaling is not None or scheme.pairing is not None):
-        row.reason = "its positions have several axes, which no scaling for longer text and no pairing fits"
+def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change:
+    if _has_axes(rotation) and scheme.scaling is not None:
+        row.reason = "its positions have several axes, which no scaling for longer text fits"
         return Change(row)
     if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
         raise UnsupportedError(f"{rotation.name}: {row.now} reads theta alone: no scaling, no partial.")
-    if scheme.pairing is not None and some_kept:
-        raise UnsupportedError(f"{rotation.name}: pairing= changes all types of layers at once, and some are kept.")
+    if scheme.pairing is not None:
+        raise UnsupportedError(
+            f"{rotation.name}: the model's own code says which channels {row.now} turns together, so pairing= can't "
+            "change that. Leave it out, or choose other modules with only=."
+        )
     new = _new_settings(rotation, scheme)
-    pairing = pairing_of(rotation, new)
-    lenses = reordering(rotation, pairing, scheme.pairing)
-    becomes = _described(new, scheme.pairing or pairing.present)
-    same = new == rotation.settings and not rotation.dropped and not lenses
+    becomes = _described(new)
+    same = new == rotation.settings and not rotation.dropped
     loss = None if same else OTHER_ANGLES
     row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
         "its own settings" if same else None
     )
-    found = [Edit.of(f"{name}.{LENS_SLOT}", lens) for name, lens in lenses]
-    return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"), *found))
+    return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"),))
 
 
 def _caching_loss(model: Any, rotation: NativeRotation, scheme: RoPE) -> str | None:
@@ -182,8 +179,14 @@ def _new_settings(rotation: NativeRotation, scheme: RoPE) -> Settings:
             new.pop(option, None)
         new.update(scheme.scaling)
         if RoPE.takes(scheme.scaling["rope_type"], ORIGINAL) and ORIGINAL not in scheme.scaling:
-            own = getattr(config, ORIGINAL, None) or config.max_position_embeddings  # type: ignore[union-attr]
+            own = getattr(config, ORIGINAL, None) or getattr(config, "max_position_embeddings", None)
             new[ORIGINAL] = old.get(ORIGINAL) or own
+            if new[ORIGINAL] is None:
+                raise UnsupportedError(
+                    f"{rotation.name}: {type(config).__name__} doesn't say how long texts were that the model was "
+                    f"trained on, which rope_type={scheme.scaling['rope_type']!r} starts from. Add {ORIGINAL!r} to "
+                    "scaling."
+                )
     if scheme.theta is not None:
         new["rope_theta"] = scheme.theta
     if scheme.partial is not None and scheme.partial != old.get(_PARTIAL, 1.0):
@@ -195,12 +198,12 @@ def _partial(settings: Settings) -> float:
     return float(settings.get(_PARTIAL) or 1.0)
 
 
-def _described(settings: Settings, pairing: str | None) -> str:
+def _described(settings: Settings) -> str:
     """The settings as a plan prints them."""
     partial, kind = _partial(settings), settings.get("rope_type", "default")
     pieces = [f"theta={settings['rope_theta']:g}"]
     pieces += [f"partial={partial:g}"] if partial != 1 else []
-    pieces += [piece for piece in (pairing, None if kind == "default" else kind) if piece]
+    pieces += [kind] if kind != "default" else []
     return f"RoPE({', '.join(pieces)})"
 
 

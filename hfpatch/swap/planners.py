@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -38,6 +38,15 @@ class Planned:
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
     derived: Derived = field(default_factory=Derived)
 
+    def inexact(self, measured: str) -> Planned:
+        """The same without its exact conversion, which failed its check on the model: norms alone change.
+
+        Args:
+            measured: how it failed, in words.
+        """
+        changes = [change.inexact(measured) for change in self.changes if change.row.kind != "stream"]
+        return replace(self, part=replace(self.part, init="copy"), changes=changes, conversion=None)
+
     def __post_init__(self) -> None:
         for row in (change.row for change in self.changes if self.part.init == "exact"):
             if row.loss is not None:
@@ -57,15 +66,12 @@ class Planner(Protocol):
         model: any module tree.
         part: the scheme with its globs and `init`.
         example_inputs: keyword arguments of one forward; None generates them.
-        inexact: why an exact norm conversion failed its check, when planning is repeated after that; else None.
 
     Raises:
         PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
-    def __call__(
-        self, model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-    ) -> Planned: ...
+    def __call__(self, model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned: ...
 
 
 def planner_of(scheme: Scheme) -> Planner:

@@ -32,9 +32,7 @@ from .tables import loses_order, removal, table_change
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def plan_position_request(
-    model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_position_request(model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None) -> Planned:
     """Planner of position schemes: changes of modules and of configs."""
     part = _settled(model, part)
     if Record.of(model.config).has("pos", part):

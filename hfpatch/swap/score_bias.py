@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.copies import copy_with
+from ..measure.copies import copy_of
 from ..measure.outputs import max_error
 from ..measure.quiet_forward import quiet
 from ..runtime.attention import (
@@ -84,7 +84,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
     With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
     and it mustn't be where such a bias is in the first head alone, or is slight.
     """
-    twin, width = _twin(module, lens)
+    twin, width = _with_random_weights(module, lens)
     states = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1)).transpose(1, lens.time)
     everywhere = torch.ones(num_heads)
     first = torch.zeros(num_heads).index_fill(0, torch.tensor(0), 1.0)
@@ -124,11 +124,9 @@ def _is_equal(truth: Tensor, output: Tensor) -> bool:
     return max_error({"states": truth}, {"states": output}) <= _SAME
 
 
-def _twin(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
+def _with_random_weights(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
     """A copy with random weights, and its hidden size."""
-    config = getattr(module, "config", None)
-    twin = copy_with(module, lambda _, tensor: torch.empty_like(tensor, device="meta"), {id(config): config})
-    twin = twin.to_empty(device="cpu").float().requires_grad_(False)
+    twin = copy_of(copy_of(module, device="meta"), dtype=torch.float32, device="cpu")
     projection = twin.get_submodule(lens.projections.names[0])
     assert isinstance(projection.weight, Tensor)
     width = getattr(projection, "in_features", None) or projection.weight.shape[0]  # transformers' Conv1D is (in, out)

@@ -1,8 +1,15 @@
-"""Tries a model whose positions were changed: it runs at its full length and image size, and its outputs moved."""
+"""Tries a model whose positions were changed: it runs at its full length and image size, and its outputs moved.
+
+What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
+text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens
+at the last positions, which reach the last rows of tables and the largest angles of rotations. Images and sounds come
+in full, since a model takes no others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,51 +17,33 @@ import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change
-from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.copies import copy_of
+from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
+from ..measure.shrink import TOKENS
+from ..measure.snapshot import attempt, media_inputs
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, described
+from ..runtime.rotary import ORIGINAL, RotaryEmbedding
+from ..runtime.tables import ComputedPositions
+from ..sites.rotations import find_rotations
+from ..sites.stacks import find_stacks, max_positions
 from .config_diff import Setting
-from .full_length import fitted, full_inputs, last_positions
+from .image_tables import IMAGE_SIZE, sides
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
-Outputs = dict[str, Tensor]
-Copy = Callable[[Any], Any]  # makes a copy that shares weights: some models change their own settings in a forward
-
-
-def run(model: Any, inputs: Mapping[str, Any], copy: Copy) -> Outputs:
-    """Return the outputs of one forward on a copy."""
-    copied = copy(model)
-    with quiet(copied):
-        return outputs_of(copied, inputs)
+LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # of texts, by their names in configs
+_MULTIPLICATIONS = 2**35  # of one forward, about a second on one core
+_FEWEST, _MOST = 64, 2_048  # tokens, whatever they cost
+_LONGEST = 2**31 - 1  # positions are 32-bit integers in some hosts
 
 
-def attempt(model: Any, make: Callable[[], Mapping[str, Any] | None], copy: Copy) -> Outputs | Exception:
-    """Return the outputs of one forward on inputs that are made now, or why there are none.
-
-    Raises:
-        MemoryError, torch.OutOfMemoryError: there is too little memory.
-    """
-    try:
-        inputs = make()
-        return {} if inputs is None else run(model, fitting(model, inputs), copy)
-    except OUT_OF_MEMORY:
-        raise
-    except Exception as error:  # whatever a forward may raise
-        return error
-
-
-def require_runs_in_full(
-    model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None, copy: Copy
-) -> bool:
-    """Refuse a model that doesn't run at its full length and image size (`full_length.py` says how long that is).
+def require_runs_in_full(model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None) -> bool:
+    """Refuse a model that doesn't run at its full length and image size (`full_length` says how long that is).
 
     Args:
         model: after a patch.
         original: a copy from before, the control: inputs that are made in the same way for its own length run in it.
         settings: what changed in the config: (config as it was, attribute, new value).
         given: the user's inputs for the original, if there are any.
-        copy: see `Copy`.
 
     Returns:
         Whether it ran; False if no inputs could be made that the original takes either.
@@ -62,16 +51,19 @@ def require_runs_in_full(
     Raises:
         UnsupportedError: it doesn't run.
     """
-    full = attempt(model, lambda: full_inputs(model)[0], copy)
-    if isinstance(full, Exception):
-        if not isinstance(attempt(original, lambda: full_inputs(original)[0], copy), Exception):
+    for make in (inputs_of_every_part, example_inputs):  # text alone, if images can't be made for the original either
+        full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
+        if not isinstance(full, Exception):
+            break
+        if not isinstance(attempt(original, lambda make=make: full_inputs(original, make)[0]), Exception):  # type: ignore[misc]
             raise _refusal(model, settings, full) from full
+    if isinstance(full, Exception):
         if given is None:
             return False
-        full = attempt(model, lambda: fitted(given, model, settings), copy)
+        full = attempt(model, lambda: fitted(given, model, settings))
         return not isinstance(full, Exception)
-    last = attempt(model, lambda: _positions(model, 0), copy)
-    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1), copy), Exception):
+    last = attempt(model, lambda: _positions(model, 0))
+    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
         raise _refusal(model, settings, last) from last
     return True
 
@@ -90,7 +82,7 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
     )
 
 
-def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str, copy: Copy) -> None:
+def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str) -> None:
     """Refuse a change of positions after which all outputs are, bit for bit, those of before.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
@@ -101,7 +93,6 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         original: a copy from before.
         changes: of positions, lossy ones.
         what: the request, for the message.
-        copy: see `Copy`.
 
     Raises:
         UnsupportedError: nothing moved.
@@ -116,10 +107,10 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     names = {change.row.module for change in changes if change.changes and change.row.loss}
     reached = False
     for probe in probes:
-        before, after = (attempt(one, partial(dict, probe), copy) for one in (original, model))
+        before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(model, partial(dict, probe), lambda one: _shaken(copy(one), names))
+        other = attempt(_shaken(copy_of(model, share=True), names), partial(dict, probe))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(
@@ -128,7 +119,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         )
 
 
-def equal(outputs: Outputs, others: Outputs) -> bool:
+def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     """Return whether the outputs of two forwards are the same, to the bit."""
     same = outputs.keys() == others.keys()
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
@@ -149,3 +140,113 @@ def _shaken(model: Any, names: set[str]) -> Any:
             shake.__module__ = "torch"  # `quiet` leaves out a user's hooks
             module.register_forward_hook(shake)
     return model
+
+
+# Inputs
+
+
+def full_length(model: Any) -> int | None:
+    """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does.
+
+    Where a patch left no table of a text's positions, so that texts may be of any length, it is twice what the config
+    says.
+    """
+    of_texts = [item for item in find_stacks(model) if item.stack.grid is None]
+    left = [item for item in of_texts if item.removed_rows() is None]
+    held = [max_positions(item) for item in left if not isinstance(item.table(), ComputedPositions)]
+    if any(held):
+        return min(filter(None, held))
+    said = Inputs(model.config).find(*LENGTHS)
+    longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
+    unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that isn't known here
+    return longest if longest is None else min(longest * (1 + unlimited), _LONGEST)
+
+
+def _scaled_lengths(model: nn.Module) -> Iterator[int]:
+    """Lengths that scaled rotations are for, beyond the original one by their factor."""
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding) and module.scaling is not None:
+            length = module.scaling.get(ORIGINAL) or module.length
+            yield _scaled(length, module.scaling.get("factor"))
+    for rotation in find_rotations(model):
+        settings: Any = rotation.settings
+        if settings.get("rope_type", "default") not in ("default", "axial", "proportional"):
+            length = settings.get(ORIGINAL) or getattr(rotation.module.config, LENGTHS[0], None)
+            yield _scaled(length or 0, settings.get("factor"))
+
+
+def _scaled(length: int, factor: float | None) -> int:
+    return int(min(length * (factor or 2.0), _LONGEST))
+
+
+def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
+    """Return inputs of one forward at a model's full length and image size, and whether its text is as long as that.
+
+    Args:
+        model: as it is now.
+        make: `example_inputs`, or `inputs_of_every_part`.
+
+    Raises:
+        UnsupportedError: the forward requires something that no general rule makes.
+    """
+    length = full_length(model)
+    if length is None:
+        return make(model, batch=1), True
+    size = sum(parameter.numel() for parameter in model.parameters())
+    tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
+    takes = inspect.signature(model.forward).parameters
+    few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
+    return make(model, tokens=tokens, batch=1) | few, tokens == length
+
+
+def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return inputs of a short text at the last positions, and at the first; None if the forward takes no positions.
+
+    Raises:
+        UnsupportedError: the forward requires something that no general rule makes.
+    """
+    length = full_length(model)
+    if length is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    inputs = example_inputs(model, tokens=min(TOKENS, length), batch=1)
+    first = torch.arange(min(TOKENS, length))[None]
+    return {**inputs, "position_ids": first + length - first.shape[1]}, {**inputs, "position_ids": first}
+
+
+def fitted(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
+    """Return a user's inputs for the model as it was, as the model with other settings takes them.
+
+    Args:
+        inputs: keyword arguments of a forward.
+        model: after the change.
+        settings: what changed in its config: (config as it was, attribute, new value).
+    """
+    sizes = [(sides(getattr(config, name)), sides(value)) for config, name, value in settings if name == IMAGE_SIZE]
+    length = full_length(model)
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point():
+            new = next((new for old, new in sizes if value.dim() > 3 and tuple(value.shape[-2:]) == old), None)
+            if new is None:
+                return value
+            flat = value.flatten(0, -4) if value.dim() > 4 else value
+            flat = nn.functional.interpolate(flat.float(), size=new).to(value.dtype)
+            return flat.unflatten(0, value.shape[:-3]) if value.dim() > 4 else flat
+        return value[:, :length] if value.dim() > 1 and length is not None else value
+
+    return {name: fit(value) for name, value in inputs.items()}
+
+
+def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
+    """Return inputs of one forward that are short enough for a model, also where a patch sets a new length.
+
+    With images or sounds where the model reads them beside text.
+
+    Raises:
+        UnsupportedError: the forward requires something that no general rule makes.
+    """
+    lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
+    tokens = min(lengths, default=None)
+    return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)

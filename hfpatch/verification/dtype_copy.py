@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..core.transaction import UNDO_RECORD
-from ..measure.copies import copy_with
-from ..measure.outputs import Outputs
+from ..measure.copies import copy_of
+from ..measure.outputs import Outputs, float64_device
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seeded
 from ..runtime.errors import UnsupportedError, described
@@ -37,25 +36,18 @@ class Subject:
         return f"the {self.role} ({type(self.model).__name__})"
 
     def copy(self, dtype: torch.dtype) -> nn.Module:
-        """A copy in eval mode with floating-point Parameters and buffers in `dtype`; Parameters in it are shared.
+        """A copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
 
-        Rotary frequencies (`inv_freq`) stay in float32 at least, as they do when transformers loads half precision.
+        A copy in float64 is on the CPU where the model's device has none.
 
         Raises:
             UnsupportedError: something in the model can't be copied.
         """
 
-        def converted(name: str, tensor: Tensor) -> Tensor:
-            kept = name.endswith("inv_freq") and torch.finfo(dtype).bits < 32
-            target = dtype if tensor.is_floating_point() and not kept else tensor.dtype
-            if isinstance(tensor, nn.Parameter):
-                return tensor if tensor.dtype == target else tensor.detach().to(target)
-            return tensor.detach().to(target, copy=True)
-
         try:
-            copied = copy_with(self.model, converted, {id(vars(self.model).get(UNDO_RECORD)): None}).eval()
-            if dtype == torch.float64:  # grouped matrix products of experts have none
-                copied.set_experts_implementation("eager")
+            place = float64_device(self.model.device)
+            device = place if dtype == torch.float64 and place != self.model.device else None
+            copied = copy_of(self.model, dtype=dtype, device=device, share=True)
             for module in copied.modules():
                 if isinstance(config := vars(module).get("config"), PreTrainedConfig):
                     vars(config).update(_OPTIONS)
@@ -71,9 +63,9 @@ class Subject:
         Raises:
             UnsupportedError: the forward fails, or returns nothing to compare.
         """
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
-            with isolated(self.model), torch.autocast(device.type, enabled=False):
+            with isolated(model), torch.autocast(device.type, enabled=False):
                 outputs = Outputs.of(model(**cast(batch, device, dtype)))
         except Exception as error:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]

@@ -50,8 +50,8 @@ def verify(
     load both on the CPU. Forward hooks are copied with the models and run.
 
     Args:
-        model: a transformers model, patched or not, in any dtype and on any device that has float64; of a
-            SentenceTransformer the model inside, with its tokenizer.
+        model: a transformers model, patched or not, in any dtype and on any device; float64 is computed on the
+            CPU where the device has none (MPS); of a SentenceTransformer the model inside, with its tokenizer.
         reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
             original in memory is a copy made before.
         batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts and single rows the

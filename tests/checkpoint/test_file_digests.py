@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel, GPT2Model
 
 from hfpatch.checkpoint.classes import patched_model_class
-from hfpatch.checkpoint.file_digests import compare, sample, variant_of, write_digests
+from hfpatch.checkpoint.file_digests import compare, read_digests, sample, variant_of, write_digests
 from hfpatch.checkpoint.stored_config import config_digest
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError
@@ -66,8 +66,11 @@ def test_what_is_stored(saved: Path) -> None:
         assert stored["tensors"][name] == hashlib.sha256(text).hexdigest()[:32]
     assert json.loads((saved / "shards/hfpatch_weights.json").read_text()) == stored
     for kind in ("whole", "shards"):
-        expected = (len(weights), sum(one.nbytes for one in weights.values()), {}, stored["config"])
-        assert compare(saved / kind, {}) == compare(saved / kind, {}, every_byte=False) == expected
+        expected, found = (
+            (len(weights), sum(one.nbytes for one in weights.values()), {}),
+            read_digests(saved / kind, {}),
+        )
+        assert compare(saved / kind, {}, found) == compare(saved / kind, {}, found, every_byte=False) == expected
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
@@ -125,7 +128,7 @@ def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
         model.half().save_pretrained(tmp_path / "part", variant="fp16.ema", max_shard_size=shard)
         assert full(tmp_path, subfolder="part", variant="fp16.ema").dtype == torch.float16
         full(tmp_path, subfolder="part", dtype=torch.float32)
-    write_digests(tmp_path / "part")  # as one folder that is uploaded: each has its own
+    write_digests(tmp_path / "part")
     names = {path.name: variant_of(path.name) for path in (tmp_path / "part").iterdir()}
     assert names["model.safetensors"] == ""
     assert names["model.safetensors.index.fp16.ema.json"] == ".fp16.ema"

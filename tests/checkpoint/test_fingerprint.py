@@ -21,7 +21,7 @@ from tiny_models import RECORDED, difference, load, patch, randomise, tiny
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
-from hfpatch.checkpoint import classes, weight_names
+from hfpatch.checkpoint import files
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.errors import CheckpointError, PatchError
 from hfpatch.schemes.norms import DyT
@@ -130,10 +130,8 @@ def test_weights_by_other_names_are_refused_where_transformers_changed(folder: P
     found = {"missing_keys": {"transformer.wte.renamed"}, "unexpected_keys": {"transformer.wte.weight"}}
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(CheckpointError, match=r"wte\.renamed.*wte\.weight.*check_fingerprint=False"):
-        weight_names.require_known_names(model, folder, found)
-    weight_names.require_known_names(
-        AutoModel.from_pretrained(folder), folder, found
-    )  # of another head some are left out
+        files.require_known_names(model, folder, found)
+    files.require_known_names(AutoModel.from_pretrained(folder), folder, found)  # of another head some are left out
 
 
 # What isn't damage
@@ -328,29 +326,6 @@ def test_what_is_stored(saved: Path) -> None:
     assert "fingerprint" not in stored_in(saved)["hfpatch"]
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert not [name for name in (*vars(model), *vars(model.config)) if "opened" in name]
-
-
-def test_two_threads_save_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two, the model's record is what it was."""
-    model = patch(tiny("gpt2", GPT2LMHeadModel), norm="rms")
-    record = dict(model.config.hfpatch)
-    folders = [tmp_path / "first", tmp_path / "second"]
-    second = threading.Thread(target=model.save_pretrained, args=[folders[1]])
-    write = classes.write_report
-
-    def meanwhile(*args: Any) -> Any:
-        if second.ident is None:
-            second.start()
-            second.join(0.3)  # more than a save takes
-            assert second.is_alive(), "it waits"
-        return write(*args)
-
-    monkeypatch.setattr(classes, "write_report", meanwhile)
-    model.save_pretrained(folders[0])
-    second.join()
-    assert model.config.hfpatch == record
-    assert stored_in(folders[0])["hfpatch"] == stored_in(folders[1])["hfpatch"]
-    AutoModelForCausalLM.from_pretrained(folders[1], check_fingerprint="full")
 
 
 def test_settings_that_are_changed_on_purpose(folder: Path, saved: Path, silent: None) -> None:

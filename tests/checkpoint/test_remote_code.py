@@ -146,13 +146,13 @@ def test_it_opens_without_hfpatch_again(exported: Path, tmp_path: Path) -> None:
 
 
 def test_its_code_is_that_of_its_present_patch(exported: Path, tmp_path: Path) -> None:
-    """A scheme of another file is shipped, and goes with the next save."""
+    """A scheme of another file is shipped; by the next save nothing names it any more."""
     own = own_scheme(tmp_path, "own_norm_of_this_test")
     with registered(NORMS, "own", own):
         patch(opened(exported), norm=own(power=0.7)).save_pretrained(tmp_path / "out")
     assert "own_norm_of_this_test.py" in code_files(tmp_path / "out")
     opened(exported).save_pretrained(tmp_path / "out")
-    assert code_files(tmp_path / "out").keys() == code_files(exported).keys()
+    assert code_files(tmp_path / "out").items() >= code_files(exported).items()
 
 
 def test_what_cant_be_shipped_is_said(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +167,15 @@ def test_what_cant_be_shipped_is_said(exported: Path, tmp_path: Path, monkeypatc
         assert difference(model, opened(tmp_path / "out")) == 0
 
 
-def test_no_code_is_left_of_an_older_checkpoint(exported: Path, tmp_path: Path) -> None:
+def test_code_of_an_older_checkpoint_is_named_no_more(exported: Path, tmp_path: Path) -> None:
     for save in (
         lambda folder: opened(exported).save_pretrained(folder, remote_code=False),
         lambda folder: build("gpt2", "dyt").save_pretrained(folder),
     ):
         opened(exported).save_pretrained(tmp_path)
-        (tmp_path / "mine.py").write_text("x = 1\n")
+        assert "auto_map" in stored_in(tmp_path), "the control"
         save(tmp_path)
-        assert code_files(tmp_path) == {"mine.py": "x = 1\n"}
+        assert "auto_map" not in stored_in(tmp_path)
         assert stored_in(tmp_path)["model_type"] == MODEL_TYPE
     export_model(opened(exported), tmp_path / "plugin", "plugin")
     assert not code_files(tmp_path / "plugin")

@@ -80,7 +80,7 @@ def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monke
     names = {"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"}
     names |= {"2_Dense/config.json", "2_Dense/model.safetensors"}
     assert read_checkpoint(tmp_path / "out").files.keys() >= names
-    exported = checkpoint_of(tmp_path / "out", "native", False, None, tmp_path / "scratch", None)
+    exported = read_checkpoint(tmp_path / "native", native=True)
     assert exported.record is None
     assert exported.files.keys() >= names
     encoder = patch(opened(plain), pos="rope")

@@ -23,7 +23,7 @@ from tiny_models import inputs, logged
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hfpatch.checkpoint.weight_names import MARKER
+from hfpatch.checkpoint.files import MARKER
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError
@@ -68,6 +68,15 @@ def test_a_checkpoint_of_version_2_opens_as_it_was(scheme: str, tmp_path: Path) 
     model, found = opened(written(saved, tmp_path))
     assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sums(model) == pytest.approx(saved["outputs"], rel=1e-4, abs=1e-4)
+
+
+def test_another_pairing_of_the_hosts_own_rotation_is_refused_with_what_opens_it(tmp_path: Path) -> None:
+    """What `rope:pairing=` wrote for a rotating model, and `convert_pairing`."""
+    saved = json.loads(json.dumps(SAVED["rope"]))
+    order = "HostOrder('interleaved', Projections('q_proj', 'k_proj'), 16, 16)"
+    saved["config"]["hfpatch"]["edits"].append(f"h.*.attn.@lens = {order}")
+    with pytest.raises(CheckpointError, match=r"'HostOrder'.*'hfpatch<0\.3'"):
+        opened(written(saved, tmp_path))
 
 
 CHECKED: dict[str, Any] = json.loads(FIXTURE.with_name("version2_checked.json").read_text(encoding="utf-8"))

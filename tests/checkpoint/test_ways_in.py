@@ -22,7 +22,7 @@ from tiny_models import difference, load, logged, patch, peft_of_transformers, t
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from hfpatch.checkpoint.weight_names import MARKER
+from hfpatch.checkpoint.files import MARKER
 from hfpatch.errors import FingerprintWarning
 
 CAUSAL = "AutoModelForCausalLM"

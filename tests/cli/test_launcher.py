@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.cli.launcher import STARTUP, isolating, launch, resolved, with_startup
+from hfpatch.cli.launcher import STARTUP, launch, resolved, with_startup
 from hfpatch.errors import OptionError
 
 HOOK = STARTUP / "sitecustomize.py"
@@ -70,39 +70,6 @@ def test_no_command(command: list[str], message: str, places: tuple[Path, Path])
         resolved(command)
     told = CliRunner().invoke(app, ["run", "--", *command])
     assert (told.exit_code, told.output.startswith(f"Error: {message}")) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("python -I x.py", "-I"),
-        ("/usr/bin/python3.12 -uE x.py", "-E"),
-        ("python3 -W ignore -X dev -Sm module", "-S"),
-        ("python.exe -Xdev -I", "-I"),
-        ("python -u x.py -I", None),
-        ("python -m module -I", None),
-        ("python -c code -I", None),
-        ("python -cI", None),
-        ("python -W I x.py", None),
-        ("python - -I", None),
-        ("bash -I", None),
-        ("", None),
-    ],
-)
-def test_options_by_which_a_python_keeps_to_itself(words: str, found: str | None) -> None:
-    assert isolating(words.split()) == found
-
-
-@pytest.mark.parametrize("line", ["#!/opt/env/bin/python3 -I", "#!/usr/bin/env -S python3.12 -uE"])
-def test_a_python_that_keeps_to_itself_is_refused(line: str, places: tuple[Path, Path]) -> None:
-    program(places[1], "isolated", f"{line}\n")
-    with pytest.raises(OptionError, match="Python reads no PYTHONPATH"):
-        resolved(["isolated"])
-    program(places[1], "python3")
-    with pytest.raises(OptionError, match=r"python3 -I x\.py: with -I"):
-        resolved(["python3", "-I", "x.py"])
-    tool = program(places[1], "tool", f"{line.rpartition(' -')[0]}\n")
-    assert resolved(["tool", "-I"]) == [str(tool), "-I"]
 
 
 # How it is started

@@ -23,7 +23,7 @@ from hfpatch.patch import outcomes
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 # those whose forward is another one's are left out
-SAME_FORWARD = ("rms parametrized", "rms without shifts", "dyt llm", "swiglu fresh", "only some", "all", "fresh")
+SAME_FORWARD = ("rms parametrized", "dyt llm", "swiglu fresh", "only some", "all", "fresh")
 FORWARDS = {name: request for name, request in REQUESTS.items() if name not in SAME_FORWARD}
 
 

@@ -282,24 +282,6 @@ def test_the_same_request_twice_changes_nothing_and_another_is_refused(init: str
     assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize(("scheme", "init"), [("swiglu", "auto"), ("geglu", "auto"), ("reglu", "reset")])
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_an_optimizer_follows_the_parameters(family: str, scheme: str, init: str) -> None:
-    """Weights stay with weights, biases with biases: only one of the groups decays."""
-    model = tiny(family)
-    weights, others = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
-    optimizer.step()
-    patch(model, mlp=scheme, init=init, optimizer=optimizer)
-    groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
-    assert groups == [{id(p) for p in model.parameters() if (p.dim() > 1) is wide} for wide in (True, False)]
-    assert {id(p) for p in optimizer.state} <= groups[0] | groups[1]
-    if init == "auto":
-        assert optimizer.state[gated(model)[0].gate.weight], "the gate is the old projection, with its state"
-
-
 def test_hooks_move_and_run_once() -> None:
     model, calls = tiny("gpt2"), []
     for name in ("c_fc", "act", "c_proj"):

@@ -12,7 +12,6 @@ from tiny_models import patch, tiny
 from torch import nn
 
 from hfpatch import export_model, patch_model, plan_patch, repair, unpatch_model, verify
-from hfpatch.contrib.convert_pairing import convert_pairing
 from hfpatch.core.bare import is_quantized
 from hfpatch.runtime.errors import UnsupportedError
 
@@ -23,7 +22,6 @@ CALLS: dict[str, Callable[[Any, Any, Path], Any]] = {
     "unpatch": lambda model, plain, folder: unpatch_model(model),
     "repair": lambda model, plain, folder: repair(model, plain, "self"),
     "verify": lambda model, plain, folder: verify(model, plain),
-    "convert_pairing": lambda model, plain, folder: convert_pairing(model, "interleaved"),
     "remote": lambda model, plain, folder: export_model(model, folder / "out", to="remote"),
     "native": lambda model, plain, folder: export_model(model, folder / "out", to="native"),
 }

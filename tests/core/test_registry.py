@@ -174,7 +174,7 @@ class LastAlone(Norm):
     alpha: float = 0.5
 
 
-def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any, inexact: str | None) -> Planned:
+def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any) -> Planned:
     changes = plan_norms(model, part)
     last = max(changes, key=lambda change: change.row.module == "ln_f")
     return Planned(part, [last])

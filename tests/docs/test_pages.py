@@ -29,7 +29,19 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.repairs.sample import sample_batches
 
 RECIPES = {path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.py")}
-OF_THE_SHELL = {"pip", "pytest", "git", "cd", "ruff", "mypy", "mkdocs", "pre-commit", "python", "source"}
+OF_THE_SHELL = {
+    "pip",
+    "pytest",
+    "git",
+    "cd",
+    "ruff",
+    "mypy",
+    "mkdocs",
+    "pre-commit",
+    "python",
+    "source",
+    "transformers",
+}
 FIRST = (ROOT, ROOT / "docs" / "start")  # folders of the pages that the default run has: what a newcomer reads first
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks(page))]
 

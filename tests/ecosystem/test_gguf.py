@@ -81,7 +81,6 @@ TAKEN = [
     row("qwen2", "qwen2", THETA),
     row("qwen2", "llama", NOPE),
     row("mistral", "mistral", NOPE),
-    row("gemma", "gemma", {"pos": "rope:pairing=interleaved"}, **SPIECE),
     row("nemotron", "nemotron", RMS_, **SPIECE),
     row("nemotron", "nemotron", THETA, **SPIECE),
     row("nemotron", "nemotron", LINEAR, **SPIECE),

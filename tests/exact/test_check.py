@@ -11,8 +11,9 @@ from tiny_models import changes, fingerprint, inputs, norms_of, patch, tiny
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
-from hfpatch.exact.check import Reference, Verdict, run
+from hfpatch.exact.compensate import norm_inputs
 from hfpatch.measure.quiet_forward import fitting, quiet
+from hfpatch.measure.snapshot import Snapshot, Verdict, run
 
 LM = "AutoModelForCausalLM"
 NAN = float("nan")
@@ -32,8 +33,8 @@ def test_a_verdict_holds_when_both_measures_do(verdict: Verdict, holds: bool) ->
     assert verdict.holds == holds
 
 
-def reference(model: Any) -> Reference:
-    return Reference(model, fitting(model, inputs(model)), norms_of(model, nn.LayerNorm))
+def reference(model: Any) -> Snapshot:
+    return Snapshot(model, lambda: inputs(model), norm_inputs(model, norms_of(model, nn.LayerNorm)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -43,16 +44,16 @@ def test_the_floor_lies_between_what_rounding_does_and_what_a_change_does(dtype:
     assert (measured.floor, measured.mean_floor) == (again.floor, again.mean_floor), "the same every time"
     assert measured.eps == max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     converted = patch(copy.deepcopy(model), norm="rms")
-    verdict = measured.check(converted)
+    verdict = measured.verdict(converted)
     assert verdict.holds
     assert verdict.error < verdict.tolerance < 1e-4 * (measured.eps / torch.finfo(torch.float32).eps)
-    copied = measured.check(patch(copy.deepcopy(model), norm="rms", init="copy"))
+    copied = measured.verdict(patch(copy.deepcopy(model), norm="rms", init="copy"))
     assert not copied.holds
     assert copied.mean > copied.mean_tolerance
     other = copy.deepcopy(converted)
     with torch.no_grad():
         other.transformer.h[0].mlp.c_proj.weight[:, 0] += 300 * measured.eps
-    moved = measured.check(other)
+    moved = measured.verdict(other)
     assert not moved.holds
 
 
@@ -64,10 +65,10 @@ def test_means_of_wide_models_in_half_precision() -> None:
     config = OPTConfig(vocab_size=300, num_hidden_layers=2, max_position_embeddings=64, **sizes)
     model = OPTForCausalLM(config).to(torch.bfloat16).eval()
     measured = reference(model)
-    verdict = measured.check(patch(copy.deepcopy(model), norm="rms", init="exact"))
+    verdict = measured.verdict(patch(copy.deepcopy(model), norm="rms", init="exact"))
     assert verdict.holds
     assert 10 * measured.eps / 2560**0.5 < verdict.mean < verdict.mean_tolerance < 0.02  # one layer's bound is less
-    copied = measured.check(patch(model, norm="rms", init="copy"))
+    copied = measured.verdict(patch(model, norm="rms", init="copy"))
     assert copied.mean > copied.mean_tolerance  # control
 
 
@@ -105,7 +106,7 @@ def test_means_are_relative_to_the_standard_deviation() -> None:
     model.config = None
     x = torch.tensor([[1.0, 3.0, 1.0, 3.0], [-1.0, 1.0, -1.0, 1.0]]).double()
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
-    ratios = run(model, {"x": x}, ["0"]).means["0"]
+    ratios = run(model, {"x": x}, norm_inputs(model, ["0"])).means["0"]
     torch.testing.assert_close(ratios, torch.tensor([2.0, 0.0], dtype=torch.float64))
 
 

@@ -34,11 +34,12 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
-from hfpatch.exact.check import run
+from hfpatch.exact.compensate import norm_inputs
 from hfpatch.exact.fold import Axis, Centring, carry_out
 from hfpatch.exact.search import find_centring
+from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
-from hfpatch.plan import checked_request, make_plan, plan_patch
+from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
@@ -142,10 +143,6 @@ def test_modes_and_weights_that_cant_be_centred() -> None:
     for mode in ("Fold", None, 3):
         with pytest.raises(OptionError, match="mode"):
             RMS(mode)
-    with pytest.raises(OptionError, match="fold_bias"):
-        RMS(fold_bias=1)
-    with pytest.raises(OptionError, match=r"fold_bias.*mode='parametrize'"):
-        RMS("parametrize", True)
     model = tiny("gpt2")
     model.wpe.weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"wpe\.weight.*torch\.int8"):
@@ -226,7 +223,7 @@ def test_post_norm_is_nearer_than_a_plain_copy() -> None:
     with pytest.warns(NotPreservedWarning, match="post-norm"):
         patch_model(model, norm="rms")
     assert distance(plain, model) < 0.5 * distance(plain, copied)
-    before, after = (run(one, inputs(one), norms).means for one in (copied, model))
+    before, after = (run(one, inputs(one), norm_inputs(one, norms)).means for one in (copied, model))
     size = {name: [float(x[name].square().mean().sqrt()) for x in (before, after)] for name in norms}
     assert size["embeddings.LayerNorm"][1] < 1e-5
     assert all(b < 0.7 * a for a, b in size.values())
@@ -270,8 +267,6 @@ def test_copy_and_reset_look_for_nothing(init: str) -> None:
     patch(model, norm="rms", init=init)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     assert {row.kind for row in plan_patch(tiny("gpt2"), norm="rms", init=init).rows} == {"norm"}
-    with pytest.raises(OptionError, match=f"fold_bias.*init='{init}'"):
-        plan_patch(tiny("gpt2"), norm=RMS(fold_bias=True), init=init)
     with pytest.raises(NothingToPatchError):  # without a norm to change
         plan_patch(tiny("llama"), norm="rms")
 
@@ -343,7 +338,7 @@ def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     assert not changes(before, fingerprint(model))
 
 
-@pytest.mark.parametrize("norm", ["rms", RMS("parametrize"), RMS(fold_bias=True)])
+@pytest.mark.parametrize("norm", ["rms", RMS("parametrize")])
 def test_neither_plan_nor_check_leaves_a_trace_or_runs_a_users_hook(norm: Any) -> None:
     model = tiny("gpt2", LM).train()
     for module in model.modules():
@@ -367,7 +362,8 @@ def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: py
     silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
-    monkeypatch.setattr("hfpatch.exact.request.example_inputs", lambda *a: BEYOND)
+    for room in ("exact.request", "swap.trial"):
+        monkeypatch.setattr(f"hfpatch.{room}.example_inputs", lambda *a, **options: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match="doesn't take example_inputs: it has tokens 97"):
@@ -489,47 +485,10 @@ def test_after_layernorms_of_ours_it_is_exact() -> None:
     assert distance(plain, model) < 1e-9
 
 
-# Shifts that move into the readers
-
-
-def test_fold_bias_leaves_bias_free_norms(tmp_path: Path) -> None:
-    model = tiny("opt", LM).double()
-    plain, before = copy.deepcopy(model), fingerprint(model)
-    silent(model, norm=RMS(fold_bias=True), reversible=True)
-    assert distance(plain, model) < 1e-9
-    norms = {name: model.get_submodule(name) for name in norms_of(model, AffineNorm)}
-    assert [name for name, norm in norms.items() if norm.bias is not None] == ["model.decoder.final_layer_norm"]
-    rows = {row.module: row for row in plan_patch(plain, norm=RMS(fold_bias=True)).rows}
-    assert rows["model.decoder.layers.0.self_attn_layer_norm"].reason == "its shift moves into 3 linear layers"
-    assert rows["model.decoder.layers.1.final_layer_norm"].reason == "its shift moves into 1 linear layer"
-    assert rows["model.decoder.final_layer_norm"].reason == "keeps its shift: a Linear that reads it has no bias"
-    assert not [key for key in model.state_dict() if "self_attn_layer_norm.bias" in key]
-    again = reload(copy.deepcopy(model), tmp_path, LM, dtype=torch.float64)
-    assert distance(model, again) == 0
-    unpatch_model(model)
-    assert not changes(before, fingerprint(model))
-
-
-def test_shifts_stay_where_the_conversion_failed_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    family, change = WRONG["a writer that was forgotten"]
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: change(find_centring(*a)))
-    model = tiny(family, LM)
-    copied = patch(copy.deepcopy(model), norm="rms", init="copy")
-    with pytest.warns(NotPreservedWarning, match="failed its check"):
-        patch_model(model, norm=RMS(fold_bias=True))
-    assert all(map(torch.equal, answers(model), answers(copied)))
-    request = checked_request({"norm": RMS(fold_bias=True)}, None, None, "auto")
-    rows = make_plan(tiny(family, LM), request, inexact="it differs").rows
-    assert {row.reason for row in rows} == {"keeps its shift: the conversion failed its check"}
-
-
 def with_its_own_dropout() -> Any:
     model = tiny("gpt2", LM)
     model.transformer.drop.forward = type(model.transformer.drop).forward.__get__(model.transformer.drop)
     return model
-
-
-FOLD_BIAS = {"norm": RMS(fold_bias=True)}
 
 
 @pytest.mark.parametrize(
@@ -547,14 +506,6 @@ FOLD_BIAS = {"norm": RMS(fold_bias=True)}
             {"norm": "rms", "init": "exact", "example_inputs": TOO_LONG},
             UnsupportedError,
             "GPT2LMHeadModel",
-        ),
-        (lambda: tiny("bert"), FOLD_BIAS, UnsupportedError, "fold_bias=True: .*shift"),  # something else reads the norm
-        (lambda: tiny("gpt2").to("meta"), FOLD_BIAS, UnsupportedError, "fold_bias=True: .*meta device"),
-        (
-            lambda: tiny("gpt2", LM),
-            FOLD_BIAS | {"example_inputs": TOO_LONG},
-            UnsupportedError,
-            "fold_bias=True: .*IndexError",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def one(name: str) -> Case:
 
 @pytest.mark.parametrize("name", ["gpt2 (CausalLM): pos='rope'", "qwen2 (CausalLM): pos='nope'"])
 def test_it_opens_as_a_stock_model_and_writes_the_same_texts(name: str, tmp_path: Path) -> None:
-    """Under padding; test_served_forms.py opens some without hfpatch."""
+    """Under padding, and in what is generated."""
     model = one(name).model()
     assert export_model(model, tmp_path / "out", "native").measured.holds
     assert "hfpatch" not in (tmp_path / "out/config.json").read_text()
@@ -50,7 +50,7 @@ def test_it_opens_as_a_stock_model_and_writes_the_same_texts(name: str, tmp_path
 
 # One of each kind, in float64 where the class computes in it: what is equal, and in which order it is tried
 KINDS = [
-    "gpt2 (CausalLM): norm='rms:fold_bias=true'",
+    "gpt2 (CausalLM): norm='rms:mode=parametrize'",
     "gpt2 (CausalLM): pos='rope:partial=0.5,theta=500'",
     'gpt2 (CausalLM): pos=\'rope:scaling={"rope_type":"dynamic"',
     "gpt2 (SequenceClassification): pos='rope'",
@@ -58,7 +58,7 @@ KINDS = [
     "gpt_bigcode (CausalLM, multi_query=True)",
     "gpt2 (CausalLM): norm='layer:bias=false', pos='rope', mlp='swiglu', init='reset', norm='rms'",
     "gemma (CausalLM): norm='layer'",
-    "llama (CausalLM): pos='rope:pairing=interleaved'",
+    "llama (CausalLM): pos='rope:theta=500'",
     "bert (base): norm='deepnorm'",
     "bert (MaskedLM): pos='rope', norm='deepnorm'",
     "bert (TokenClassification): pos='rope', mlp='geglu",

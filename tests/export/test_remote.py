@@ -101,7 +101,7 @@ EXPECTED: dict[str, Any] = {
     "opened_config": [0.0] * 4,
     "without_trust": [True] * 6,
     "host_with_patched_config": [True, "opened"],
-    "overridden_settings": ["refused", "opened", "opened"],
+    "overridden_settings": [True, False, False],
 }
 
 

@@ -17,17 +17,16 @@ from types import FrameType
 from typing import Any
 
 from fuzz_models import FAMILIES, Finding, fresh, same_bits
-from fuzz_requests import require_unchanged, used_optimizer
+from fuzz_requests import require_unchanged
 from hypothesis import strategies as st
 from tiny_models import fingerprint
 
 import hfpatch
-from hfpatch.core.transaction import UNDO_RECORD
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, described
 
 ROOT = str(Path(hfpatch.__file__).parent)
-WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "contrib", "core"))
+WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "core"))
 REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms"},
     {"norm": "dyt"},
@@ -39,6 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms", "init": "reset"},
     {"norm": "dyt", "pos": "rope", "calibration": True},
 ]
+LAST = ("all_or_nothing", "close")  # what runs when a patch is complete
 ERRORS = {"interrupt": KeyboardInterrupt, "error": RuntimeError, "memory": MemoryError}
 
 
@@ -62,14 +62,15 @@ def cases(families: tuple[str, ...] = FAMILIES) -> st.SearchStrategy[Case]:
 
 
 class Counter:
-    """Counts events, and raises an error at one of them."""
+    """Counts events, and raises an error at one of them; `where` is its name."""
 
     def __init__(self, strike: int | None = None, error: type[BaseException] = KeyboardInterrupt):
         self.strike, self.error, self.seen, self.struck = strike, error, 0, False
+        self.where = ""
 
-    def __call__(self) -> None:
+    def __call__(self, name: str) -> None:
         if self.seen == self.strike:
-            self.struck = True
+            self.struck, self.where = True, name
         self.seen += 1
         if self.struck and self.seen == (self.strike or 0) + 1:
             raise self.error("struck")
@@ -86,7 +87,7 @@ def at_calls(counter: Counter) -> Iterator[None]:
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(WATCHED) and code.co_name != "<genexpr>":
-            counter()
+            counter(code.co_name)
 
     sys.setprofile(profile)
     try:
@@ -95,13 +96,13 @@ def at_calls(counter: Counter) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def patched(model: Any, inputs: Any, request: int, optimizer: Any) -> Any:
+def patched(model: Any, inputs: Any, request: int) -> Any:
     arguments = dict(REQUESTS[request])
     if arguments.pop("calibration", False):
         arguments["calibration"] = [inputs, inputs]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return patch_model(model, **arguments, optimizer=optimizer, reversible=True)
+        return patch_model(model, **arguments, reversible=True)
 
 
 @cache
@@ -111,7 +112,7 @@ def whole(family: str, request: int) -> tuple[int, Any] | None:
     counter = Counter()
     try:
         with at_calls(counter):
-            patched(model, inputs, request, used_optimizer(model))
+            patched(model, inputs, request)
     except PatchError:
         return None
     return counter.seen, dict(model.state_dict())
@@ -128,19 +129,18 @@ def check(case: Case) -> list[str]:
         return ["the request is refused"]
     calls, tensors = known
     model, inputs = fresh(case.family)
-    optimizer = used_optimizer(model)
     counter = Counter(int(case.place * calls), ERRORS[case.error])
-    before = fingerprint(model, optimizer)
+    before = fingerprint(model)
     try:
         with at_calls(counter):
-            patched(model, inputs, case.request, optimizer)
+            patched(model, inputs, case.request)
     except BaseException as error:
         if not counter.struck:
             raise Finding("untyped", described(error)) from error
-        if UNDO_RECORD in vars(model) and same_bits(tensors, dict(model.state_dict())):
+        if counter.where in LAST and same_bits(tensors, dict(model.state_dict())):
             return ["after the end, patched as a whole"]
-        require_unchanged(f"{described(error)}, call {counter.strike} of {calls},", before, model, optimizer)
-        patched(model, inputs, case.request, optimizer)
+        require_unchanged(f"{described(error)}, call {counter.strike} of {calls},", before, model)
+        patched(model, inputs, case.request)
         if not same_bits(tensors, dict(model.state_dict())):
             raise Finding("afterwards", "the same patch gives another model") from None
         return ["restored to the bit"]

@@ -40,7 +40,7 @@ from hfpatch.schemes.request import INITS, KINDS
 from hfpatch.schemes.rope import SCALINGS
 
 EXACT = 1e-9  # by the output's size, in float64
-CHECKS = ("plan", "again", "save", "unpatch", "optimizer", "calibration")
+CHECKS = ("plan", "again", "save", "unpatch", "train", "calibration")
 LENGTHS = ("max_positions", "image_size")  # options after which inputs of the old size may be refused
 
 
@@ -184,10 +184,8 @@ def only_our_errors(what: str) -> Iterator[None]:
         raise Finding("untyped", f"{what}: {described(error)}") from error
 
 
-def require_unchanged(
-    what: str, before: dict[str, Any], model: Any, *optimizers: Any, ignored: str | tuple[str, ...] = "?"
-) -> None:
-    found = [path for path in changes(before, fingerprint(model, *optimizers)) if not path.startswith(ignored)]
+def require_unchanged(what: str, before: dict[str, Any], model: Any, ignored: str | tuple[str, ...] = "?") -> None:
+    found = [path for path in changes(before, fingerprint(model)) if not path.startswith(ignored)]
     if found:
         raise Finding("changed", f"{what} left other {sorted(found)[:6]}")
 
@@ -209,8 +207,6 @@ class Run:
     def __init__(self, case: Case):
         self.case = case
         self.model, self.inputs = fresh(case.family, case.head, case.dtype)
-        self.optimizer = used_optimizer(self.model) if "optimizer" in case.checks else None
-        self.optimizers = [self.optimizer] if self.optimizer is not None else []
         self.truth = run(self.model, self.inputs, throughout=True) if case.dtype == "float64" else None
         self.preserved, self.patched, self.resized = True, False, False
 
@@ -230,16 +226,16 @@ class Run:
             statuses.append(self.saved())
         if "unpatch" in case.checks:
             with only_our_errors("unpatch_model"):
-                unpatch_model(self.model, optimizer=self.optimizer)
+                unpatch_model(self.model)
             require_unchanged("unpatch_model", untouched, self.model, ignored=by_forwards or ("?",))
             statuses.append("unpatched to the bit")
-        if self.optimizer is not None:
-            statuses.append(self.step())
+        if "train" in case.checks:
+            statuses.append(self.trained())
         return statuses
 
     def request(self, request: Request) -> str:
         """Carry out one request; what became of it."""
-        before = fingerprint(self.model, *self.optimizers)
+        before = fingerprint(self.model)
         planned = None
         try:
             with only_our_errors("arguments"):
@@ -254,8 +250,8 @@ class Run:
                     str(planned)
             except PatchError as error:
                 planned = error
-            require_unchanged("plan_patch", before, self.model, *self.optimizers)
-        more: dict[str, Any] = {"optimizer": self.optimizer, "reversible": "unpatch" in self.case.checks}
+            require_unchanged("plan_patch", before, self.model)
+        more: dict[str, Any] = {"reversible": "unpatch" in self.case.checks}
         if "calibration" in self.case.checks:
             more["calibration"] = [self.inputs] * 2
         try:
@@ -263,7 +259,7 @@ class Run:
                 warnings.simplefilter("always")
                 patch_model(self.model, **arguments, **more)
         except PatchError as error:
-            require_unchanged(f"the refused request ({described(error)})", before, self.model, *self.optimizers)
+            require_unchanged(f"the refused request ({described(error)})", before, self.model)
             if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
                 allowed = isinstance(error, VerificationError) or "calibration" in more
                 if not allowed:
@@ -272,7 +268,7 @@ class Run:
         if isinstance(planned, PatchError):
             raise Finding("plan", f"plan_patch refused what patch_model takes: {described(planned)}")
         warned = any(issubclass(one.category, NotPreservedWarning) for one in caught)
-        if not changes(before, fingerprint(self.model, *self.optimizers)):
+        if not changes(before, fingerprint(self.model)):
             return "no change"
         self.patched = True
         repaired = "calibration" in more  # no warning if that took half of the distance
@@ -342,35 +338,12 @@ class Run:
         less = any(issubclass(one.category, FingerprintWarning) for one in caught)
         return f"saved and opened, equal to the bit{' (no full fingerprint)' if less else ''}"
 
-    def step(self) -> str:
-        """The optimizer holds what trains and nothing else, and takes a step."""
-        assert self.optimizer is not None
-        held = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
-        present = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
-        if len(held) != len(set(held)) or set(held) != present:
-            raise Finding("optimizer", f"{len(set(held) - present)} gone and {len(present - set(held))} missing")
-        if not {id(parameter) for parameter in self.optimizer.state} <= present:
-            raise Finding("optimizer", "it has the state of parameters that are gone")
+    def trained(self) -> str:
+        """A backward, if the unpatched model has one."""
         if self.resized or not works(train, self.case.family, self.case.head, self.case.dtype):
-            return "optimizer: consistent"
+            return "no backward to compare with"
         try:
-            trained = train(self.model, self.inputs)
+            train(self.model, self.inputs)
         except Exception as error:
-            raise Finding("optimizer", f"the unpatched model can be trained: {described(error)}") from error
-        if not trained:
-            return "optimizer: consistent"
-        self.optimizer.step()
-        return "optimizer: consistent, one step"
-
-
-def used_optimizer(model: Any) -> torch.optim.Optimizer:
-    """An optimizer of the model that has a state; the model is as it was."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
-    for parameter in trained:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3
-    return optimizer
+            raise Finding("training", f"the unpatched model can be trained: {described(error)}") from error
+        return "trains"

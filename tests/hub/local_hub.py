@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,7 +31,6 @@ class Fault:
         drop: "before" breaks the connection; "after" does what was asked and breaks it.
         before: is called first.
         skip, times: let so many pass, then act on so many.
-        headers: of the answer.
     """
 
     pattern: str
@@ -40,7 +39,6 @@ class Fault:
     before: Callable[[], None] | None = None
     skip: int = 0
     times: int = 1
-    headers: dict[str, str] = field(default_factory=dict)
     hits: int = 0
 
 
@@ -85,7 +83,7 @@ class LocalHub:
         if fault.before:
             fault.before()
         if fault.status:
-            return http.Response(fault.status, html="<html>out of order</html>", headers=fault.headers)
+            return http.Response(fault.status, html="<html>out of order</html>")
         reply = None if fault.drop == "before" else self.answer(line, request)
         if fault.drop:
             raise http.RemoteProtocolError("Server disconnected without sending a response.", request=request)

@@ -68,12 +68,23 @@ def test_what_travels_and_what_stays_behind(folder: Path) -> None:
     assert (read.record.norm[0].scheme.name, read.title) == ("dyt", "GPT2LMHeadModel")
 
 
-def _index(folder: Path, content: str | None = None) -> None:
-    """Weights in shards of which one is missing, or with an index that says nothing."""
+SHARD = "model-00002-of-00005.safetensors"
+
+
+def _sharded(folder: Path) -> Path:
     shutil.rmtree(folder)
     patch(tiny("gpt2"), norm="dyt").save_pretrained(folder, max_shard_size="20KB")
+    next(folder.glob("model-00002*")).rename(folder / SHARD)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(re.sub(r"model-00002-of-\d+\.safetensors", SHARD, index.read_text()))
+    return folder
+
+
+def _index(folder: Path, content: str | None = None) -> None:
+    """Weights in shards of which one is missing, or with an index that says nothing."""
+    _sharded(folder)
     if content is None:
-        next(folder.glob("model-00002*")).unlink()
+        (folder / SHARD).unlink()
     else:
         (folder / "model.safetensors.index.json").write_text(content)
 
@@ -95,12 +106,15 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a broken setting": (lambda folder: with_config(folder, n_embd="wide"), r"config\.json.*n_embd"),
     "a plain model": (lambda folder: tiny("gpt2").save_pretrained(folder), r"'gpt2'.*native=True"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
-    "pickled weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"\*\.safetensors"),
+    "pickled weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        r"pickled weights \(pytorch_model\.bin\)",
+    ),
     "cut weights": (lambda f: (f / "model.safetensors").write_bytes(b"\x08"), r"model\.safetensors"),
     "a missing shard": (_index, r"model-00002-of-\d+\.safetensors"),
     "a broken index": (lambda folder: _index(folder, "{}"), r"index\.json"),
-    "weights that are a link": (lambda f: _link(f, "model.safetensors"), r"model\.safetensors is a link"),
-    "a cut module": (lambda folder: write(folder, "2_Dense/model.safetensors"), r"model\.safetensors can't be read"),
+    "weights that are a link": (lambda f: _link(f, "model.safetensors"), r"has no weights .*, or links to them"),
+    "a shard that is a link": (lambda f: _link(_sharded(f), SHARD), r"has no weights .*, or links to them"),
 }
 
 
@@ -118,7 +132,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
     assert (read.record, read.form, read.title) == (None, "native", "GPT2Model")
     assert read_checkpoint(folder, native=True).record is not None
     for other, says in (
-        ({"auto_map": {"AutoModel": "a.B"}}, "it opens with remote code"),
+        ({"auto_map": {"AutoModel": "a.B"}}, "without a patch record"),
         ({"model_type": "gpt2_2"}, "config.json doesn't open: .*`gpt2_2`"),
     ):
         with_config(tmp_path / "plain", **other)
@@ -127,14 +141,14 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
 
 
 def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
-    """In each form and variant, byte by byte; without digests there is a warning, and nothing to compare."""
+    """Of each variant, byte by byte; without digests there is a warning, and nothing to compare."""
     AutoModel.from_pretrained(folder).save_pretrained(folder, variant="fp16")
     (folder / "README.md").write_text("# Mine\n")  # says nothing of the function
     push_patched(folder, "me/model", dry_run=True)  # control
-    for name, form in (("model.safetensors", None), ("model.fp16.safetensors", "remote")):
+    for name in ("model.safetensors", "model.fp16.safetensors"):
         flip_last_bit(folder / name)
         with pytest.raises(CheckpointError, match=r"wte\.weight"):
-            push_patched(folder, "me/model", form=form)
+            push_patched(folder, "me/model")
         flip_last_bit(folder / name)
     for path in folder.glob("hfpatch_weights*"):
         path.unlink()
@@ -150,11 +164,10 @@ EDITS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_config_that_isnt_the_one_that_was_saved(folder: Path, edit: str) -> None:
-    """In each form, as by an export; saved again it is as it should be."""
+    """Saved again it is as it should be."""
     EDITS[edit](folder)
-    for form in (None, "remote"):
-        with pytest.raises(CheckpointError, match=r"config\.json, or the patch record in it, was edited"):
-            push_patched(folder, "me/model", form=form, dry_run=True)
+    with pytest.raises(CheckpointError, match=r"config\.json, or the patch record in it, was edited"):
+        push_patched(folder, "me/model", dry_run=True)
     AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=False).save_pretrained(folder)
     push_patched(folder, "me/model", dry_run=True)
     with_record(folder, fingerprint=...)  # with which nothing can be compared
@@ -222,15 +235,11 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
     ("option", "says"),
     [
         ({"base_model": "no/such/folder"}, "base_model='no/such/folder' is neither a folder nor a model's id"),
-        ({"repo_id": None}, "repo_id must be text such as 'me/gpt2-rms', not NoneType"),
-        ({"base_model": 5}, "base_model must be text, not int"),
-        ({"license": ["mit"]}, "license must be text, not list"),
-        ({"report": {"version": 1}}, "report must be a Report, as verify returns it, not dict"),
-        ({"eval_results": [0.5]}, "eval_results must be EvalResults of huggingface_hub, not float"),
+        ({"report": {"version": 1}}, "report must be of Report, not dict"),
+        ({"eval_results": [0.5]}, "eval_results must be of EvalResult, not float"),
         ({"form": "onnx"}, "form must be one of plugin, remote, native"),
         ({"tokenizer": 3}, "tokenizer is a tokenizer or processor, or the name of one, not int"),
         ({"tokenizer": "no/such/folder"}, "no tokenizer or processor could be loaded"),
-        *(({"subfolder": place}, "isn't a path inside") for place in ("../up", "a/../../b", ".git", "a\\b", ".")),
     ],
 )
 def test_options_are_checked_before_the_hub_is_asked(folder: Path, option: dict[str, Any], says: str) -> None:

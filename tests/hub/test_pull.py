@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hub_checks import outputs
+from hub_checks import made, outputs
 from huggingface_hub import snapshot_download
 from local_hub import LocalHub
 from local_store import Blob
@@ -20,8 +21,8 @@ from hfpatch.runtime.errors import CheckpointError
 
 
 def test_every_byte_is_compared_in_the_cache(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
-    push_patched(saved, name, subfolder="variants/rms")
-    options = {"subfolder": "variants/rms", "check_fingerprint": "full"}
+    push_patched(saved, name)
+    options: dict[str, Any] = {"check_fingerprint": "full"}
     opened = outputs(name, **options)
     assert opened == outputs(saved)
     hub.reset()
@@ -59,9 +60,9 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["plugin", "remote"])
 def test_a_process_without_hfpatch_refuses_it_unless_it_brings_its_code(
-    hub: LocalHub, saved: Path, name: str, tmp_path: Path, form: str
+    hub: LocalHub, name: str, tmp_path: Path, form: str
 ) -> None:
-    push_patched(saved, name, form=form)
+    push_patched(made(), name, form=form)
     snapshot_download(name)  # the other process finds it in the cache
     settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", WITHOUT_HFPATCH, name]
@@ -82,4 +83,4 @@ def test_an_older_checkpoint_is_pushed_with_a_warning(hub: LocalHub, copied: Pat
     hub.repos[name].push("stale", {**hub.repos[name].head.files, "hfpatch_weights.json": Blob(b"{}")})
     with pytest.warns(FingerprintWarning):
         again = push_patched(copied, name)
-    assert [file.path for file in again.files if file.state == "deleted"] == ["hfpatch_weights.json"]
+    assert again.deleted == ["hfpatch_weights.json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hfpatch import push_patched
-from hfpatch.checkpoint.repair_file import REPAIR_FILE
 from hfpatch.cli import app
-from hfpatch.errors import HubError
+from hfpatch.errors import HubError, OptionError
 from hfpatch.repairs.report import RepairReport
 from hfpatch.runtime.record import REPAIR
 
@@ -49,14 +49,13 @@ def test_a_folder_arrives_byte_for_byte_in_one_commit(hub: LocalHub, saved: Path
     weights = [blob for path, blob in repo.head.files.items() if path.endswith(".safetensors")]
     assert len(weights) > 2
     assert all(blob.sha256 for blob in weights)
-    assert sorted(file.path for file in done.changed) == sorted([*digests(repo.files()), CARD])
+    assert list(done.files) == sorted([*digests(repo.files()), CARD])
+    assert done.files["config.json"] == (saved / "config.json").stat().st_size
     assert "Pushed" in str(done)
     assert outputs(saved) == outputs(name, revision=repo.head.oid)
     hub.reset()
-    again = push_patched(saved, name)
-    assert (again.changed, again.commit) == ([], done.commit)
-    assert hub.count("PUT |commit|preupload|batch") == 0
-    assert "has these files already; no commit is made" in str(again)
+    assert push_patched(saved, name).commit == done.commit
+    assert hub.count("PUT |/commit/") == 0
 
 
 def test_only_what_changed_is_sent(hub: LocalHub, saved: Path, copied: Path, name: str) -> None:
@@ -66,8 +65,7 @@ def test_only_what_changed_is_sent(hub: LocalHub, saved: Path, copied: Path, nam
     repo.push("mine", {**repo.head.files, "plot.png": Blob(b"png")})
     (copied / "generation_config.json").write_text('{"do_sample": true}')
     hub.reset()
-    again = push_patched(copied, name, commit_message="again")
-    assert [file.path for file in again.changed] == ["generation_config.json"]
+    push_patched(copied, name, commit_message="again")
     assert hub.count("^PUT ") == 0
     assert repo.head.title == "again"
     assert repo.files()["plot.png"] == b"png"
@@ -80,27 +78,23 @@ def test_weights_of_an_earlier_push_dont_stay_behind(hub: LocalHub, saved: Path,
     push_patched(whole, name)
     done = push_patched(saved, name)
     repo = hub.repos[name]
-    assert [file.path for file in done.files if file.state == "deleted"] == ["model.safetensors"]
+    assert done.deleted == ["model.safetensors"]
+    assert re.search(r"\nmodel\.safetensors +deleted\n", str(done))
     require_identical(repo, saved)
     require_whole(repo, saved, whole)
     assert commits(repo) == 2
     back = push_patched(whole, name)
     require_identical(repo, whole)
-    assert "model.safetensors.index.json" in [file.path for file in back.changed]
+    assert "model.safetensors.index.json" in back.deleted
 
 
-@pytest.mark.parametrize("where", [{"subfolder": "variants/dyt"}, {"revision": "feature/dyt"}], ids=str)
-def test_other_places(hub: LocalHub, saved: Path, name: str, where: dict[str, str]) -> None:
-    done = push_patched(saved, name, **where)
-    repo, revision, folder = hub.repos[name], where.get("revision", "main"), where.get("subfolder")
-    require_identical(repo, saved, revision, f"{folder}/" if folder else "")
-    if folder:
-        assert f'subfolder="{folder}"' in repo.files()[f"{folder}/{CARD}"].decode()
-    else:
-        assert digests(repo.files()) == {}
-        assert done.url.endswith(f"{name}/tree/{revision}")
-    assert outputs(name, **where) == outputs(saved)
-    assert push_patched(saved, name, **where).changed == []
+def test_another_branch(hub: LocalHub, saved: Path, name: str) -> None:
+    done = push_patched(saved, name, revision="feature/dyt")
+    repo = hub.repos[name]
+    require_identical(repo, saved, "feature/dyt")
+    assert digests(repo.files()) == {}
+    assert done.url.endswith(f"{name}/tree/feature/dyt")
+    assert outputs(name, revision="feature/dyt") == outputs(saved)
 
 
 @pytest.mark.slow
@@ -135,8 +129,7 @@ def test_a_dry_run_sends_nothing(hub: LocalHub, saved: Path, name: str) -> None:
     for part in ("Would push", "a push would create it", f"{(saved / 'config.json').stat().st_size:,}"):
         assert part in str(done)
     assert push_patched(saved, name).files == done.files
-    again = push_patched(saved, name, license="mit", dry_run=True)
-    assert [file.path for file in again.changed] == [CARD]
+    push_patched(saved, name, license="mit", dry_run=True)
     assert commits(hub.repos[name]) == 1
     assert "the repository or branch doesn't exist" in str(push_patched(saved, name, revision="new", dry_run=True))
     assert list(hub.repos[name].refs) == ["refs/heads/main"]
@@ -173,22 +166,10 @@ def test_a_model_in_memory_in_each_form(hub: LocalHub, name: str, form: str) -> 
     assert commits(hub.repos[name]) == 1
 
 
-@pytest.mark.slow
-def test_a_folder_in_another_form(hub: LocalHub, copied: Path, name: str) -> None:
-    word_tokenizer().save_pretrained(copied)
-    (copied / CARD).write_text("# Mine\n")
-    before = sent(copied)
-    done = push_patched(copied, name, form="remote")
-    assert sent(copied) == before
-    assert {"modeling_hfpatch.py", "tokenizer.json", "model.safetensors"} <= {file.path for file in done.changed}
-    files = hub.repos[name].files()
-    assert "---\n# Mine\n" in files[CARD].decode()
-    assert outputs(name) == outputs(copied)
-    pulled = copied.with_name("pulled")
-    pulled.mkdir()
-    for path, content in files.items():
-        (pulled / path).write_bytes(content)
-    assert push_patched(pulled, name, form="remote").changed == []  # it has that form already
+def test_a_folder_in_another_form(hub: LocalHub, saved: Path, name: str) -> None:
+    with pytest.raises(OptionError, match=r"has the form 'plugin'\. Export it first"):
+        push_patched(saved, name, form="remote")
+    assert push_patched(saved, name, form="plugin").commit
 
 
 def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Path) -> None:
@@ -202,7 +183,7 @@ def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Pa
     model = made(seed=1)
     vars(model)[REPAIR] = RepairReport(8, 1)  # transformers uploads before `save_pretrained` returns
     model.save_pretrained(folder, push_to_hub=True)
-    assert (folder / REPAIR_FILE).exists()
+    assert '"repair"' in (folder / "hfpatch_weights.json").read_text()
     assert digests(hub.repos[name].files()) == sent(folder)
     assert outputs(name, check_fingerprint="full") == outputs(folder, check_fingerprint="full")
     model.push_to_hub(f"{name}-again")

@@ -7,7 +7,7 @@ import zoo
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.measure.inputs import example_inputs
+from hfpatch.measure.inputs import example_inputs, inputs_of_every_part, with_media
 from hfpatch.runtime.errors import UnsupportedError
 
 TYPES = ["gpt2", "bart", "vit", "clip", "whisper", "wav2vec2", "videomae", "timesformer"]
@@ -74,3 +74,30 @@ def test_an_unknown_input_and_a_module_without_config_are_refused() -> None:
         example_inputs(model)
     with pytest.raises(UnsupportedError, match="Linear"):
         example_inputs(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given"),
+    [
+        ("llava", {"input_ids", "pixel_values"}),
+        ("qwen2_vl", {"input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids"}),
+        ("granite_speech", {"input_ids", "input_features"}),
+    ],
+)
+def test_images_and_sounds_stand_in_front_of_text(model_type: str, given: set[str]) -> None:
+    model, _ = zoo.tiny(model_type)
+    found = with_media(model)
+    assert found is not None
+    assert found.keys() == given
+    model(**found)
+    longest = with_media(model, tokens=40, batch=1)
+    assert longest is not None
+    assert longest["input_ids"].shape == (1, 40)
+    model(**longest)
+    assert with_media(model, tokens=3) is None  # no room
+
+
+def test_inputs_of_every_part_are_text_where_a_model_reads_nothing_else() -> None:
+    model, _ = zoo.tiny("gpt2")
+    assert with_media(model) is None
+    assert inputs_of_every_part(model).keys() == example_inputs(model).keys()

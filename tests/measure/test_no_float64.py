@@ -9,10 +9,12 @@ import pytest
 import torch
 from no_float64 import MPS, OnMPS
 from tiny_models import tiny
+from torch import nn
 
 from hfpatch.measure.outputs import in_float64, max_error, noise_floor, outputs_of
 from hfpatch.patch import outcomes, patch_model
 from hfpatch.schemes.rope import RoPE
+from hfpatch.verification.verify import verify
 
 LM = "AutoModelForCausalLM"
 REQUESTS = [
@@ -44,6 +46,16 @@ def test_models_there_are_patched_as_on_the_cpu(family: str, request_: dict[str,
     assert words[0] == words[1]
     for name, value in on_cpu.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
+def test_models_there_are_verified_as_on_the_cpu() -> None:
+    original = tiny("gpt2", LM)
+    model = patch_model(copy.deepcopy(original), norm="rms", pos="nope", init="copy")
+    expected = verify(model, original, dtypes=["float32"])
+    with OnMPS(nn.ModuleList([model, original])):
+        found = verify(model, original, dtypes=["float32"])
+    assert found.to_json() == expected.to_json()
 
 
 def test_control_float64_there_is_refused() -> None:

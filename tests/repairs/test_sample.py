@@ -10,7 +10,7 @@ import torch
 from tiny_models import PAD, changes, fingerprint, patch, tiny
 from torch import Tensor
 
-import hfpatch.patch
+import hfpatch.repairs.repair
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import OptionError
 from hfpatch.patch import repair_report
@@ -134,7 +134,7 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hfpatch.patch, "sample_batches", lambda model: sample_batches(model, 12, 8))
+    monkeypatch.setattr(hfpatch.repairs.repair, "sample_batches", lambda model: sample_batches(model, 12, 8))
 
 
 @pytest.mark.parametrize(("family", "head"), [("gpt2", LM), ("bart", SEQ2SEQ)])

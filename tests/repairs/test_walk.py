@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, is_linear_map, segments_of
-from hfpatch.repairs.calibration import Batches, read_calibration, tried
+from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
 
 
 def norms_in(model: nn.Module) -> list[str]:
@@ -145,5 +145,5 @@ def test_what_is_tried_leaves_no_trace(shuffled: bool) -> None:
     model = tiny("gpt2").train()
     loader = DataLoader(torch.randint(5, 90, (8, 6)), batch_size=4, shuffle=shuffled)
     before = fingerprint(model)
-    tried(read_calibration(loader, model), model)
+    check_first_batch(read_calibration(loader, model), model)
     assert not changes(before, fingerprint(model))

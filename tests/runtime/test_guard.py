@@ -7,23 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from sampled import slow_but
-from tiny_models import CONFIGS, RECORDED, difference, load, patch, tiny, tiny_config
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    GPT2LMHeadModel,
-    PreTrainedConfig,
-)
+from tiny_models import CONFIGS, RECORDED, difference, load, patch, randomise, tiny, tiny_config
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
 from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.runtime.refuse_host import SENTENCE, guarded, released
+from hfpatch.runtime.refuse_host import SENTENCE, parts, released
 from hfpatch.schemes.request import Record
 
-refused = pytest.raises(StrictDataclassFieldValidationError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
+refused = pytest.raises(ValueError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +37,13 @@ def stored(saved: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", slow_but(RECORDED, 3))
 def test_every_class_of_a_family(family: str, tmp_path: Path) -> None:
-    """Each head's own class and the config class refuse it; each Auto class opens it patched."""
+    """Each head's own class refuses it, by whatever config; each Auto class opens it patched."""
     from transformers.models.auto import modeling_auto
 
     model = patch(tiny(family), norm="rms", pos="rope", init="copy")
     model.save_pretrained(tmp_path)
     config = getattr(transformers, CONFIGS[family][0])
-    with refused:
-        config.from_pretrained(tmp_path)
-    with refused:
-        config.from_json_file(tmp_path / "config.json")
+    configs = [config.from_pretrained(tmp_path), config.from_json_file(tmp_path / "config.json"), model.config]
     heads: dict[type, str] = {}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None) if name.startswith("Auto") else None
@@ -58,8 +51,9 @@ def test_every_class_of_a_family(family: str, tmp_path: Path) -> None:
         heads |= dict.fromkeys(found if isinstance(found, tuple | list) else (found,), name)
     assert len(heads) >= 2
     for head, auto in heads.items():
-        with refused:
-            head.from_pretrained(tmp_path)
+        for options in ({}, *({"config": one} for one in configs)):
+            with refused:
+                head.from_pretrained(tmp_path, **options)
         assert type(getattr(transformers, auto).from_pretrained(tmp_path)).hfpatch_host is head
     assert difference(model, load(tmp_path)) == 0
     assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
@@ -78,25 +72,28 @@ def test_parts_of_a_composite_model_refuse_too(tmp_path: Path) -> None:
     for part in parts:
         part.from_pretrained(tmp_path)  # control
     patch(transformers.CLIPModel(config), norm="rms", init="copy").save_pretrained(tmp_path)
-    for part in parts:
+    for model in (transformers.CLIPModel, transformers.CLIPTextModel, transformers.CLIPVisionModel):
         with refused:
-            part.from_pretrained(tmp_path)
-    with refused:
-        transformers.CLIPTextModel.from_pretrained(tmp_path)
+            model.from_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.text_config.to_dict() == config.text_config.to_dict()
     assert again.vision_config.to_dict() == config.vision_config.to_dict()
 
 
 def test_what_is_on_disk_and_in_memory(saved: Path, stored: dict[str, Any]) -> None:
-    assert stored["initializer_range"] == SENTENCE
-    assert stored["hfpatch"]["guarded"] == {"initializer_range": 0.4}
+    assert stored["transformers_weights"] == SENTENCE
     config = AutoConfig.from_pretrained(saved)
-    assert config.initializer_range == 0.4
-    assert AutoConfig.from_pretrained(saved, initializer_range=0.1).initializer_range == 0.1
-    assert "guarded" not in config.hfpatch
     assert SENTENCE not in str(config.to_dict())
+    assert config.transformers_weights == SENTENCE
     assert stored == json.loads(config.to_json_string())  # and again
+
+
+@pytest.fixture
+def older(stored: dict[str, Any]) -> dict[str, Any]:
+    """As hfpatch 0.2 wrote it: a sentence in place of a number, which is in the record."""
+    del stored["transformers_weights"]
+    stored["hfpatch"]["guarded"] = {"initializer_range": stored["initializer_range"]}
+    return stored | {"initializer_range": SENTENCE}
 
 
 @pytest.mark.parametrize(
@@ -107,17 +104,18 @@ def test_what_is_on_disk_and_in_memory(saved: Path, stored: dict[str, Any]) -> N
     ],
     ids=["null", "list", "string", "list inside", "object inside", "too long a name", "too many"],
 )
-def test_malformed_guards(value: Any, stored: dict[str, Any]) -> None:
-    stored["hfpatch"]["guarded"] = value
+def test_malformed_guards(value: Any, older: dict[str, Any]) -> None:
+    older["hfpatch"]["guarded"] = value
     with pytest.raises(CheckpointError, match="guarded"):
-        released(stored, "here")
+        released(older, "here")
 
 
-def test_it_puts_back_nothing_but_what_it_took(stored: dict[str, Any]) -> None:
+def test_it_puts_back_nothing_but_what_it_took(older: dict[str, Any]) -> None:
     """A record can't overwrite settings, and names that lead nowhere are nothing."""
-    expected = released(stored, "here")
-    stored["hfpatch"]["guarded"] |= {"n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
-    assert released(stored, "here") == expected
+    expected = released(older, "here")
+    assert expected["initializer_range"] == 0.4
+    older["hfpatch"]["guarded"] |= {"n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
+    assert released(older, "here") == expected
 
 
 @pytest.mark.parametrize(
@@ -143,22 +141,37 @@ class CheckedNowhere(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def test_a_config_class_that_checks_nothing_is_left_as_it_is() -> None:
-    stored = {"width": 3, "hfpatch": {}}
-    assert guarded(CheckedNowhere(), stored) == stored
-    assert released(stored, "here") == stored
+class Unchecked(PreTrainedModel):
+    config_class = CheckedNowhere
+
+    def __init__(self, config: CheckedNowhere):
+        super().__init__(config)
+        self.layer, self.norm = nn.Linear(config.width, config.width), nn.LayerNorm(config.width)
+        self.post_init()
+
+    def forward(self, inputs_embeds: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": self.layer(self.norm(inputs_embeds))}
+
+
+def test_a_class_that_checks_nothing_refuses_too(tmp_path: Path) -> None:
+    model = randomise(Unchecked(CheckedNowhere()))
+    model.save_pretrained(tmp_path)
+    Unchecked.from_pretrained(tmp_path)  # control
+    patch(model, norm="dyt").save_pretrained(tmp_path)
+    with refused:
+        Unchecked.from_pretrained(tmp_path)
+    assert type(type(model).from_pretrained(tmp_path)) is type(model)
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "gpt_neox", "mamba", "phi", "qwen2", "rwkv", "xlnet", "llava", "clip"])
 def test_config_classes_without_their_models(family: str) -> None:
-    """Refused by the host's class, and the same settings by ours."""
+    """The host's class and those of its parts are told of no file of weights, ours reads the settings as they were."""
     host = CONFIG_MAPPING[family]
     config = tiny_config(family) if family in CONFIGS else host()
     before = config.to_dict()
     object.__setattr__(config, "__class__", patched_config_class(host))
     config.hfpatch = Record(family).to_json()
     stored = host._decode_special_floats(json.loads(config.to_json_string()))
-    with refused:
-        host.from_dict(dict(stored))
+    assert all(part.transformers_weights == SENTENCE for _, part in parts(host.from_dict(dict(stored))))
     after = type(config).from_dict(stored).to_dict()
     assert {name: value for name, value in after.items() if name != "hfpatch"} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_running_leaves_no_trace_and_hangs_on_no_default(family: str) -> None:
         torch.set_default_dtype(torch.float32)
     assert not changes(before, fingerprint(model))
     assert [site.name for site in find_mlps(model.bfloat16())] == expected
+
+
+def test_a_model_that_cant_be_copied_is_refused() -> None:
+    model = tiny("gpt2")
+    model.h[0].lock = threading.Lock()
+    with pytest.raises(UnsupportedError, match=r"GPT2Model: it can't be copied \(TypeError: .*lock"):
+        find_mlps(model)
+    del model.h[0].lock
+    assert find_mlps(model)
 
 
 # Models

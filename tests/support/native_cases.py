@@ -100,7 +100,6 @@ CASES = (
     # the host itself
     case("gpt2", LM, "gpt2", RMS_),
     case("gpt2", LM, "gpt2", {"norm": "rms:mode=parametrize"}),
-    case("gpt2", LM, "gpt2", {"norm": "rms:fold_bias=true"}),
     case("gpt2", LM, "gpt2", {"norm": "layer:bias=false"}),
     case("gpt2", LM, ("gpt2", *UNGATED), NOPE),
     case("gpt2", LM, "gpt2", {"pos": "sinusoidal"}),
@@ -119,7 +118,6 @@ CASES = (
     case("t5", "AutoModelForSeq2SeqLM", "t5", NOPE),
     case("llama", LM, "llama", {"pos": "rope:theta=500"}),
     case("llama", LM, "llama", YARN),
-    case("llama", LM, "llama", {"pos": "rope:pairing=interleaved"}),
     case("gemma", LM, ("gemma", "llama"), {"pos": "rope:theta=77"}),
     case(
         "nemotron",

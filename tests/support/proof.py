@@ -1,7 +1,7 @@
 """What every architecture record has to pass, for each class that owns a table, on the tiny models of zoo.py.
 
-    model, inputs = patched("clip")          # in float64; angles stay in float32
-    for proof in prove(model, inputs): ...   # shift and active, measured on each stack that the inputs reach
+    model, inputs = patched("clip")  # in float64; angles stay in float32
+    prove_stack(model, inputs, stack_of(model, "CLIPTextTransformer"))  # shift and active
 
 Figures are changes of outputs in units of their spread: at most SAME, or at least DIFFERENT.
 """

@@ -15,7 +15,6 @@ FORMS = ("plugin", "remote", "native")
 SCHEMES: dict[str, dict[str, Any]] = {
     "layer": {"norm": "layer:bias=false"},
     "rms": {"norm": "rms"},
-    "rms, no shift": {"norm": "rms:fold_bias=true"},
     "rms, parametrized": {"norm": "rms:mode=parametrize"},
     "prms": {"norm": "rms:fraction=0.25"},
     "dyt": {"norm": "dyt"},
@@ -40,15 +39,14 @@ SCHEMES: dict[str, dict[str, Any]] = {
 HEADS = {"bert": "AutoModel"}
 _OF_ENCODERS = ("batch", "pre")
 _OF_LLAMA = ("layer", "prms", "dyt", "derf", "deepnorm", "rope, theta", "nope", "post", "olmo2", "sandwich")
-FIRST = tuple(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES)
-MORE = (
+CASES = (
+    *(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES),
     *(("llama", scheme) for scheme in _OF_LLAMA),
     *(("bert", scheme) for scheme in ("rms", "rope", "alibi")),
     ("opt", "rms, parametrized"),
 )
-CASES = FIRST + MORE
 NATIVE = {  # those that equal a stock architecture
-    *(("gpt2", s) for s in ("layer", "rms", "rms, no shift", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
+    *(("gpt2", s) for s in ("layer", "rms", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
     *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),
     *(("llama", scheme) for scheme in ("layer", "rope, theta", "nope")),
     ("bert", "rope"),

@@ -230,35 +230,63 @@ def test_lora_on_the_projection_passes_the_gain() -> None:
 
 GAIN, EPS = "('dropout', 0, 0.7071067811865475)", "eps=4.999999999999999e-13"
 JOIN, ALPHA2 = "Join('deepnorm', 'ln_1', 'attn', 0, alpha=1.4142135623730951)", "alpha=1.4142135623730951"
-EDITED = "its config.json, or the patch record in it, was edited"
 
 
 @pytest.mark.parametrize(
     ("family", "old", "new", "match"),
     [
-        ("bert", GAIN, "('dropout', 0, -1.0)", EDITED),
-        ("bert", GAIN, "('nothing', 0, 'x')", EDITED),
-        ("bert", "'dropout', 0", "'dropout', -1", EDITED),
+        (
+            "bert",
+            GAIN,
+            "('dropout', 0, -1.0)",
+            "can't be carried out: no call of dropout has number 0 and .* by -1.0",
+        ),
+        (
+            "bert",
+            GAIN,
+            "('dropout', 0, 'x')",
+            r"can't be read: gains of Gains must be .*, not \(\('dropout', 0, 'x'",
+        ),
+        ("bert", GAIN, "('nothing', 0, 0.7)", "can't be carried out: BertSelfOutput.* has no 'nothing'"),
+        ("bert", "'dropout', 0", "'dropout', -1", "can't be carried out: no call of dropout has number -1"),
         ("bert", f"({GAIN},)", "", "Gains.*of its patch record can't be carried out: .*gains"),
         ("bert", "encoder.", "x" * 2000 + ".", "has no x+.*, which its patch record changes"),
         ("bert", EPS, "", "LayerNorm.*of its patch record can't be carried out: .*eps"),
+        ("bert", EPS, "eps=-1e-12", "LayerNorm.*of its patch record can't be carried out: .*eps is -1e-12"),
+        ("bert", EPS, "eps='x'", r"can't be read: eps of LayerNorm must be float \| None, not 'x'"),
         ("bert", EPS, "eps=1e-12, beta=1", "LayerNorm.*of its patch record can't be carried out: .*beta"),
         ("gpt2", "'deepnorm'", "'somewhere'", "can't be carried out: form is 'somewhere', not one of pre, post"),
-        ("gpt2", "'ln_1'", "'x'", EDITED),
-        ("gpt2", ALPHA2, "alpha='x'", EDITED),
-        ("gpt2", JOIN, "'all'", "Joins.*of its patch record can't be carried out"),
+        ("gpt2", "'deepnorm'", "'sandwich'", r"can't be carried out: a second norm \(''\) is of a sandwich"),
+        ("gpt2", "'ln_1'", "'x'", "can't be carried out: GPT2Block.* has no 'x'"),
+        ("gpt2", "'ln_1'", "None", "can't be read: norm of Join must be str, not None"),
+        ("gpt2", "'attn', 0", "'attn', 0.0", "can't be read: call of Join must be int, not 0.0"),
+        ("gpt2", "'attn', 0", "'attn', True", "can't be read: call of Join must be int, not True"),
+        ("gpt2", ALPHA2, "alpha='x'", "can't be read: alpha of Join must be float, not 'x'"),
+        ("gpt2", ALPHA2, "alpha=0", "can't be carried out: no call of attn has number 0 and joins with alpha=0"),
+        ("gpt2", JOIN, "'all'", r"can't be read: joins of Joins must be tuple.*, not \('all',\)"),
     ],
 )
 def test_a_tampered_record_is_refused(family: str, old: str, new: str, match: str, tmp_path: Path) -> None:
     patch(tiny(family), norm="deepnorm").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
+    tamper(tmp_path, old, new)
+    with pytest.raises(CheckpointError, match=match):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_control_an_edit_that_could_be_meant_opens_with_a_warning(tmp_path: Path) -> None:
+    patch(tiny("gpt2"), norm="deepnorm").save_pretrained(tmp_path)
+    tamper(tmp_path, ALPHA2, "alpha=2")
+    with pytest.warns(FingerprintWarning, match=r"its config\.json, or the patch record in it, was edited"):
+        AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="edited"):
+        AutoModel.from_pretrained(tmp_path, check_fingerprint="full")
+
+
+def tamper(folder: Path, old: str, new: str) -> None:
+    """Change the first edit in a checkpoint that holds a text."""
+    path = folder / "config.json"
     stored = json.loads(path.read_text())
     edits = stored["hfpatch"]["edits"]
     at = next(i for i, edit in enumerate(edits) if old in edit)
     edits[at] = edits[at].replace(old, new)
     path.write_text(json.dumps(stored))
-    if match == EDITED:  # what could have been meant is an error on request alone
-        with pytest.warns(FingerprintWarning, match=match):
-            AutoModel.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=match):
-        AutoModel.from_pretrained(tmp_path, check_fingerprint="full" if match == EDITED else True)

@@ -23,7 +23,6 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.rotary import ORIGINAL, RotaryEmbedding
 from hfpatch.schemes.rope import RoPE
-from hfpatch.sites.pairing import pairing_of, reordered_rows, rotating_attentions
 from hfpatch.sites.rotations import ROPE_SETTINGS_PATH, find_rotations
 
 FAMILIES = [  # the whole of transformers: tests/sweeps/native_rope.py
@@ -60,8 +59,7 @@ def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
     assert equal(run(model, given), before)
     for rotation in find_rotations(model):  # said aloud
         theta = rotation.settings["rope_theta"]
-        pairing = None if rotation.layer_type else pairing_of(rotation).host  # which is one for all types of layers
-        patched(model, pos=RoPE(theta=theta, pairing=pairing), only=[rotation.name])
+        patched(model, pos=RoPE(theta=theta), only=[rotation.name])
     assert equal(run(model, given), before)
 
 
@@ -187,8 +185,14 @@ THREE_PAIRS = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor"
         ("llama", RoPE(theta=500.0, partial=0.5), r"partial=0\.5"),
         ("llama", RoPE(scaling=THREE_PAIRS), r"LlamaRotaryEmbedding can't be made with .*tensor a \(3\)"),
         ("phimoe", RoPE(scaling=LINEAR), "PhimoeRotaryEmbedding"),
+        ("llama", RoPE(pairing="interleaved"), "LlamaRotaryEmbedding turns together, so pairing="),
         ("gemma4_text", RoPE(scaling=LINEAR), r"256 .*64 .*rope_type='linear'"),  # which its attention can't apply
         ("granite_swa", RoPE(theta=5.0), "GraniteSWAModel"),  # which tells rotations apart by theta
+        (
+            "recurrent_gemma",
+            RoPE(scaling={"rope_type": "yarn", "factor": 2.0}),
+            "RecurrentGemmaConfig doesn't say how long",
+        ),
         # its config computes the share that is turned, so a checkpoint would come back with its own
         pytest.param("dots3_note_text", RoPE(partial=0.25), "config", marks=pytest.mark.slow),
     ],
@@ -248,36 +252,6 @@ def test_save_and_load(model_type: str, requests: list[Any], tmp_path: Path) -> 
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for rotation in find_rotations(half):
         assert rotation.frequencies(rotation.module).dtype == torch.float32
-
-
-def test_a_share_and_a_pairing_mean_one_thing_in_every_order(tmp_path: Path) -> None:
-    """A share of each head in adjacent pairs, in one request or two: one function, and the one that is opened again.
-
-    By hand: the model that turns that share in its own pairing, whose projections have their rows in its order.
-    """
-    model, given = zoo.tiny("phi")
-    rotation, partial = find_rotations(model)[0], 0.25
-    assert pairing_of(rotation).host == "half"
-    assert rotation.settings["partial_rotary_factor"] == 0.5
-    share, pairing = RoPE(partial=partial), RoPE(pairing="interleaved")
-    expected = copy.deepcopy(model)
-    patched(expected, pos=share)
-    for attention in rotating_attentions(find_rotations(expected)[0].module, expected).values():
-        dim, head_dim = int(attention.head_dim * partial), attention.head_dim
-        places = torch.tensor([*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)])
-        for name, rows in reordered_rows(attention.layout, attention.module, head_dim, places).items():
-            for parameter in getattr(attention.module, name).parameters():
-                parameter.data = parameter.data[rows]
-    wanted = run(expected, given)
-    requests = [RoPE(partial=partial, pairing="interleaved")], [share, pairing], [pairing, share]
-    for i, parts in enumerate(requests):
-        model, given = zoo.tiny("phi")
-        for pos in parts:
-            patched(model, pos=pos)
-        found = run(model, given)
-        assert difference(found, wanted) < 1e-5
-        model.save_pretrained(tmp_path / str(i))
-        assert equal(run(AutoModel.from_pretrained(tmp_path / str(i)).eval(), given), found)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi", "gemma3_text", "deepseek_v3"])

@@ -50,6 +50,17 @@ def test_settings_that_a_config_refuses_are_refused_in_the_plan(kind: str) -> No
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.parametrize("only", [None, "*image_encoder*"])
+@pytest.mark.parametrize("pos", ["learned:image_size=96", "learned:max_positions=36"])
+def test_sizes_that_an_outer_config_fixes_are_refused_in_the_plan(pos: str, only: str | None) -> None:
+    """DepthPro's encoders read patches, whose size its own config says; only the inner configs would change."""
+    model, _ = zoo.tiny("depth_pro")
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"DepthProConfig can't be saved with image_size=96.*should match"):
+        patch_model(model, pos=pos, only=only)
+    assert not changes(before, fingerprint(model))
+
+
 PAIRS = [(model_type, kind) for model_type in FAMILIES for kind in SCALINGS]
 
 

@@ -17,12 +17,12 @@ import copy
 import site
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
-site.addsitedir(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import proof
 import torch
@@ -150,14 +150,15 @@ def _inputs(
     host, inputs = _unpatched(model) if isinstance(scheme, Learned) else original, {}
     if host is original or _takes(host, given):
         inputs["old length"] = given
-    if short := not _takes(original, _of_length(model_type, original, min(length, MOST))):
+    if short := not _takes(original, lambda: _of_length(model_type, original, min(length, MOST))):
         return inputs or {"few tokens": _of_length(model_type, host, 12)}, short  # what else they depend on isn't known
     return {**inputs, "new length": _of_length(model_type, host, min(new_length, MOST))}, False
 
 
-def _takes(model: Any, inputs: dict[str, Any]) -> bool:
+def _takes(model: Any, inputs: dict[str, Any] | Callable[[], dict[str, Any]]) -> bool:
+    """Whether a model runs on inputs, and these can be made."""
     try:
-        run(model, inputs)
+        run(model, inputs() if callable(inputs) else inputs)
     except Exception:
         return False
     return True

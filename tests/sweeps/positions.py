@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
-site.addsitedir(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import proof
 import torch

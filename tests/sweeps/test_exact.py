@@ -11,9 +11,9 @@ import transformers
 import zoo
 from sampled import sampled, slow_but
 
-from hfpatch.exact.check import Verdict
 from hfpatch.exact.fold import Centring
 from hfpatch.exact.search import find_centring
+from hfpatch.measure.snapshot import Verdict
 
 FIXED = ["gpt2", "olmo", "cohere", "nemotron", "bloom", "dinov2", "opt", "gpt_neox"]  # all of their norms are exact
 VERSION = exact.SWEEP.report()["transformers"]

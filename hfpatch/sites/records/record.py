@@ -7,8 +7,7 @@ A family is one row in the table `FAMILIES` of the file for its kind (decoders.p
 Its columns are transformers' `model_type`, each class that owns positions with its build, and a checkpoint on the Hub.
 A build is a `Stack` that has no owner yet, and stands above the table. Most families are built as another one is; where
 one differs, its row says in what: `{"LukeModel": replace(ROBERTA, states="word_hidden_states")}`.
-`tools/infer_record.py` finds a record for a model by running it, and tests/sites/records/test_records.py proves each
-row.
+tests/sites/records/test_records.py proves each row.
 
 Classes are named by their names, so that a record imports nothing of transformers and serves every head of the family
 and every composite model that contains one of its stacks.

@@ -1,13 +1,13 @@
-"""A repair's report beside the weights: it comes back, travels with the model, and is never another model's."""
+"""A repair's report in the file of digests: it comes back, travels with the model, and is never another model's."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from tiny_models import load, patch, peft_of_transformers, tiny
 from transformers import PreTrainedModel
 
 from hfpatch import export_model
-from hfpatch.checkpoint.repair_file import REPAIR_FILE, digest_of
+from hfpatch.checkpoint.file_digests import VERSION_2_REPORT
+from hfpatch.errors import FingerprintWarning
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs.report import RepairReport, Step
 from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.record import KEY, REPAIR
 
-LM = "AutoModelForCausalLM"
+LM, DIGESTS = "AutoModelForCausalLM", "hfpatch_weights.json"
 STEPS = [
     Step("transformer.h.0.ln_1", "norm", 0.5, math.nan, True, "alpha 0.21"),
     Step("transformer.h.1", "maps", note="é"),
@@ -57,8 +58,8 @@ def test_it_comes_back(tmp_path: Path) -> None:
         assert same(copy.deepcopy(opened))
         assert same(pickle.loads(pickle.dumps(opened)))
         assert "repair_report" not in getattr(opened.config, KEY)  # a config alone stands for no report
-    stored = json.loads((tmp_path / REPAIR_FILE).read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert stored == REPORT.to_json()
+    stored = json.loads((tmp_path / DIGESTS).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert stored["repair"] == REPORT.to_json()
     assert same(load(tmp_path, check_fingerprint=False))
     assert same(load(tmp_path, check_fingerprint="full"))
 
@@ -82,9 +83,9 @@ def test_an_adapter_leaves_it(tmp_path: Path) -> None:
     adapted.add_adapter(peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     adapted.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
-    assert not (tmp_path / "adapter" / REPAIR_FILE).exists()
+    assert not (tmp_path / "adapter" / DIGESTS).exists()
     adapted.save_pretrained(tmp_path)
-    assert (tmp_path / REPAIR_FILE).exists()
+    assert "repair" in json.loads((tmp_path / DIGESTS).read_text())
 
 
 def test_a_later_patch_has_none(tmp_path: Path) -> None:
@@ -104,22 +105,12 @@ def test_a_later_patch_has_none(tmp_path: Path) -> None:
 # Damaged
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        Path.unlink,
-        lambda path: path.write_bytes(path.read_bytes().replace(b"0.125", b"0.001")),
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["missing", "changed", "a folder"],
-)
-def test_a_damaged_file_is_refused_when_it_is_asked_for(damage: Callable[[Path], Any], tmp_path: Path) -> None:
-    """The model opens all the same; saved again it has no report rather than a wrong one."""
-    damage(saved(tmp_path / "a") / REPAIR_FILE)
-    opened = load(tmp_path / "a", LM)
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"a: hfpatch_repair\.json, the report of its repair, was missing"):
-            repair_report(opened)
+def test_without_the_file_there_is_none(tmp_path: Path) -> None:
+    """The warning says that the file is missing; saved again the model has no report rather than a wrong one."""
+    (saved(tmp_path / "a") / DIGESTS).unlink()
+    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json"):
+        opened = load(tmp_path / "a", LM)
+    assert repair_report(opened) is None
     opened.save_pretrained(tmp_path / "b")
     assert repair_report(load(tmp_path / "b")) is None
 
@@ -127,22 +118,41 @@ def test_a_damaged_file_is_refused_when_it_is_asked_for(damage: Callable[[Path],
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xff", "can't be read"),
-        (b"[" * 100_000, "can't be read"),
-        (json.dumps(REPORT.to_json() | {"version": 2}).encode(), "has version 2, this hfpatch reads up to 1"),
-        (json.dumps(REPORT.to_json() | {"steps": 3}).encode(), "steps is malformed"),
-        (json.dumps(REPORT.to_json() | {"measure": "\x1b[31m"}).encode(), "can't be printed"),
+        (REPORT.to_json() | {"version": 2}, "has version 2, this hfpatch reads up to 1"),
+        (REPORT.to_json() | {"steps": 3}, "steps is malformed"),
+        (REPORT.to_json() | {"measure": "\x1b[31m"}, "can't be printed"),
+        ({}, "can't be read"),
     ],
-    ids=["no text", "deep", "later", "malformed", "control characters"],
+    ids=["later", "malformed", "control characters", "empty"],
 )
-def test_a_malformed_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    """Though config.json has its digest: whoever wrote it wrote that, too."""
+def test_a_malformed_report_is_refused_when_it_is_asked_for(
+    content: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     saved(tmp_path)
-    (tmp_path / REPAIR_FILE).write_bytes(content)
-    with_record(tmp_path, repair_report=digest_of(content))
-    opened = load(tmp_path, check_fingerprint=False)
+    stored = json.loads((tmp_path / DIGESTS).read_text())
+    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": content}))
+    opened = load(tmp_path, check_fingerprint="full")
     with pytest.raises(CheckpointError, match=message):
         repair_report(opened)
+    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": 5}))
+    with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json can't be read"):
+        load(tmp_path)
+    assert repair_report(load(tmp_path, check_fingerprint=False)) is None
+
+
+def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
+    """It has a digest in config.json; another file isn't the model's."""
+    content = json.dumps(REPORT.to_json()).encode()
+    saved(tmp_path, None)
+    (tmp_path / VERSION_2_REPORT).write_bytes(content)
+    with_record(tmp_path, repair_report=hashlib.sha256(content).hexdigest()[:32])
+    opened = load(tmp_path, check_fingerprint=False)
+    assert same(opened)
+    opened.save_pretrained(tmp_path / "b")
+    assert same(load(tmp_path / "b", check_fingerprint="full"))
+    assert not (tmp_path / "b" / VERSION_2_REPORT).exists()
+    (tmp_path / VERSION_2_REPORT).write_bytes(content.replace(b"0.125", b"0.001"))
+    assert repair_report(load(tmp_path, check_fingerprint=False)) is None
 
 
 # Exports and pushes

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
@@ -24,11 +24,11 @@ from ..runtime.lens import SCALE, SCALED
 from ..schemes.norms import DyT
 from ..schemes.request import Part
 from ..sites.anatomy import Branch, find_branches
-from ..sites.blocks import measuring, stream_blocks
+from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
-from ..swap.norms import plan_norms
-from ..swap.planners import Planned
+from .norms import plan_norms
+from .planners import Planned
 
 _TOLERANCE = 1e-6  # relative, in float64; some hosts compute a part in float32
 
@@ -54,9 +54,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
     """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
@@ -82,7 +80,7 @@ def plan_dyt_llm(
     with measuring(model, f"{request} can't tell the norms of attentions from others. Pass a number as alpha"):
         attentions = _attention_patterns(find_branches(small, inputs), small)
         called = _called_embeddings(small, inputs)
-        unscaled = {pattern_of(name) for name, one in called.items() if not _is_multiplied(small, one, inputs)}
+        unscaled = {pattern_of(name) for name, one in called.items() if not _is_multiplied(small, name, one, inputs)}
     if not attentions:
         raise UnsupportedError(
             f"{type(model).__name__}: no attention with a norm of its own was found, so {request} doesn't say how its "
@@ -164,39 +162,25 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
     return called
 
 
-def _is_multiplied(model: nn.Module, embedding: nn.Embedding, inputs: dict[str, Any]) -> bool:
-    """Whether the model multiplies token embeddings before its first block.
+def _is_multiplied(model: nn.Module, name: str, embedding: nn.Embedding, inputs: dict[str, Any]) -> bool:
+    """Whether the model multiplies token embeddings before its first norm.
 
-    In the embedding, as Gemma 3 does, or behind it, as Gemma.
-
-    Rows are moved by a constant delta; behind a norm or a projection the stream moves by no multiple of it.
+    In the embedding, as Gemma 3 does, or behind it, as Gemma: a constant that is added to its output arrives at the
+    first norm as a multiple of itself. Behind a projection, which is held, it doesn't arrive.
     """
     with torch.no_grad():
         factors = embedding(torch.arange(2)) / embedding.weight[:2]
     if (factors[1] - 1.0).abs().max() > _TOLERANCE:  # row 0 may be padding, which some embeddings mask
         return bool(factors[1].median() != 1.0)
-    before = _streams(model, inputs)
+    whole, source = Block("", model, (), inputs), (name, 0)
     delta = torch.linspace(1.0, 2.0, embedding.weight.shape[-1], dtype=embedding.weight.dtype)
-    rows = embedding.weight.data
-    embedding.weight.data = rows + delta
-    try:
-        after = _streams(model, inputs)
-    finally:
-        embedding.weight.data = rows
-    moves = (other - one for one, other in zip(before, after, strict=True))
-    moved = next((move for move in moves if move.shape[-1] == len(delta) and move.abs().max() > 0), delta)
-    factors = (moved / delta).flatten()
+    moved = whole.run({source: delta}, whole.matrices_around(source)).points
+    changes = (moved[norm] - before for norm, before in whole.base.points.items() if norm != OUTPUT)
+    change = next((one for one in changes if one.shape[-1] == len(delta) and one.any()), delta)
+    factors = (change / delta).flatten()
     factor = factors.median()
     is_multiple = (factors - factor).abs().max() <= _TOLERANCE * factor.abs()
     return bool(is_multiple and (factor - 1.0).abs() > _TOLERANCE)
-
-
-def _streams(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """The input of each stack's first block, in the order of their first calls."""
-    first: dict[str, Tensor] = {}
-    for block in stream_blocks(model, inputs):
-        first.setdefault(pattern_of(block.name), block.x.detach().clone())
-    return list(first.values())
 
 
 def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:

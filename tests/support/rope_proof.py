@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import GPT2Model
 
 from hfpatch.runtime.attention import ROTARY
-from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.sites.stacks import FoundStack, find_stacks
+from hfpatch.sites.stacks import FoundStack
 
 SHIFT = 10  # positions by which a whole stack is moved
 SAME, DIFFERENT = 1e-4, 1e-2  # at most, and at least, what outputs change by; angles are in float32
@@ -54,33 +53,15 @@ class Proof:
         return self.shift <= SAME and self.active >= DIFFERENT and not self.idle
 
 
-def prove(model: nn.Module, inputs: Mapping[str, Any], each: bool = False) -> list[Proof]:
-    """Measure every rotated stack of a patched model that these inputs reach.
-
-    Args:
-        model: patched with pos="rope"; best in float64, where only the rotations' own rounding is left.
-        inputs: keyword arguments of its forward.
-        each: also zero the positions of each attention by itself.
-
-    Raises:
-        UnsupportedError: no rotation is reached.
-    """
-    proofs = []
-    for found in find_stacks(model):
-        if reached(model, inputs, found):
-            proofs.append(prove_stack(model, inputs, found, each))
-    if not proofs:
-        raise UnsupportedError(f"{type(model).__name__}: these inputs reach no rotated attention.")
-    return proofs
-
-
 def prove_stack(
     model: nn.Module, inputs: Mapping[str, Any], found: FoundStack, each: bool = False, own: bool = False
 ) -> Proof:
     """The proof of one stack; `find_stacks` finds it.
 
     Args:
-        model, inputs, each: as in `prove`.
+        model: patched with pos="rope"; best in float64, where only the rotations' own rounding is left.
+        inputs: keyword arguments of its forward.
+        each: also zero the positions of each attention by itself.
         own: compare the outputs of the stack's owner alone: what is around it may sharpen differences without bound, as
             detectors do that choose among candidates.
     """

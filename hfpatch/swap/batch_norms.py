@@ -19,13 +19,11 @@ from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
 from ..schemes.request import Part
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
-from ..swap.norms import plan_norms
-from ..swap.planners import Planned
+from .norms import plan_norms
+from .planners import Planned
 
 
-def plan_batch_norms(
-    model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None, inexact: str | None
-) -> Planned:
+def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
     """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
 
     Raises:
@@ -53,7 +51,7 @@ def plan_batch_norms(
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
             kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
-            change.row, change.edits, change.values = kept, (), None
+            change.row, change.edits, change.starts = kept, (), ()
     return Planned(part, changes)
 
 

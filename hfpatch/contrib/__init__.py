@@ -1,1 +1,0 @@
-"""Rarely needed features: planners that schemes name by entry point, and functions of their own."""

@@ -1,0 +1,251 @@
+"""Snapshot of what a model computes before a patch: one forward's inputs and outputs, to compare the result with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.bare import has_weights
+from ..runtime.errors import UnsupportedError, described
+from .copies import copy_of
+from .hooks import Call, first_tensor, hooked
+from .inputs import with_media
+from .outputs import (
+    DRAWS,
+    FACTOR,
+    Deviation,
+    deviations,
+    in_float64,
+    last_bit,
+    max_error,
+    noise_floor,
+    not_a_number,
+    outputs_of,
+    shaken,
+)
+from .quiet_forward import fitting
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
+
+
+@dataclass(frozen=True)
+class NormInput:
+    """The input of a norm whose mean is measured.
+
+    Attributes:
+        axes: the axes over which the norm takes its mean.
+        eps: what it adds to the variance.
+    """
+
+    axes: tuple[int, ...]
+    eps: float
+
+
+@dataclass
+class Forward:
+    """One forward: outputs, mean / standard deviation at the inputs of norms, at every position, and their widths."""
+
+    outputs: dict[str, Tensor]
+    means: dict[str, Tensor] = field(default_factory=dict)
+    widths: set[int] = field(default_factory=set)
+
+
+def run(
+    model: nn.Module, inputs: Mapping[str, Any], norms: Mapping[str, NormInput], noise: float = 0.0, seed: int = 0
+) -> Forward:
+    """Return one forward of a model, `shaken` by a noise, with the means at the inputs of norms, given by name."""
+    found, ratios = Forward({}), dict[str, list[Tensor]]()
+
+    def watch(name: str, call: Call) -> None:
+        x, axes = in_float64(first_tensor(call).detach()), norms[name].axes
+        deviation = (x.var(axes, correction=0) + max(norms[name].eps, 1e-30)).sqrt()
+        found.widths.add(math.prod(x.shape[axis] for axis in axes))
+        ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
+
+    modules = {name: model.get_submodule(name) for name in norms}
+    with shaken(model, noise, seed), hooked(modules, before=watch):
+        found.outputs = outputs_of(model, inputs)
+    found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
+    return found
+
+
+def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) -> dict[str, Tensor] | Exception:
+    """Return the outputs of one forward of a copy on inputs that are made now, or why there are none.
+
+    A copy, since some models change their own settings in a forward.
+
+    Args:
+        model: isn't changed.
+        inputs: makes the keyword arguments of the forward; no outputs where it returns None.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is too little memory.
+    """
+    try:
+        made = inputs()
+        return {} if made is None else run(copy_of(model, share=True), fitting(model, made), {}).outputs
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        return error
+
+
+def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dict[str, Any] | None:
+    """Return `with_media`'s inputs of one forward if a model runs on these; else None.
+
+    On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
+    """
+    try:
+        made = with_media(model, seed, tokens=tokens)
+    except UnsupportedError:
+        return None
+    return None if made is None or isinstance(attempt(model, lambda: made), Exception) else made
+
+
+@dataclass
+class Verdict:
+    """Measured relative errors of what should be exact, each with the tolerance that rounding justifies.
+
+    Attributes:
+        error, tolerance: largest difference of an output, divided by the output's root mean square.
+        mean, mean_tolerance: largest |mean| at an exact norm's input, divided by the input's standard deviation plus
+            the |mean| at that place in the original.
+    """
+
+    error: float
+    tolerance: float
+    mean: float = 0.0
+    mean_tolerance: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether both errors are within their tolerances."""
+        return self.error <= self.tolerance and self.mean <= self.mean_tolerance  # False if one is NaN
+
+    @property
+    def figures(self) -> str:
+        """The errors of the outputs alone, in words."""
+        return f"outputs differ by {self.error:.1e}, rounding explains {self.tolerance:.1e}"
+
+    def __str__(self) -> str:
+        return (
+            f"outputs differ by {self.error:.1e} (rounding explains {self.tolerance:.1e}), means of the norms' inputs "
+            f"are {self.mean:.1e} (rounding explains {self.mean_tolerance:.1e})"
+        )
+
+
+class Snapshot:
+    """What a model computes before a patch: inputs, outputs, and with `norms` what rounding does to them.
+
+    Noise in the last bit (eps) of every module's output (`shaken`) moves the outputs and the means at the norms; what
+    is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error of a
+    mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
+    ten times float32's last bit.
+
+    Forwards run on copies that share the weights: some models change their own settings in a forward.
+
+    Args:
+        model: as it is before.
+        inputs: makes the keyword arguments of one forward.
+        norms: inputs of the norms that are to be exact, by name; with them the noise floors are measured. None where
+            nothing is checked.
+
+    Attributes:
+        inputs: keyword arguments of the forward, on the model's device.
+        before: the forward; None where there is none.
+        why_not: why there is none, in words; "" if there is one.
+        error: the exception behind that, if there is one.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is too little memory to run the model as it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Callable[[], Mapping[str, Any]], norms: Mapping[str, NormInput] | None = None
+    ) -> None:
+        self.norms = norms or {}
+        self.inputs: dict[str, Any] = {}
+        self.before: Forward | None = None
+        self.why_not, self.error = "", None
+        self.floor: float | None = None
+        self.eps = last_bit(model)
+        if not has_weights(model):
+            self.why_not = "weights aren't in memory"
+            return
+        try:
+            self.inputs = fitting(model, inputs())
+            copied = copy_of(model, share=True)
+            before = run(copied, self.inputs, self.norms)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:  # whatever a forward on generated inputs may raise
+            self.why_not, self.error = described(error), error
+            return
+        if (broken := not_a_number(before.outputs)) is not None:
+            self.why_not = f"its {broken} was NaN throughout before the patch"
+            return
+        self.before = before
+        if norms is not None:
+            self._measure_floors(copied, before)
+
+    def _measure_floors(self, model: nn.Module, before: Forward) -> None:
+        width = min(before.widths, default=1)
+        self.floor, self.mean_floor = 0.0, max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
+        for seed in range(DRAWS):
+            noisy = run(model, self.inputs, self.norms, self.eps, seed)
+            self.floor = max(self.floor, max_error(before.outputs, noisy.outputs))
+            moved = {name: mean - before.means[name] for name, mean in noisy.means.items()}
+            self.mean_floor = max(self.mean_floor, _largest_mean(before.means, moved))
+
+    @property
+    def checks(self) -> bool:
+        """Whether the noise floors are known, so that what should be exact can be checked."""
+        return self.floor is not None
+
+    def verdict(self, model: nn.Module) -> Verdict:
+        """Return how far a model whose function should be the same is from it, with the means at its exact norms.
+
+        Raises:
+            Exception: whatever the model's forward raises.
+        """
+        assert self.before is not None
+        assert self.floor is not None
+        now = run(copy_of(model, share=True), self.inputs, self.norms)
+        return Verdict(
+            max_error(self.before.outputs, now.outputs),
+            FACTOR * max(self.floor, self.eps),
+            _largest_mean(self.before.means, now.means),
+            FACTOR * self.mean_floor,
+        )
+
+    def after(self, model: nn.Module) -> dict[str, Tensor] | Exception:
+        """Return the outputs of a patched model on the same inputs, or the error of its forward.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: there is too little memory.
+        """
+        return attempt(model, lambda: self.inputs)
+
+    def deviations(self, outputs: Mapping[str, Tensor]) -> list[Deviation]:
+        """Return how far outputs are from those of before, one deviation an output."""
+        assert self.before is not None
+        return deviations(self.before.outputs, outputs)
+
+    def within_rounding(self, model: nn.Module, error: float) -> Verdict:
+        """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
+        least = last_bit(model)
+        floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
+        return Verdict(error, FACTOR * max(floor, least))
+
+
+def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
+    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions."""
+    if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
+        return float("inf")
+    pairs = ((converted[name].abs(), original[name].abs()) for name in original)
+    return max((float((now / (1 + before)).max()) for now, before in pairs), default=0.0)

@@ -1,0 +1,89 @@
+"""Types that classes and components declare: whether values are of them, and whether an edit's arguments are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def declared_types(declaring: Any) -> dict[str, Any]:
+    """Return the annotated types of a class's attributes or of a function's parameters, by name."""
+    try:
+        return get_type_hints(declaring)
+    except NameError:  # an annotation of something that was imported for type checkers only
+        return {}
+
+
+def is_of_type(value: Any, hint: Any) -> bool:
+    """Return whether a value is of an annotated type; an integer is a float, and a list (as JSON has them) a tuple.
+
+    What stands for a value that is made later, such as an edit's `Call`, says by `result_type` which class that is of.
+    """
+    origin, of = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return any(is_of_type(value, one) for one in of)
+    if origin is Literal:
+        return value in of
+    if origin in (int, float):
+        return isinstance(value, int | origin) and not isinstance(value, bool)
+    if origin in (list, tuple):
+        each = of[:1] * len(value) if isinstance(value, list | tuple) and (origin is list or of[1:] == (...,)) else of
+        return isinstance(value, list | tuple) and (
+            not of or (len(each) == len(value) and all(map(is_of_type, value, each)))
+        )
+    if origin is Any or not isinstance(origin, type):
+        return True
+    if hasattr(value, "result_type"):
+        return value.result_type is None or issubclass(value.result_type, origin)
+    return isinstance(value, origin)
+
+
+def type_name(hint: Any) -> str:
+    """Return an annotated type in words."""
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def require_declared(component: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of a component that aren't of the types that it declares.
+
+    Names that it doesn't know, and arguments that are missing, are found where it is made.
+
+    Args:
+        component: a dataclass, a module's class or a function, as `edits.register_component` takes them.
+        args, kwargs: plain values, or what stands for values that are made later.
+
+    Raises:
+        ValueError: names the argument, its type and the value.
+    """
+    for name, value, hint in _declared(component, tuple(args), kwargs):
+        if not is_of_type(value, hint):
+            raise ValueError(f"{name} of {component.__name__} must be {type_name(hint)}, not {value!r:.80}")
+
+
+def _declared(component: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and type of each argument whose type is declared."""
+    function: Any = component
+    before = 0
+    if not isinstance(component, type):  # a function, called with what it replaces
+        hints, before = declared_types(component), 1
+    elif is_dataclass(component):
+        hints = declared_types(component)
+    else:
+        hints = declared_types(vars(component).get("__init__", object))
+        if hasattr(component, "replacing"):  # called with what it replaces and the parent
+            function, before = component.replacing, 2
+            hints |= declared_types(function)
+    try:
+        bound = inspect.signature(function).bind_partial(*[None] * before, *args, **kwargs)
+    except TypeError:
+        return
+    for name, value in [*bound.arguments.items()][before:]:
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((option, one, hints[option]) for option, one in value.items() if option in hints)
+        elif name in hints:
+            each = kind is inspect.Parameter.VAR_POSITIONAL and not is_dataclass(component)  # a field has them all
+            yield from ((name, one, hints[name]) for one in (value if each else (value,)))
