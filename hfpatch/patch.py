@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from os import PathLike
 from typing import Any, TypeVar
@@ -59,7 +59,7 @@ def patch_model(
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
     example_inputs: Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | str | PathLike[str] | None = None,
+    calibration: Iterable[Any] | Callable[[Any], Any] | str | PathLike[str] | None = None,
     tokenizer: Any = None,
     fit: str = "qk",
     reversible: bool = False,
@@ -84,9 +84,10 @@ def patch_model(
         calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
             without labels or training, as `repair` does. Texts with `tokenizer` (a list of strings, a datasets.Dataset,
             a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset, what a tokenizer
-            returns, a DataLoader), or "self": sequences that a language model generates. Of texts and single rows the
-            first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair.
-            `repair_report(model)` returns its results.
+            returns, a DataLoader), or "self": 256 sequences that a language model generates; for another number or
+            length, `functools.partial(sample_batches, sequences=64)`. Of texts and single rows the first 256 are read,
+            and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair. `repair_report(model)` returns
+            its results.
         tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
             `max_positions`, that becomes its `model_max_length`. Default: a SentenceTransformer's own, whose
             `max_seq_length` follows.
@@ -140,7 +141,7 @@ def _carry_out(
     model: PreTrainedModel,
     changes: Transaction,
     init: str,
-    calibration: Iterable[Any] | str | None,
+    calibration: Any,
     fit: str,
     inputs: Mapping[str, Any] | None,
 ) -> tuple[Plan, RepairReport | None]:

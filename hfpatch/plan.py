@@ -23,6 +23,7 @@ from .core.transaction import Transaction
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
+from .repairs.sample import generates
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
@@ -70,19 +71,21 @@ class Plan(Result):
         before: the patch record that the model's config holds now.
         planned: by kind, what each requested scheme changes; a kind that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
+        generates: whether the model can write its own calibration for a repair.
     """
 
     model_name: str
     before: Record
     planned: Mapping[str, Planned] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
+    generates: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, before: Record, planned: Mapping[str, Planned]) -> Plan:
+    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, Planned]) -> Plan:
         """The plan that carries out what the planners found."""
-        return cls(type(model).__name__, before, planned, _phases(model, planned))
+        return cls(type(model).__name__, before, planned, _phases(model, planned), generates(model))
 
-    def inexact(self, model: nn.Module, measured: str) -> Plan:
+    def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
         """The plan without its exact conversion of norms, which failed its check on the model.
 
         Args:
@@ -174,7 +177,11 @@ class Plan(Result):
             names = numbers + (f"  x{count}" if count > 1 else "")
             lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
         replaced = sum(row.action == "replace" for row in self.rows)
-        yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        summary = f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        lossy = any(found.part.init != "reset" and self.losses(kind) for kind, found in self.planned.items())
+        data = '"self" (sequences that it writes) or your data' if self.generates else "your data, as it writes no text"
+        advice = f"What isn't exact is repaired only with calibration= (--calibration): {data}."
+        yield Table(lines), summary, *([advice] if lossy else [])
 
 
 def _line_key(row: Row) -> tuple[object, ...]:

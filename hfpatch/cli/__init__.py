@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,8 +29,6 @@ from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
 from ..patch import patch_model, repair_report
 from ..plan import plan_patch
-from ..repairs.repair import repair
-from ..repairs.sample import generates
 from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
@@ -61,7 +58,7 @@ from .options import (
     Shard,
     Text,
     Trust,
-    inputs_of_repair,
+    data_of_repair,
     one_of,
     option,
     require_apart,
@@ -81,8 +78,11 @@ app = typer.Typer(
 
 
 _CALIBRATION = (
-    "Data for the repair of a lossy swap: 'self' (sequences that the model generates; the default if it generates and "
-    "has weights), a text file with one example a line, or 'none' for no repair."
+    "Repair what isn't exact, without training, on this data: 'self' (sequences that the model generates) or a text "
+    "file with one example a line. Default: no repair."
+)
+_NOT_REPAIRED = (
+    "What isn't exact was not repaired; {}--calibration FILE (one example a line) repairs it without training."
 )
 _FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or their biases."
 _TO = (
@@ -177,27 +177,21 @@ def patch(
     planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
-    if calibration is None:
-        calibration = "self" if not is_config(model) and generates(built) else "none"
-    repairs = init != "reset" and calibration != "none"
-    inputs = functools.partial(inputs_of_repair, str(calibration), processor, sequences, length, seed)
-    if repairs and planned.losses():
-        request |= {"fit": fit, "calibration": inputs(built)}
+    data = data_of_repair(calibration, built, processor, sequences, length, seed)
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
-    measured = Record.of(built.config).outcomes(planned.by_kind).values()
-    if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
-        torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew
-        original = opened(model, head, trust_remote_code)
-        repair(built, original, inputs(original), fit=fit)
+    tokenizer = None if longest is None else tokenizer_of(processor)
+    patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     outcomes = Record.of(built.config).outcomes()
     found = [(request, outcome.result) for request, outcome in outcomes.items()]
     typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
+    if data is None and init != "reset" and any(outcome.verdict != EXACT for outcome in outcomes.values()):
+        own = "--calibration self (its own sequences) or " if planned.generates else ""
+        typer.echo(_NOT_REPAIRED.format(own))
     with staged_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:

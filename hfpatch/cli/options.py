@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..core.stored_tensor import load_stored
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
-from ..repairs.sample import sample_batches
+from ..repairs.sample import SELF, sample_batches
 from ..runtime.errors import PatchError, first_line
 
 _OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning, FreshHeadWarning)
@@ -69,13 +70,20 @@ def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int
     return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
 
 
-def inputs_of_repair(calibration: str, processor: Any, sequences: int, length: int, seed: int, model: Any) -> Any:
-    """What a repair reads: a text file's lines, or samples of the model ("self"), which isn't patched yet."""
+def data_of_repair(calibration: str | None, model: Any, processor: Any, sequences: int, length: int, seed: int) -> Any:
+    """Return what a repair reads: a text file's lines, or for "self" a function that samples the original's.
+
+    Its values have to be in memory, since a repair writes them.
+    """
+    if calibration == "none":  # the way to say so up to version 0.2
+        _say("Warning: --calibration none isn't needed: without --calibration nothing is repaired. Leave it out.")
+    if calibration in (None, "none"):
+        return None
     load_stored(model)
     most = f"up to {sequences} sequences of {length} tokens"
-    typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-    if calibration == "self":
-        return sample_batches(model, sequences, length, seed)
+    typer.echo(f"\nWhat isn't exact is repaired on {most} (--sequences, --length: fewer take less time).")
+    if calibration == SELF:
+        return functools.partial(sample_batches, sequences=sequences, length=length, seed=seed)
     return texts_of(Path(calibration), model, processor, sequences, length)
 
 
