@@ -90,6 +90,17 @@ def repair(
             batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
+        >>> model = GPT2LMHeadModel(config)
+        >>> import copy
+        >>> from hfpatch import patch_model, repair, sample_batches
+        >>> original = copy.deepcopy(model)
+        >>> report = repair(patch_model(model, norm="dyt"), original, sample_batches(original, sequences=8, length=16))
+        >>> report.after < report.before
+        True
     """
     require_fit(fit)
     require_repairable(model, reference)
