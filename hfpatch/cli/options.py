@@ -37,29 +37,27 @@ def option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, **settings)
 
 
-Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
-Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
-Reference = Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")]
-Text = Annotated[Path | None, option("Text file, one example a line; default: random inputs.")]
-Examples = Annotated[int, option("How many lines of the text are used, from its start.", min=1)]
+Model = Annotated[str, typer.Argument(help="Hub id, folder, or config:FAMILY for random weights (config:gpt2).")]
+Patched = Annotated[str, typer.Argument(help="The patched checkpoint: Hub id or folder.")]
+Reference = Annotated[str | None, typer.Argument(help="The original model: Hub id or folder.")]
+Text = Annotated[Path | None, option("Text file with one example a line. Default: random inputs.")]
+Examples = Annotated[int, option("How many lines of the text to use, from its start.", min=1)]
 _INIT = (
-    "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
-    "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
+    "How new parameters start. auto: same function if possible, otherwise the closest initial values; exact: same "
+    "function, or an error; copy: keep the weights as they are; reset: re-initialise, for training."
 )
-Norm = Annotated[str | None, option(f"Norm scheme, with options as dyt:alpha=0.8. {one_of(NORMS)}")]
-Pos = Annotated[str | None, option(f"Position scheme, with options as rope:theta=5e5. {one_of(POSITIONS)}")]
-Mlp = Annotated[str | None, option(f"MLP scheme, with options as swiglu:d_ff=2048. {one_of(MLPS)}")]
+Norm = Annotated[str | None, option(f"New norms, with options as in dyt:alpha=0.8. {one_of(NORMS)}")]
+Pos = Annotated[str | None, option(f"New positions, with options as in rope:theta=5e5. {one_of(POSITIONS)}")]
+Mlp = Annotated[str | None, option(f"New MLPs, with options as in swiglu:d_ff=2048. {one_of(MLPS)}")]
 Placement = Annotated[str | None, option(f"Where norms stand, for training from scratch. {one_of(PLACEMENTS)}")]
-Only = Annotated[list[str] | None, option("Glob over module names; others are kept. Repeatable.")]
-Keep = Annotated[list[str] | None, option("Glob over module names that stay as they are. Repeatable.")]
+Only = Annotated[list[str] | None, option("Change only modules whose names match this pattern (*.ln_1). Repeatable.")]
+Keep = Annotated[list[str] | None, option("Don't change modules whose names match this pattern. Repeatable.")]
 Init = Annotated[Literal["auto", "exact", "copy", "reset"], option(_INIT)]
-Head = Annotated[str | None, option("Auto class to build, such as AutoModel; default: what it was saved as.")]
-Trust = Annotated[bool, option("Run the code in the model's repository.", "--trust-remote-code")]
+Head = Annotated[str | None, option("Auto class to open it with (AutoModel). Default: the class that was saved.")]
+Trust = Annotated[bool, option("Run Python code from the model's repository.", "--trust-remote-code")]
 Shard = Annotated[str, option("Largest file of weights, such as 2GB.")]
-Length = Annotated[
-    int, option("Maximum length of a sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)
-]
-Overwrite = Annotated[bool, option("Replace an existing OUT and everything in it, at the end.", "--overwrite")]
+Length = Annotated[int, option("Longest sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)]
+Overwrite = Annotated[bool, option("Replace the folder OUT, once everything else has succeeded.", "--overwrite")]
 Form = Literal["native", "remote", "plugin"]
 
 
