@@ -27,6 +27,7 @@ SWEEPS = (
     "patching_cost",
     "acceptance",
     "weight_decay",
+    "operations",
 )
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import takes_holders
-from .core.journal import Journal
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
@@ -127,8 +125,8 @@ def patch_model(
         calibration = calibration_for(model, calibration, tokenizer)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)
     kept = (undo_record or UndoRecord(Transaction(), model.dtype, {})) if reversible else None
-    changes = Transaction(Journal()) if kept is None else kept.edits
-    with closing(changes), changes.all_or_nothing():
+    changes = Transaction.on(model) if kept is None else kept.edits
+    with changes.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_RECORD, kept, changes)  # first in the log, so that it is the last to be undone
             plan, report = _carry_out(plan, model, changes, request.init, calibration, fit, example_inputs)

@@ -5,9 +5,9 @@ Whatever can be foreseen to fail is raised here, before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -17,12 +17,14 @@ from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, require_matches
 from .core.holders import takes_holders
 from .core.outer import require_outermost
-from .core.plan_table import ALREADY_DONE, Change, Row, grouped
+from .core.plan_table import ALREADY_DONE, Change, Row, Step, grouped
 from .core.results import Result, Table, dataframe, plain
 from .core.transaction import Transaction
+from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
+from .measure.quiet_forward import give_back_memory
 from .repairs.sample import generates
 from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
@@ -39,27 +41,31 @@ from .swap.written_config import require_valid_config
 
 @dataclass
 class Phase:
-    """One step of a plan: structural edits, then changes of Parameters' values.
+    """One step of a plan, carried out in the order of its attributes, which are as in `Change`."""
 
-    Attributes:
-        edits: of the model's structure, at patterns of module names.
-        values: functions called after the edits; each writes Parameters' values through the transaction.
-    """
-
-    edits: list[Edit]
-    values: list[Callable[[Transaction], None]]
+    values: list[WeightChange]
+    edits: list[Edit]  # at patterns of module names
+    starts: list[WeightChange]
+    then: list[Step]
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
         """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
         edits = condensed((edit for change in changes for edit in change.edits), model)
-        return cls(edits, [change.values for change in changes if change.values is not None])
+        values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
+        return cls(values, edits, starts, [one for change in changes for one in change.then])
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Apply the edits to the model, then change the values."""
+        """Carry it out on the model."""
+        for value in self.values:
+            changes.write(model, value)
+        if self.values:
+            give_back_memory()
         apply(self.edits, model, changes)
-        for values in self.values:
-            values(changes)
+        for value in self.starts:
+            changes.write(model, value)
+        for step in self.then:
+            step.apply(model, changes)
 
 
 @dataclass(repr=False, frozen=True)
@@ -131,6 +137,11 @@ class Plan(Result):
         return [edit for phase in self.phases for edit in phase.edits]
 
     @property
+    def weights(self) -> list[WeightChange]:
+        """The changes of Parameters' values of all phases, in order."""
+        return [one for phase in self.phases for one in (*phase.values, *phase.starts)]
+
+    @property
     def rows(self) -> list[Row]:
         """Rows of the table, ungrouped, kept modules included."""
         return [change.row for change in self.changes]
@@ -151,12 +162,14 @@ class Plan(Result):
         return list(dict.fromkeys(text for change in changes for text in change.row.losses))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values: the model's class, the patch record that it will have, and all rows.
+        """The plan as plain JSON values: model's class, future patch record, all rows, and changes of weights' values.
 
         A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
         rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
-        return plain({"version": 1, "model": self.model_name, "record": self.record.to_json(), "rows": rows})
+        weights = [one.to_json() for one in self.weights]
+        about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
+        return plain({**about, "rows": rows, "weights": weights})
 
     def to_dataframe(self) -> Any:
         """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
@@ -177,11 +190,16 @@ class Plan(Result):
             names = numbers + (f"  x{count}" if count > 1 else "")
             lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
         replaced = sum(row.action == "replace" for row in self.rows)
-        summary = f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
-        lossy = any(found.part.init != "reset" and self.losses(kind) for kind, found in self.planned.items())
-        data = '"self" (sequences that it writes) or your data' if self.generates else "your data, as it writes no text"
-        advice = f"What isn't exact is repaired only with calibration= (--calibration): {data}."
-        yield Table(lines), summary, *([advice] if lossy else [])
+        yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        values: dict[str, list[str]] = {}
+        for same, names in grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter):
+            values.setdefault(str(same[0]), []).append(names)
+        if values:
+            yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
+        if any(found.part.init != "reset" and self.losses(kind) for kind, found in self.planned.items()):
+            own = '"self" (sequences that it writes) or your data'
+            data = own if self.generates else "your data, as it writes no text"
+            yield [f"What isn't exact is repaired only with calibration= (--calibration): {data}."]
 
 
 def _line_key(row: Row) -> tuple[object, ...]:
@@ -239,7 +257,7 @@ def plan_patch(
         transformer.h.0.ln_{1-2}  x2  LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
         transformer.ln_f              LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
         GPT2LMHeadModel: 3 of 3 modules change.
-        What isn't exact is repaired only with calibration= (--calibration): "self" (sequences that it writes) or ...
+        ...
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
     return make_plan(model, Request.of(schemes, only, keep, init), example_inputs)
@@ -284,7 +302,7 @@ def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ..
         norm_phase = exact if change.row.exact is not None and converts else norms
         {"stream": streams, "norm": norm_phase}.get(change.row.kind, others).append(change)
     phases = [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
-    phases[-1].values.extend(partial(found.derived.apply, model) for found in planned.values())
+    phases[-1].then.extend(found.derived for found in planned.values())
     return tuple(phases)
 
 

@@ -116,10 +116,10 @@ FAULTS = [
     ),
     Fault(
         "a weight's mean is taken over the wrong axis in pieces",
-        "core/transaction.py",
+        "core/weight_change.py",
         "other_axes = [i for i in range(values.dim()) if i != axis]",
         "other_axes = list(range(values.dim()))",
-        ("core/test_edits_values.py",),
+        ("core/test_weight_change.py",),
     ),
     Fault(
         "what compensates a post-norm model's shift has the wrong sign",

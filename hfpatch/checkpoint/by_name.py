@@ -24,7 +24,7 @@ from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
 from .file_digests import read_digests
-from .streaming import files_of, opened_from
+from .mapped_weights import files_of, opened_from
 
 _RANDOM = "config:"
 _MOST_NAMED = 3
@@ -78,7 +78,7 @@ def opened(
         head: as in `random_weights`.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
-        stored: whether the weights stay in their files where they can (see streaming.py).
+        stored: whether the weights stay in their files where they can (see mapped_weights.py).
         options: of `from_pretrained`.
 
     Raises:

@@ -248,7 +248,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             def finish() -> None:
                 _finish.set(None)
                 if streams:  # opening a checkpoint needs nothing that makes a patch
-                    from .streaming import write_weights
+                    from .mapped_weights import write_weights
 
                     write_weights(self, folder, max_shard_size)
                 if with_model and distributed:  # each process writes shards of its own

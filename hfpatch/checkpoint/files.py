@@ -24,7 +24,7 @@ SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 # a tensor that checkpoints of hfpatch 0.2 hold beside the model's own
 MARKER = "this_checkpoint_is_patched_by_hfpatch.import_hfpatch_and_open_it_with_an_Auto_class"
-FILES = "_hfpatch_files"  # attribute of a model whose weights are in files: the file of each tensor, by its name
+FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 
 def require_sound_files(

@@ -17,6 +17,7 @@ from ..checkpoint.by_name import config_of, is_config, opened, random_weights
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
+from ..core.mapped import released
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
 from ..core.staging import require_free, staged_folder
@@ -39,8 +40,10 @@ from ..verification import verify as verification
 from ..verification.report import Report
 from .launcher import launch
 from .options import (
+    Calibration,
     Commands,
     Examples,
+    Fit,
     Form,
     Head,
     Init,
@@ -77,14 +80,9 @@ app = typer.Typer(
 )
 
 
-_CALIBRATION = (
-    "Repair what isn't exact, without training, on this data: 'self' (sequences that the model generates) or a text "
-    "file with one example a line. Default: no repair."
-)
 _NOT_REPAIRED = (
     "What isn't exact was not repaired; {}--calibration FILE (one example a line) repairs it without training."
 )
-_FIT = "What a repair of new positions changes. qk: weights and biases of queries and keys; bias: their biases only."
 _TO = (
     "What opens it. native: transformers alone, as a stock architecture with equal outputs, if there is one; remote: "
     "transformers with trust_remote_code=True; plugin: transformers with hfpatch."
@@ -158,10 +156,10 @@ def patch(
     init: Init = "auto",
     placement: Placement = None,
     head: Head = None,
-    calibration: Annotated[str | None, option(_CALIBRATION)] = None,
+    calibration: Calibration = None,
     sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
     length: Length = LENGTH,
-    fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
+    fit: Fit = "qk",
     report: Annotated[Path | None, option("Save the report of the repair as this .json file.")] = None,
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of --calibration self.")] = 0,
     max_shard_size: Annotated[str | None, option("Largest file of weights (2GB). Default: files as in MODEL.")] = None,
@@ -182,7 +180,8 @@ def patch(
     built = opened(model, head, trust_remote_code, stored=True)
     kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    planned = plan_patch(built, **request)
+    with released(built):
+        planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     data = data_of_repair(calibration, built, processor, sequences, length, seed)
@@ -190,7 +189,8 @@ def patch(
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
     tokenizer = None if longest is None else tokenizer_of(processor)
-    patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
+    with released(built):
+        patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")

@@ -15,9 +15,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 
 from ..checkpoint.files import printable
+from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from ..core.staging import require_place
-from ..core.stored_tensor import load_stored
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
@@ -58,6 +58,13 @@ Trust = Annotated[bool, option("Run Python code from the model's repository.", "
 Shard = Annotated[str, option("Largest file of weights, such as 2GB.")]
 Length = Annotated[int, option("Longest sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)]
 Overwrite = Annotated[bool, option("Replace the folder OUT, once everything else has succeeded.", "--overwrite")]
+_CALIBRATION = (
+    "Repair what isn't exact, without training, on this data: 'self' (sequences that the model generates) or a text "
+    "file with one example a line. Default: no repair."
+)
+_FIT = "What a repair of new positions changes. qk: weights and biases of queries and keys; bias: their biases only."
+Calibration = Annotated[str | None, option(_CALIBRATION)]
+Fit = Annotated[Literal["qk", "bias"], option(_FIT)]
 Form = Literal["native", "remote", "plugin"]
 
 
@@ -77,7 +84,7 @@ def data_of_repair(calibration: str | None, model: Any, processor: Any, sequence
         _say("Warning: --calibration none isn't needed: without --calibration nothing is repaired. Leave it out.")
     if calibration in (None, "none"):
         return None
-    load_stored(model)
+    read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"
     typer.echo(f"\nWhat isn't exact is repaired on {most} (--sequences, --length: fewer take less time).")
     if calibration == SELF:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -16,9 +16,10 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.foreign import has_foreign_forward
 from ..runtime.lens import host_class
 from .transaction import Transaction
+from .weight_change import WeightChange
 
 ALREADY_DONE = "already as requested"  # reason of a row whose module is what the request makes of it
-R = TypeVar("R", bound=Any)  # a row about one module: it has the attribute `module`
+R = TypeVar("R", bound=Any)  # a row about one module or Parameter
 
 
 @dataclass
@@ -78,6 +79,13 @@ class Row:
         return [f"{self.becomes.partition('(')[0]}: {self.loss}"]
 
 
+class Step(Protocol):
+    """A step of a plan that runs code of the model's class, as plain data."""
+
+    def apply(self, model: nn.Module, changes: Transaction) -> None:
+        """Carry it out on the model, after the edits."""
+
+
 @dataclass
 class Change:
     """A row and how it is carried out.
@@ -85,13 +93,17 @@ class Change:
     Attributes:
         row: for the plan; its action says whether anything changes.
         edits: what changes in the model's structure, each of one place, by its name in the model.
-        values: then, what changes in Parameters' values. It is in the weights, and no checkpoint records it.
+        values: before, what changes in the values of present Parameters. No checkpoint records it: weights hold it.
+        starts: values of Parameters that the edits bring in.
+        then: what the host's class does to them.
         otherwise: what the change doesn't preserve where nothing is centred for it; None if that makes no difference.
     """
 
     row: Row
     edits: tuple[Edit, ...] = ()
-    values: Callable[[Transaction], None] | None = None
+    values: tuple[WeightChange, ...] = ()
+    starts: tuple[WeightChange, ...] = ()
+    then: tuple[Step, ...] = ()
     otherwise: str | None = None
 
     def inexact(self, measured: str) -> Change:
@@ -141,28 +153,30 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
         )
 
 
-def grouped(rows: list[R], words: Callable[[R], tuple[object, ...]]) -> list[tuple[list[R], str]]:
+def grouped(
+    rows: list[R], words: Callable[[R], tuple[object, ...]], name: Callable[[R], str] = lambda row: row.module
+) -> list[tuple[list[R], str]]:
     """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
 
     `words` gives what the rows of one line must have in common besides the words of their names.
     """
     groups: dict[tuple, list[R]] = {}
     for row in rows:
-        pattern = re.sub(r"\d+", "#", row.module)
+        pattern = re.sub(r"\d+", "#", name(row))
         groups.setdefault((pattern, *words(row)), []).append(row)
-    return [line for members in groups.values() for line in _lines(members)]
+    return [line for members in groups.values() for line in _lines(members, name)]
 
 
-def _lines(rows: list[R]) -> list[tuple[list[R], str]]:
+def _lines(rows: list[R], name: Callable[[R], str]) -> list[tuple[list[R], str]]:
     """One line if the numbers make a full grid; else one for each value of what follows the first number."""
-    pieces = [re.split(r"(\d+)", row.module) for row in rows]
+    pieces = [re.split(r"(\d+)", name(row)) for row in rows]
     values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
     if math.prod(map(len, values)) == len(rows):
         return [(rows, "".join(map(_ranges, values)))]
     tails: dict[tuple[str, ...], list[R]] = {}
     for row, piece in zip(rows, pieces, strict=True):
         tails.setdefault(tuple(piece[2:]), []).append(row)
-    return [line for members in tails.values() for line in _lines(members)]
+    return [line for members in tails.values() for line in _lines(members, name)]
 
 
 def _ranges(values: set[str]) -> str:

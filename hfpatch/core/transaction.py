@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .journal import Entry, Journal, is_dense
-from .stored_tensor import StoredTensor
+from .mapped import MAPPED, Mappings, is_storable
+from .weight_change import WeightChange
 
 _HOOKS = (
     "_forward_hooks",
@@ -26,8 +25,7 @@ _HOOKS = (
 )
 UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
 
-_PIECE = 2**18  # elements converted to float64 at once by `rewrite`
-_LARGE = 2**20  # bytes of a Parameter whose old values are worth a place on disk
+_LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 
 
 class Transaction:
@@ -37,30 +35,26 @@ class Transaction:
     deep-copies together with the model.
 
     Args:
-        journal: where the old values of large Parameters go, until `close`; None keeps them in memory.
+        disk: where values of large Parameters go that aren't in use: the old ones of a model in memory, the new ones of
+            one whose weights are mapped from files (`from_files`). None keeps all in memory.
+        from_files: whether the model's weights are mapped from files.
     """
 
-    def __init__(self, journal: Journal | None = None) -> None:
-        self._journal = journal
+    def __init__(self, disk: Mappings | None = None, from_files: bool = False) -> None:
+        self._disk, self._from_files = disk, from_files
         self._log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # (function, arguments) that undo each change
+
+    @classmethod
+    def on(cls, model: nn.Module) -> Transaction:
+        """The transaction of a change of a model that can't be undone once it has succeeded."""
+        weights: Mappings | None = vars(model).get(MAPPED)
+        return cls(weights or Mappings(), weights is not None)
 
     def __len__(self) -> int:
         return len(self._log)
 
     def _record(self, undo: Callable[..., None], *arguments: Any) -> None:
         self._log.append((undo, arguments))
-
-    def _record_values(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Tensor | Entry:
-        """Log a Parameter's values; those that go to the journal give up their memory."""
-        old: Tensor | Entry = parameter.data
-        plain = type(old) is Tensor and old.layout == torch.strided and not parameter.is_meta and is_dense(old)
-        if self._journal is None or not plain or parameter.nbytes < _LARGE:
-            self._record(_undo_values, module, name, old)
-            return old
-        old = self._journal.write(parameter.data)
-        self._record(_undo_values, module, name, old)
-        parameter.data = _without_memory(parameter.data)
-        return old
 
     def _record_item(self, target: dict, key: Any) -> None:
         """Log a dictionary's item, or its absence, and its position in the order of keys."""
@@ -93,14 +87,6 @@ class Transaction:
         self._record_item(module._buffers, name)
         module._buffers[name] = new
 
-    def set_values(self, module: nn.Module, name: str, values: Tensor) -> None:
-        """Overwrite a Parameter's values, converted to its dtype, shape and device; it stays the same object."""
-        parameter = module._parameters[name]
-        assert parameter is not None
-        new = values.detach().to(parameter.device, parameter.dtype, copy=True).reshape(parameter.shape)
-        self._record_values(module, name, parameter)
-        parameter.data = new
-
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = (target.__dict__[name],) if name in target.__dict__ else None
@@ -120,28 +106,30 @@ class Transaction:
             self._record_item(target, key)
             del target[key]
 
-    def rewrite(
-        self, module: nn.Module, name: str, kind: str, operand: Tensor | None = None, axis: int | None = None
-    ) -> None:
-        """Change a Parameter's values by arithmetic in float64, rounded to its dtype; it stays the same object.
+    def write(self, root: nn.Module, change: WeightChange) -> None:
+        """Change a Parameter's values; what shares the old ones' memory keeps them.
 
-        What shares the old values' memory keeps them. The arithmetic runs in pieces, in little further memory; that of
-        a `StoredTensor` runs whenever its values are read.
+        It stays the same object, unless its shape changes.
 
         Args:
-            module, name: where the Parameter is.
-            kind: "centre" (x - mean(x) over `axis`), "add" (x + operand), "multiply" (x * operand) or "ones" (fill).
-            operand: of a shape that broadcasts against the Parameter.
-            axis: the axis of "centre"; None for the others.
+            root: the module in which the change's names are names.
+            change: what to do.
         """
-        parameter = module._parameters[name]
-        assert parameter is not None
-        change = functools.partial(_rewrite, kind=kind, operand=operand, axis=axis)
-        old = self._record_values(module, name, parameter)
-        if isinstance(old, StoredTensor):
-            parameter.data = old.changed(lambda values: change(values.clone()))
-        else:
-            parameter.data = change(old.tensor() if isinstance(old, Entry) else old.clone())
+        path, _, name = change.parameter.rpartition(".")
+        module, operand = root.get_submodule(path), change.operand
+        parameter = module.get_parameter(name)
+        old = parameter.data
+        disk = self._disk if old.nbytes >= _LARGE and is_storable(old) else None
+        copy = disk.store if disk is not None and self._from_files else Tensor.clone
+        new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
+        if new.shape != old.shape:
+            self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+            return
+        kept = old if disk is None or self._from_files else _Stored(disk.store(old), old.device, old.is_inference())
+        self._record(_undo_values, module, name, kept)
+        parameter.data = new
+        if disk is not None and self._from_files:
+            disk.release()
 
     def find_left(self, model: nn.Module) -> nn.Module | None:
         """Return a module whose values `undo` would write back though it left the model since, or None."""
@@ -163,12 +151,6 @@ class Transaction:
             undo(*arguments)
             self._log.pop()  # afterwards, so that what an interrupt leaves can be undone by another call
 
-    def close(self) -> None:
-        """Nothing will be undone any more: give the journal's room on disk back."""
-        if self._journal is not None:
-            self._log.clear()
-            self._journal.close()
-
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """While it is open, an error or Ctrl-C undoes the changes that were made since."""
@@ -178,6 +160,26 @@ class Transaction:
         except BaseException:
             self.undo(length)
             raise
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Old values on disk, with the device that they were on, and whether they were an inference tensor."""
+
+    values: Tensor
+    device: torch.device
+    inference: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def read(self) -> Tensor:
+        """Bring the values back, bits and strides."""
+        with torch.inference_mode(self.inference):
+            return torch.empty_strided(
+                self.shape, self.values.stride(), dtype=self.values.dtype, device=self.device
+            ).copy_(self.values)
 
 
 @dataclass
@@ -199,33 +201,9 @@ class UndoRecord:
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
     """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
     kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    edits = Transaction(Journal()) if kept is None else kept.edits
-    with closing(edits), edits.all_or_nothing():
+    edits = Transaction.on(model) if kept is None else kept.edits
+    with edits.all_or_nothing():
         yield edits
-
-
-def _rewrite(values: Tensor, kind: str, operand: Tensor | None, axis: int | None) -> Tensor:
-    """The same tensor with new values, by arithmetic in float64."""
-    device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
-    operand_or_zero = torch.zeros(()) if operand is None else operand
-    with torch.inference_mode(values.is_inference()), torch.no_grad():
-        other_axes = [i for i in range(values.dim()) if i != axis]
-        pieces = -(-values.numel() // _PIECE) if other_axes else 1
-        chunk_axis = max(other_axes, key=lambda i: values.shape[i], default=0)
-        operands = operand_or_zero.to(device).to(torch.float64).expand(values.shape)
-        parts = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in (values, operands)]
-        for x, y in zip(*parts, strict=True):
-            x.copy_(_calculated(kind, x.to(device).to(torch.float64, copy=True), y, axis))
-    return values
-
-
-def _calculated(kind: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
-    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
-    if kind == "centre":
-        return x.sub_(x.mean(axis, keepdim=True))
-    if kind == "ones":
-        return x.fill_(1.0)
-    return x.add_(operand) if kind == "add" else x.mul_(operand)
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:
@@ -248,17 +226,8 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
     _undo_item(target.__dict__, name, old, None)
 
 
-def _undo_values(module: nn.Module, name: str, old: Tensor | Entry) -> None:
+def _undo_values(module: nn.Module, name: str, old: Tensor | _Stored) -> None:
     parameter = module._parameters[name]
     if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
         return
-    if isinstance(old, Entry):
-        parameter.data = _without_memory(parameter.data)
-        old = old.tensor(parameter.device)
-    parameter.data = old.to(parameter.device, parameter.dtype)
-
-
-def _without_memory(values: Tensor) -> Tensor:
-    """What stands for values of this shape until others do: one number."""
-    with torch.inference_mode(values.is_inference()):
-        return values.new_zeros(()).expand(values.shape)
+    parameter.data = (old.read() if isinstance(old, _Stored) else old).to(parameter.device, parameter.dtype)

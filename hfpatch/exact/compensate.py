@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..measure.hooks import hooked
 from ..measure.outputs import in_float64, outputs_of
 from ..measure.quiet_forward import quiet
@@ -89,11 +89,8 @@ def _mean_shift(norm: nn.Module) -> float:
 
 
 def _add(writer: nn.Module, value: float, transaction: Transaction) -> None:
-    bias = writer._parameters["bias"]
-    assert bias is not None
     if value:
-        operand = torch.full((1,) * bias.dim(), value, dtype=torch.float64, device="cpu")
-        transaction.rewrite(writer, "bias", "add", operand)
+        transaction.write(writer, WeightChange("bias", "add", value))
 
 
 def _rms(ratios: Tensor) -> float:

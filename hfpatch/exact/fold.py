@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.stored_tensor import is_plain
 from ..core.transaction import Transaction
-from ..measure.outputs import in_float64
+from ..core.weight_change import WeightChange
 from ..runtime.apply import apply, condensed
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -97,12 +95,11 @@ def carry_out(
         WrappedModelError: a module to centre in every forward carries a forward of its own.
     """
     changes = plan_centring(model, centring)
+    for value in (one for change in changes for one in change.values):
+        transaction.write(model, value)
     apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
-    for change in changes:
-        if change.values is not None:
-            change.values(transaction)
     exact = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact]
     swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
     apply(condensed(swaps, model), model, transaction)
@@ -147,7 +144,7 @@ def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
         if pattern_of(name) not in patterns or id(value) in seen:
             continue
         seen.add(id(value))
-        if not is_plain(value) or value.dtype not in _FLOATS:
+        if type(value.data) is not Tensor or value.dtype not in _FLOATS:
             raise UnsupportedError(
                 f"{name} is a {type(value.data).__name__} of {value.dtype}; only plain floating-point weights can be "
                 "centred. Convert the model before it is quantized or sharded."
@@ -160,18 +157,9 @@ def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
     for scale in _places(model, {fold.scale for fold in centring.folds if fold.scale}):
         axes = {fold.pattern: fold.axis for fold in centring.folds if fold.scale == pattern_of(scale.name)}
         writers = [place for place in _places(model, set(axes)) if same_layer(scale.name, place.name)]
-        yield Change(
-            scale.row("absorbed", "the layer before it is multiplied by it"),
-            values=partial(_absorb, scale, writers, axes),
-        )
-
-
-def _absorb(scale: _Place, writers: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
-    factor = in_float64(scale.value.detach()).clone()
-    for place in writers:
-        operand = along_axis(factor, place.value, axes[pattern_of(place.name)])
-        transaction.rewrite(place.module, place.attribute, "multiply", operand)
-    transaction.rewrite(scale.module, scale.attribute, "ones", factor)
+        times = (WeightChange(one.name, "multiply", scale.name, axes[pattern_of(one.name)]) for one in writers)
+        row = scale.row("absorbed", "the layer before it is multiplied by it")
+        yield Change(row, values=(*times, WeightChange(scale.name, "fill", 1.0)))
 
 
 def same_layer(scale: str, writer: str) -> bool:
@@ -180,23 +168,14 @@ def same_layer(scale: str, writer: str) -> bool:
     return others[: len(own)] == own
 
 
-def along_axis(vector: Tensor, parameter: Tensor, axis: int) -> Tensor:
-    """A vector in the shape in which it multiplies a Parameter along an axis."""
-    return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
-
-
 def _folded(model: nn.Module, centring: Centring) -> Iterator[Change]:
     axes = {fold.pattern: fold.axis for fold in centring.folds}
     rows: dict[str, list[_Place]] = {}  # weight and bias of one module are one row
     for place in _places(model, set(axes)):
         rows.setdefault(place.row("centred").module, []).append(place)
     for places in rows.values():
-        yield Change(places[0].row("centred"), values=partial(_fold, places, axes))
-
-
-def _fold(places: list[_Place], axes: dict[str, int], transaction: Transaction) -> None:
-    for place in places:
-        transaction.rewrite(place.module, place.attribute, "centre", axis=axes[pattern_of(place.name)])
+        centred = (WeightChange(one.name, "centre", axis=axes[pattern_of(one.name)]) for one in places)
+        yield Change(places[0].row("centred"), values=tuple(centred))
 
 
 def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:

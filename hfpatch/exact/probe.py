@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.transaction import Transaction
+from ..core.weight_change import along_axis
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
-from .fold import Axis, Centring, along_axis, carry_out, same_layer
+from .fold import Axis, Centring, carry_out, same_layer
 from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
@@ -82,7 +83,7 @@ class Fitter:
         def write(values: Mapping[str, Tensor]) -> None:
             for parameter, value in values.items():
                 if getattr(module, parameter) is not None:
-                    self.edits.set_values(module, parameter, value)
+                    self.edits.write(module, WeightChange(parameter, "value", value))
 
         self._keep_if_nearer(name, "norm", fit_norm(module, rows), write, self._error({name: output}, decoder, (name,)))
         return self.new.delete_saved()
@@ -146,7 +147,7 @@ class Fitter:
                 norm, attribute = shift
                 identity = torch.eye(len(change), dtype=change.dtype, device=change.device)
                 solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
-                self.edits.rewrite(self.new.modules[norm], attribute, "add", solved)
+                self.edits.write(self.new.modules[norm], WeightChange(attribute, "add", solved))
 
         error = self._error({name: f"{name} output" for name in judged}, decoder, judged)
         self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
@@ -187,8 +188,7 @@ class Fitter:
 
         def write(values: Mapping[str, Tensor]) -> None:
             for parameter, value in values.items():
-                path, _, attribute = parameter.rpartition(".")
-                self.edits.set_values(module.get_submodule(path), attribute, value)
+                self.edits.write(module, WeightChange(parameter, "value", value))
 
         def error() -> float:
             work = copy_of(module, dtype=torch.float32)
@@ -294,13 +294,13 @@ class Fitter:
     def _transform(self, module: nn.Module, parameter: str, axis: int, change: Tensor, reads: bool) -> None:
         """Multiply a Parameter with I + change along an axis."""
         values = module.get_parameter(parameter).detach().to(change.device).double()
-        self.edits.rewrite(module, parameter, "add", transformed(values, change, axis, reads))
+        self.edits.write(module, WeightChange(parameter, "add", transformed(values, change, axis, reads)))
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             if change is not None and module._parameters[name] is not None:
-                self.edits.rewrite(module, name, "add", change)
+                self.edits.write(module, WeightChange(name, "add", change))
 
 
 def _channels_last(module: nn.Module, activations: Tensor) -> Tensor:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from ..core.journal import Entry, Journal
+from ..core.mapped import Mappings
 from ..measure.outputs import float64_device, in_float64
 from .report import FittedValues
 
@@ -45,7 +44,7 @@ class Ridge:
         self.bias, self.count = bias, 0
         self.xx, self.rx = zeros(inputs, inputs), zeros(outputs, inputs)
         self.x, self.r = zeros(inputs), zeros(outputs)
-        self.disk, self.held_out = Journal(), list[tuple[Entry, Entry]]()
+        self.disk, self.held_out = Mappings(), list[tuple[Tensor, Tensor]]()
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
@@ -58,7 +57,7 @@ class Ridge:
         x -= self.origin[0]
         r -= self.origin[1]
         if held_out.any():
-            self.held_out.append((self.disk.write(x[held_out]), self.disk.write(r[held_out])))
+            self.held_out.append((self.disk.store(x[held_out]), self.disk.store(r[held_out])))
             x, r = x[~held_out], r[~held_out]
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
@@ -75,8 +74,7 @@ class Ridge:
         """
         if self.origin is None or not self.count:
             return None
-        with closing(self.disk):
-            return self._solve(*(mean.double() for mean in self.origin))
+        return self._solve(*(mean.double() for mean in self.origin))
 
     def _centre(self) -> None:
         """X'X and R'X about the means, in place: of a model's wide layers there is no room for two."""
@@ -94,13 +92,13 @@ class Ridge:
             return None
         # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and R'X
         factor, weight, failed = xx.mT, self.rx.mT, torch.empty((), dtype=torch.int32, device=xx.device)
-        stored = self.disk.write(factor), self.disk.write(weight)
+        stored = self.disk.store(factor), self.disk.store(weight)
         before = self._error(None, -mean_r)
-        found: tuple[Entry, Tensor, float, float] | None = None
+        found: tuple[Tensor, Tensor, float, float] | None = None
         best = math.inf
         for penalty in PENALTIES:
-            stored[0].copy_to(factor)
-            stored[1].copy_to(weight)
+            self._put_back(factor, stored[0])
+            self._put_back(weight, stored[1])
             xx.diagonal().copy_(diagonal + penalty * scale)
             torch.linalg.cholesky_ex(factor, out=(factor, failed))
             if int(failed):
@@ -113,20 +111,26 @@ class Ridge:
             if found is not None and not error <= max(best, most):
                 break
             if math.isfinite(error):
-                found = self.disk.write(weight), bias + mean_r - weight.T @ mean_x, error, penalty
+                found = self.disk.store(weight), bias + mean_r - weight.T @ mean_x, error, penalty
                 best = min(best, error)
         if found is None:
             return None
-        found[0].copy_to(weight)
+        self._put_back(weight, found[0])
         return FittedValues(before, found[2], {"weight": weight, "bias": found[1]}, f"penalty {found[3]:g}")
+
+    def _put_back(self, target: Tensor, stored: Tensor) -> None:
+        """Fill a column-major matrix with what was stored, without all of that in memory beside it."""
+        for columns, old in zip(target.split(_ROWS_AT_ONCE, 1), stored.split(_ROWS_AT_ONCE, 1), strict=True):
+            columns.copy_(old)
+            self.disk.release()
 
     def _error(self, weight: Tensor | None, bias: Tensor) -> float:
         """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
         total, count = bias.new_zeros(()), 0
         for stored_x, stored_r in self.held_out:
-            residual = stored_r.tensor() - bias.to(stored_r.dtype)
+            residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
             if weight is not None:
-                x = stored_x.tensor()
+                x = stored_x.to(bias.device)
                 for missing, columns in zip(
                     residual.split(_ROWS_AT_ONCE, 1), weight.split(_ROWS_AT_ONCE, 1), strict=True
                 ):

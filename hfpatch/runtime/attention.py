@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import Cache
 
 from .errors import PositionError
 from .lens import REMOVED_ARGUMENT, Arguments, StandIn
+from .once import ONCE, Once, key_of, once
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
+from .rotary import RotaryEmbedding
 
 ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
 BIAS = "score_bias"  # and of the one whose output is added to its scores
@@ -31,15 +34,22 @@ class Rotation:
     Args:
         rotary: the module that a scheme attached.
         positions: of the tokens, (B or 1, T) or (B or 1, T, axes).
+        values: where cos and sin are kept for other attentions, if anywhere.
     """
 
-    def __init__(self, rotary: Any, positions: Any):
+    def __init__(self, rotary: Any, positions: Any, values: Once | None = None):
         self.rotary, self.positions = rotary, positions
-        self.phases = rotary(positions)
+        self.key = key_of(rotary)
+        self.values = None if self.key is None else values
+        self.phases = once(self.values, ("phases", self.key), (positions,), lambda: rotary(positions))
 
     def __call__(self, x: Tensor) -> Tensor:
         in_line = x[None] if x.dim() == 3 else x.flatten(1, -3)
-        return self.rotary.rotate(in_line, self.phases).reshape(x.shape)
+        phases = self.phases
+        if self.values is not None and isinstance(self.rotary, RotaryEmbedding):
+            kind = ("cast", self.key, x.dtype, x.device)
+            phases = self.values.of(kind, phases, lambda: self.rotary.cast(phases, x))
+        return self.rotary.rotate(in_line, phases).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
         """The same of some of the tokens alone, slots (B, n)."""
@@ -60,7 +70,7 @@ class Window:
     local: str | None = None
     size: str = ""
 
-    def mask(self, module: nn.Module, slots: Tensor) -> StandIn:
+    def mask(self, module: nn.Module, slots: Tensor, values: Once | None) -> StandIn:
         """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
         The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
@@ -70,13 +80,17 @@ class Window:
         size = getattr(module.config, self.size) if local else None
         buffer: Tensor = getattr(module, self.buffer)
 
-        def answer(_: Tensor, index: tuple[slice, slice, slice, slice]) -> Tensor:
-            keys = torch.arange(index[3].stop, device=slots.device)
+        def allowed(length: int) -> Tensor:
+            keys = torch.arange(length, device=slots.device)
             queries = slots[..., None]
             allowed = keys <= queries
             if size is not None:
                 allowed = allowed & (keys > queries - size)
             return allowed[None].to(buffer.dtype)
+
+        def answer(_: Tensor, index: tuple[slice, slice, slice, slice]) -> Tensor:
+            length = index[3].stop
+            return once(values, ("window", size, buffer.dtype), (slots, length), lambda: allowed(length))
 
         return StandIn(buffer, answer)
 
@@ -168,29 +182,31 @@ class AttentionLens:
     hfpatch_note: ClassVar[str] = "inputs of any length"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        states: Tensor = arguments[self.states]
-        tokens = swap_token_axis(states, self.time)
+        tokens = swap_token_axis(arguments[self.states], self.time)
         rotary: Any = module._modules.get(ROTARY)
         bias = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
-        filled: Arguments = {POSITIONS: REMOVED_ARGUMENT} if POSITIONS in arguments else {}
-        positions = None if rotary is None else self._positions(module, rotary, tokens, arguments)
+        filled: Arguments = {name: REMOVED_ARGUMENT for name in (POSITIONS, ONCE) if name in arguments}
+        values = None if is_dynamo_compiling() else arguments.get(ONCE) or module.__dict__.get(ONCE)
+        positions = None if rotary is None else self._positions(module, rotary, tokens, arguments, values)
         if self.window is not None or bias is not None or (rotary is not None and positions is None):
-            slots = self._slots(module, tokens, arguments)
+            slots = self._slots(module, tokens, arguments, values)
             positions = slots if positions is None else positions
         if self.window is not None:
-            attributes[self.window.buffer] = self.window.mask(module, slots)
+            attributes[self.window.buffer] = self.window.mask(module, slots, values)
         if bias is not None:
-            filled[MASK] = self._biased(module, bias, tokens, slots, arguments)
+            filled[MASK] = self._biased(module, bias, tokens, slots, arguments, values)
         if rotary is not None:
-            rotation = Rotation(rotary, positions)
+            rotation = Rotation(rotary, positions, values)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
             attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
                 filled.update(self.projections.turned(arguments, rotation))
         return attributes, filled
 
-    def _positions(self, module: nn.Module, rotary: Any, tokens: Tensor, arguments: Arguments) -> Tensor | None:
+    def _positions(
+        self, module: nn.Module, rotary: Any, tokens: Tensor, arguments: Arguments, values: Once | None
+    ) -> Tensor | None:
         """The tokens' positions, as a stack's owner or the caller says them; None where nobody does.
 
         Raises:
@@ -200,8 +216,8 @@ class AttentionLens:
         handed = arguments.get(POSITIONS) or module.__dict__.get(POSITIONS) or ()
         positions = dict(handed).get(axes)
         if positions is None and axes == 2 and tokens.dim() == 4:
-            rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape[1:3])
-            return torch.cartesian_prod(rows, columns)[None]
+            rows, columns, device = *tokens.shape[1:3], tokens.device
+            return once(values, ("grid",), (rows, columns, device), lambda: _grid(rows, columns, device))
         if positions is None and axes > 1:
             raise PositionError(
                 f"{module._get_name()} got no positions of its tokens on the {axes}-axis grid: call it through "
@@ -211,8 +227,17 @@ class AttentionLens:
             positions = arguments.get(POSITION_IDS)
         if positions is None or (not self.position_ids and positions.shape == (1,)):
             return None
+        number, given = number_of(tokens), positions
+        return once(values, ("positions",), (given, number), lambda: self._of_all_tokens(module, given, number))
+
+    def _of_all_tokens(self, module: nn.Module, positions: Tensor, number: int) -> Tensor:
+        """Positions (B or 1, T) of so many tokens, from those (T',) or (B or 1, T') that are known.
+
+        Raises:
+            PositionError: others than those of the known are among them, and where isn't known.
+        """
         positions = positions[None] if positions.dim() == 1 else positions
-        others = number_of(tokens) - positions.shape[1]
+        others = number - positions.shape[1]
         if others > 0 and self.other_tokens == "before":
             before = torch.arange(-others, 0, device=positions.device)
             return torch.cat((before.expand(len(positions), -1), positions), dim=1)
@@ -221,14 +246,20 @@ class AttentionLens:
             return torch.cat((positions, positions[:, -1:] + after), dim=1)
         if others:
             raise PositionError(
-                f"{module._get_name()} was given {number_of(tokens)} tokens and {positions.shape[1]} positions: some "
+                f"{module._get_name()} was given {number} tokens and {positions.shape[1]} positions: some "
                 "were dropped or added on the way, and which isn't known here. Pass one of position_ids per token of "
                 "this call, or none."
             )
         return positions
 
     def _biased(
-        self, module: nn.Module, bias: nn.Module, tokens: Tensor, slots: Tensor, arguments: Arguments
+        self,
+        module: nn.Module,
+        bias: nn.Module,
+        tokens: Tensor,
+        slots: Tensor,
+        arguments: Arguments,
+        values: Once | None,
     ) -> Tensor:
         """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
         kind = attention_implementation(module)
@@ -247,40 +278,64 @@ class AttentionLens:
         if mask is not None:
             length = mask.shape[-1]  # a host may have cut it
         packed = packed_slots(module, self.layer_index, tokens, arguments)
-        keys = torch.arange(length, device=tokens.device) + start if packed is None else packed[1]
+        causal = False
+        if mask is None and kind == "sdpa" and number > 1:  # eager attentions are always given their mask
+            said = arguments.get("is_causal")
+            causal = getattr(module, "is_causal", True) if said is None else said
         dtype = score_dtype(tokens.device.type, tokens.dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        scores, lowest = bias(slots, keys).to(wide), torch.finfo(dtype).min
-        if mask is None:
-            causal = arguments.get("is_causal")
-            causal = getattr(module, "is_causal", True) if causal is None else causal
-            if causal and kind == "sdpa" and number > 1:  # eager attentions are always given their mask
-                scores = scores.masked_fill(keys > slots[:, None, :, None], lowest)
-        elif mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, lowest)
-        else:
-            scores = (scores + mask.to(wide)).clamp(min=lowest)
-        return scores.to(dtype)
+        key, keys = key_of(bias), (start, length) if packed is None else packed[1]
+        values = None if key is None else values
 
-    def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments) -> Tensor:
+        def scores() -> Tensor:
+            places = torch.arange(length, device=tokens.device) + start if packed is None else packed[1]
+            scores = bias(slots, places).to(torch.promote_types(dtype, torch.float32))
+            return scores.masked_fill(places > slots[:, None, :, None], torch.finfo(dtype).min) if causal else scores
+
+        of_places = once(values, ("scores", key, dtype), (slots, keys, causal), scores)
+        return once(values, ("mask", key, dtype), (of_places, mask), lambda: _masked(of_places, mask, dtype))
+
+    def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments, values: Once | None) -> Tensor:
         packed = packed_slots(module, self.layer_index, tokens, arguments)
         if packed is not None:
             return packed[0]
-        slots = torch.arange(number_of(tokens), device=tokens.device)[None]
-        cache = self._cache(arguments)
-        if cache is None:
-            return slots
-        layer = getattr(module, self.layer_index, None)
-        if layer is None:
-            raise PositionError(
-                f"{module._get_name()} was given a cache but has no {self.layer_index!r}, so its positions in the "
-                "cache are unknown. Pass position_ids, or use_cache=False."
-            )
-        return slots + cache.get_seq_length(layer)
+        number, device, cache = number_of(tokens), tokens.device, self._cache(arguments)
+        start: Any = None
+        if cache is not None:
+            layer = getattr(module, self.layer_index, None)
+            if layer is None:
+                raise PositionError(
+                    f"{module._get_name()} was given a cache but has no {self.layer_index!r}, so its positions in the "
+                    "cache are unknown. Pass position_ids, or use_cache=False."
+                )
+            start = cache.get_seq_length(layer)
+        if isinstance(start, Tensor):  # a static cache counts in place, so that another value may be in it by then
+            values = None
+
+        def slots() -> Tensor:
+            counted = torch.arange(number, device=device)[None]
+            return counted if start is None else counted + start
+
+        return once(values, ("slots",), (number, start, device), slots)
 
     def _cache(self, arguments: Arguments) -> Cache | None:
         """The call's key-value cache: by its type, since versions of transformers name the argument differently."""
         return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
+
+
+def _masked(scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A bias on scores with a mask of their host, boolean or added, in the dtype of the scores."""
+    lowest = torch.finfo(dtype).min
+    if mask is None:
+        return scores.to(dtype)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, lowest).to(dtype)
+    return (scores + mask.to(scores.dtype)).clamp(min=lowest).to(dtype)
+
+
+def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Positions (1, rows * columns, 2) of tokens row after row."""
+    lines = (torch.arange(size, device=device) for size in (rows, columns))
+    return torch.cartesian_prod(*lines)[None]
 
 
 def number_of(tokens: Tensor) -> int:

@@ -1,24 +1,27 @@
-"""Positions handed down: from a stack's owner, given `position_ids` or pixels, to the attentions that rotate by them.
+"""What a stack's owner hands down to its attentions in a forward: positions, and the place for what they compute once.
 
-Attentions see a line of tokens. So a lens on the owner adds one keyword argument to its forward, which some hosts hand
-on to their attentions as they do all they don't know. For other hosts the owner's forward runs on a view in which each
-attention has the positions as an attribute; a layer on the way that may be checkpointed is called with them, and shows
-its own attentions in the same way. No state is written anywhere: two forwards of different sizes may wait for one
-backward, and torch.compile sees plain arguments.
+Attentions see a line of tokens. So a lens on the owner, which is given `position_ids` or pixels, adds keyword arguments
+to its forward, which most hosts hand on to their attentions as they do all they don't know. For other hosts the owner's
+forward runs on a view in which each attention has them as attributes; a layer on the way that may be checkpointed is
+called with them, and shows its own attentions in the same way. Nothing is written to a module: two forwards of
+different sizes may wait for one backward, and torch.compile sees plain arguments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .attention import POSITION_IDS, POSITIONS, ROTARY
 from .edits import modules_at
 from .grid import Grid
-from .lens import REMOVED_ARGUMENT, Arguments, StandIn, checkpointed_once, first_at, lens_of, put, views
+from .lens import REMOVED_ARGUMENT, Arguments, StandIn, checkpointed_once, first_at, host_class, lens_of, put, views
+from .once import ONCE, Once
 
 Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for each number that a rotation has
 
@@ -37,6 +40,7 @@ class HandedDown:
     children: tuple[str, ...] = ()
     grid: Grid | None = None
     attentions: tuple[str, ...] = ()
+    takes_more: bool = field(default=True, init=False, repr=False)  # whether the module takes arguments of any name
     hfpatch_note: ClassVar[str] = "hands positions down"
 
     def bound(self, module: nn.Module) -> HandedDown:
@@ -45,21 +49,29 @@ class HandedDown:
             tuple(name for pattern in patterns for name in _names_at(module, pattern))
             for patterns in (self.children, self.attentions)
         )
-        return HandedDown(children, self.grid, attentions)
+        lens = HandedDown(children, self.grid, attentions)
+        host: Any = host_class(type(module))
+        taken = inspect.signature(host.forward).parameters.values()
+        object.__setattr__(lens, "takes_more", any(one.kind is one.VAR_KEYWORD for one in taken))
+        return lens
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         positions, filled = self._positions(module, arguments)
-        if not positions:
-            return {}, filled
-        if not self.children:
-            return {}, {**filled, POSITIONS: positions}
+        handed: Arguments = {POSITIONS: positions} if positions else {}
+        if not is_dynamo_compiling():
+            handed[ONCE] = arguments.get(ONCE) or Once()
+        if not (positions and self.children):  # a view costs a forward more than what is computed once saves it
+            return {}, {**filled, **handed} if self.takes_more else filled
+        if ONCE in arguments:
+            filled[ONCE] = REMOVED_ARGUMENT
         tree: dict[str, Any] = {}
         for path in self.children:
             child = first_at(module, path)
             if lens_of(child, HandedDown) is None:
-                put(tree, f"{path}.{POSITIONS}", positions)
+                for name, value in handed.items():
+                    put(tree, f"{path}.{name}", value)
             else:
-                put(tree, path, StandIn(child, partial(_called_with, positions)))
+                put(tree, path, StandIn(child, partial(_called_with, handed)))
         return {**checkpointed_once(module), **views(module, tree)}, filled
 
     def _positions(self, module: nn.Module, arguments: Arguments) -> tuple[Positions, Arguments]:
@@ -67,7 +79,7 @@ class HandedDown:
         if POSITIONS in arguments:
             return arguments[POSITIONS], {POSITIONS: REMOVED_ARGUMENT}
         if self.grid is None:
-            position_ids = arguments.get(POSITION_IDS)
+            position_ids = arguments.get(POSITION_IDS) if self.children else None  # else the host hands them on
             return (() if position_ids is None else ((1, position_ids),)), {}
         filled = self.grid.filled(module, arguments)
         arguments = {**arguments, **filled}
@@ -80,8 +92,8 @@ class HandedDown:
         return tuple(positions.items()), filled
 
 
-def _called_with(positions: Positions, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return layer(*args, **kwargs, **{POSITIONS: positions})
+def _called_with(handed: Arguments, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer(*args, **kwargs, **handed)
 
 
 def _names_at(module: nn.Module, pattern: str) -> list[str]:

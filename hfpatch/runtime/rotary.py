@@ -120,6 +120,13 @@ class RotaryEmbedding(nn.Module):
         """The frequencies for these positions, on their device."""
         return self.inv_freq.to(positions.device)
 
+    def cast(self, phases: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returned, in the dtype of queries or keys x and where they are."""
+        cos, sin = phases
+        if cos.dtype == x.dtype and cos.device == x.device:
+            return phases
+        return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
+
     def rotate(self, x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
         """x (B, T, H, head_dim) with its first rotary_dim channels rotated: (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -127,9 +134,7 @@ class RotaryEmbedding(nn.Module):
             x: queries or keys.
             phases: what `forward` returned for their positions.
         """
-        cos, sin = phases
-        if cos.dtype != x.dtype:
-            cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        cos, sin = self.cast(phases, x)
         rotary_dim, width = self.rotary_dim, x.shape[-1]
         # split and unbind rather than slices, whose backward would allocate a tensor of zeros each
         rotated, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)

@@ -242,7 +242,7 @@ class _BranchFinder:
             projection=projection,
             readers=self._readers(writer, outlet, norm, held) if placement == "post" else (),
             placement=placement,
-            altered=find_sum(self.block, outlet, [point], _TOLERANCE) is None,
+            altered=find_sum(self.block, outlet, [point], _TOLERANCE, self.block.matrices_around(outlet)) is None,
             dropout=self._functional_dropout(outlet, point),
             mixes=self._mixes(writer, held),
             cross=self._reads_another_stack(writer, held),

@@ -14,30 +14,32 @@ from torch import Tensor
 from .blocks import Block, CallKey
 
 
-def find_sum(block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float) -> CallKey | None:
-    """Return the first of these points that depends on a call's output, if that is added there as it is; else None.
+def find_sum(
+    block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float, held: Collection[CallKey] = ()
+) -> CallKey | None:
+    """Return the first of these points at which a call's output is added as it is; None for none.
 
-    Noise on the output, or on the first that it returns, arrives unchanged, position by position, while all other
-    matrices are held: neither scaled, nor permuted, nor normalised.
+    Noise on the output, or on the first that it returns, arrives unchanged, position by position: neither scaled, nor
+    permuted, nor normalised.
 
     Args:
         block: the block.
         source: the call.
         points: of the block, those behind the call.
         tolerance: relative to the noise.
+        held: calls whose outputs stay what they are. With none of them, what else reads the output (an attention whose
+            values are added to the stream as well) changes the point, too, and the sum isn't all that it does.
     """
     base = block.base
     streams = {point: base.points[point] for point in points}
     noise = drown_out(block.noise(base.outputs[source], 0), streams.values())
     if not noise.numel():
         return None
-    after, added = block.run({source: noise}, block.matrices_around(source)).points, rows(noise)
-    least = tolerance * added.abs().max()
+    after, added = block.run({source: noise}, held).points, rows(noise)
     for point, before in streams.items():
         change = rows(after[point] - before)
-        if change.numel() and change.abs().max() > least:
-            same = change.shape == added.shape and bool((change - added).abs().max() <= least)
-            return point if same else None
+        if change.shape == added.shape and bool((change - added).abs().max() <= tolerance * added.abs().max()):
+            return point
     return None
 
 

@@ -112,7 +112,7 @@ def _attention_change(
             found.append(Edit.of(f"{name}.{place}", value))
     if seen:
         found.append(Edit.of(f"{name}.{LENS_SLOT}", _lens(stack)))
-    if new is not None and not scheme.keeps_table:
+    if (new is not None or new_bias is not None) and not scheme.keeps_table:
         found += _handing_down(item)
     return Change(row, tuple(found))
 
@@ -185,12 +185,12 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
 
 
 def _handing_down(item: FoundStack) -> list[Edit]:
-    """Lenses by which positions come from a stack's owner to all of its attentions; none where it does that itself."""
+    """Lenses by which a stack's owner hands positions, and what is computed of them once, to all of its attentions."""
     stack = item.stack
     grid = stack.grid if stack.grid is not None and stack.grid.projection is not None else None
     takes_ids = POSITION_IDS in inspect.signature(type(item.owner).forward).parameters
     if grid is None and (stack.hands_on or not takes_ids):
-        return []
+        return [Edit.of(item.path(LENS_SLOT), HandedDown())]
     paths = tuple(path.removeprefix(f"{item.name}.") for path in item.attentions)
     found = {} if stack.hands_on else _next_on_the_way(item.owner, paths)
     children = {path: tuple(dict.fromkeys(map(pattern_of, below))) for path, below in found.items()}

@@ -51,7 +51,7 @@ def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, 
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
             kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
-            change.row, change.edits, change.values = kept, (), None
+            change.row, change.edits, change.starts = kept, (), ()
     return Planned(part, changes)
 
 

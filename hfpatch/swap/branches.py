@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS, PLACEMENTS
-from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange, along_axis
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains
@@ -34,7 +34,7 @@ from ..sites.branches import (
 )
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
-from .norms import norm_text, start_afresh
+from .norms import norm_text, starting_values
 from .planners import Planned
 
 
@@ -92,7 +92,7 @@ def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placemen
         edits.append(Edit.of(f"{name}{SECOND_NORM_SUFFIX}", same_kind.call(facts, None)))
     if part.init == "reset":
         edits.append(Edit.of(name, same_kind.call(facts, site.norm)))
-    return Change(row, tuple(edits), start_afresh(model, name, part))
+    return Change(row, tuple(edits), starts=starting_values(model, name, part, edits))
 
 
 # DeepNorm
@@ -161,7 +161,7 @@ def _change(model: nn.Module, site: Site, sites: list[Site], part: Part[DeepNorm
         require_joinable(site)
         put = [Edit.of(name, scheme.call(facts, site.norm))] if part.init == "reset" else []
         edits = (*_joins_kept(site, sites), site.join("deepnorm", alpha), *put)
-    return Change(row, edits, start_afresh(model, name, part))
+    return Change(row, edits, starts=starting_values(model, name, part, edits))
 
 
 def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
@@ -219,28 +219,21 @@ def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Cha
     row.replace_by(becomes, loss=loss, exact=exact).reason = loss and "biases start at zero"
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
-    def values(edits: Transaction) -> None:
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and not parameter.is_meta:
-                by = _factors(module, parameter, which, heads, bias if parameter.dim() == 1 else factor)
-                by = by.to(parameter.device)
-                if parameter.dim() == 1 and bias == 0.0:  # no factor takes back what training makes of a zero
-                    new = (parameter.detach() * by).to(parameter.dtype)
-                    edits.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
-                else:
-                    edits.rewrite(module, name, "multiply", by)
-
-    return Change(row, values=values)
+    values = []
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not parameter.is_meta:
+            by = bias if parameter.dim() == 1 else factor
+            operand = by if which == "all" else _factors(module, parameter, which, heads, by)
+            values.append(WeightChange(f"{site.block_name}.{path}.{name}", "multiply", operand))
+    return Change(row, values=tuple(values))
 
 
 def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, factor: float) -> Tensor:
-    """Factor for a Parameter: one number, or one for each of the module's outputs."""
-    one = torch.tensor(factor, dtype=torch.float64, device="cpu")
-    if which == "all":
-        return one
+    """Factors for a Parameter, one for each of the module's outputs."""
     axis = (1 if type(module).__name__ == "Conv1D" else 0) if parameter.dim() > 1 else 0
-    by = torch.where(values_of(parameter.shape[axis], which, heads), one, 1.0)
-    return by.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
+    mask = values_of(parameter.shape[axis], which, heads)
+    by = torch.where(mask, torch.tensor(factor, dtype=torch.float64, device="cpu"), 1.0)
+    return along_axis(by, parameter, axis)
 
 
 # Both

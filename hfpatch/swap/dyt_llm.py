@@ -24,7 +24,7 @@ from ..runtime.lens import SCALE, SCALED
 from ..schemes.norms import DyT
 from ..schemes.request import Part
 from ..sites.anatomy import Branch, find_branches
-from ..sites.blocks import Block, measuring
+from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
 from .norms import plan_norms
@@ -175,8 +175,8 @@ def _is_multiplied(model: nn.Module, name: str, embedding: nn.Embedding, inputs:
     whole, source = Block("", model, (), inputs), (name, 0)
     delta = torch.linspace(1.0, 2.0, embedding.weight.shape[-1], dtype=embedding.weight.dtype)
     moved = whole.run({source: delta}, whole.matrices_around(source)).points
-    changes = (moved[point] - before for point, before in whole.base.points.items())
-    change = next((one for one in changes if one.shape[-1] == len(delta) and one.abs().max() > 0), delta)
+    changes = (moved[norm] - before for norm, before in whole.base.points.items() if norm != OUTPUT)
+    change = next((one for one in changes if one.shape[-1] == len(delta) and one.any()), delta)
     factors = (change / delta).flatten()
     factor = factors.median()
     is_multiple = (factors - factor).abs().max() <= _TOLERANCE * factor.abs()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row
-from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..runtime.constants import Rows
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
@@ -71,44 +71,70 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss=loss)
     row.reason = f"{IMAGE_SIZE}={size}"
 
-    def resized(table: Tensor) -> Tensor:
-        return layout.resized(table, scheme, rows, columns, usual)
-
     patches = slice(layout.before, layout.before + layout.frames * rows * columns)
-    edits, values = resized_table(item, resized, patches if fresh else None)
+    edits, values = resized_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
     return Change(row, tuple(edits), values)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Interpolates a table on a grid of patches; arguments as of `Layout.resized`."""
+
+    layout: Layout
+    scheme: Learned
+    rows: int
+    columns: int
+    usual: str
+
+    def __call__(self, table: Tensor) -> Tensor:
+        return self.layout.resized(table, self.scheme, self.rows, self.columns, self.usual)
+
+    def __str__(self) -> str:
+        return f"rows of x stretched over {self.rows} x {self.columns}"
+
+
+@dataclass(frozen=True)
+class _Redraw:
+    """Resizes a table, and draws some of its new rows at random.
+
+    Attributes:
+        resized: makes the new rows.
+        drawn: which of them are random.
+        spread: their standard deviation.
+    """
+
+    resized: Callable[[Tensor], Tensor]
+    drawn: slice
+    spread: float
+
+    def __call__(self, table: Tensor) -> Tensor:
+        new = self.resized(table)
+        new.view(-1, new.shape[-1])[self.drawn].normal_(std=self.spread)
+        return new
+
+    def __str__(self) -> str:
+        return f"random, of standard deviation {self.spread:.4g}"
 
 
 def resized_table(
     item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
-) -> tuple[list[Edit], Callable[[Transaction], None]]:
-    """The edits that give a learned table another number of rows, and what writes these.
+) -> tuple[list[Edit], tuple[WeightChange, ...]]:
+    """The edits that give a learned table another number of rows, and the change of its values before them.
 
     Args:
         resized: from the table's values to the new ones.
         fresh: of the new rows those that start at random values; None for none.
     """
-    table, old = item.table(), _weight(item.table())
-    holder, attribute = (table, "weight") if isinstance(table, nn.Embedding) else item.holder()
+    table, old, config = item.table(), _weight(item.table()), item.owner.config
     assert old is not None
-    shape = resized(old.detach()).shape
-    edits = [Edit.of(item.table_name if table is old else f"{item.table_name}.weight", Call.of(Rows, *shape))]
+    shape, where = resized(old.detach()).shape, item.table_name if table is old else f"{item.table_name}.weight"
+    if fresh is not None:
+        spread = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
+        resized = _Redraw(resized, fresh, spread)
+    edits = [Edit.of(where, Call.of(Rows, *shape))]
     if table is not old:
         edits.append(Edit.of(f"{item.table_name}.num_embeddings", shape[0]))
-
-    def values(changes: Transaction) -> None:
-        parameter = holder._parameters[attribute]
-        assert parameter is not None
-        if parameter.is_meta:
-            return
-        new = resized(old.detach())  # only now: the same patch may have centred the table
-        if fresh is not None:
-            config = item.owner.config
-            spread = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
-            new.view(-1, new.shape[-1])[fresh].normal_(std=spread)
-        parameter.data.copy_(new)
-
-    return edits, values
+    return edits, (WeightChange(where, "rows", resized),)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError
 from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection, parameter_like
+from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import Part
 from ..sites.mlps import MLPSite, find_mlps, mixtures
@@ -74,7 +76,8 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
         _require_resizable(model, site, scheme)
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
-        return Change(row, edits, lambda _: _start_afresh(model, site, first, last))
+        new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
+        return Change(row, edits, then=(_Start(_trained(*new), site.name, site.activation, str(site.last)),))
     start = _require_start(site, scheme)
     loss = None
     if not start.exact:
@@ -86,7 +89,9 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
     row.replace_by(becomes, loss=loss, exact=exact)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
-    return Change(row, edits, lambda changes: _start_as_trained(changes, model, site, first))
+    own = [name for name, parameter in first._parameters.items() if parameter is not None]
+    times = [WeightChange(f"{site.name}.gate.{name}", "multiply", start.scale) for name in own if start.scale != 1.0]
+    return Change(row, edits, starts=tuple(times), then=(_Start(_trained((f"{site.name}.up", first)), site.name),))
 
 
 def _text(site: MLPSite) -> str:
@@ -152,49 +157,59 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
     )
 
 
-def _start_as_trained(changes: Transaction, model: nn.Module, site: MLPSite, first: nn.Module) -> None:
-    """The gate's Parameters are the replaced projection's, times k (shared ones are kept: `find_mlps`); V's are new."""
-    gated: Any = model.get_submodule(site.name)
-    _freeze_as(gated.up, first)
-    scale = vars(gated.gate).pop(TIMES)
-    if scale != 1.0:
-        for name, parameter in gated.gate._parameters.items():
-            if parameter is not None:
-                operand = torch.tensor(scale, dtype=torch.float64, device="cpu")
-                changes.rewrite(gated.gate, name, "multiply", operand)
+@dataclass(frozen=True)
+class _Start:
+    """Freezes the new Parameters of a gated MLP where the old ones are; with all names initialises them as the host.
+
+    Otherwise the gate's are the replaced projection's (shared ones are kept: `find_mlps`), and V's are new.
+
+    Attributes:
+        trained: (name, whether it is trained) of the new Parameters.
+        first, activation, last: names of the gated projection, the activation, and the projection back.
+    """
+
+    trained: tuple[tuple[str, bool], ...]
+    first: str
+    activation: str | None = None
+    last: str | None = None
+
+    def apply(self, model: nn.Module, changes: Transaction) -> None:
+        """Carry it out; all of it is about new modules, which `changes` logged."""
+        gated = model.get_submodule(self.first)
+        assert isinstance(gated, GatedLinear)
+        if self.activation is None or self.last is None:
+            vars(gated.gate).pop(TIMES)
+        else:
+            for module in (gated.gate, gated.up, model.get_submodule(self.last)):
+                vars(module).pop(FRESH)
+            if not gated.weight.is_meta:
+                _initialise(model, (self.first, self.activation, self.last))
+        for name, trained in self.trained:
+            path, _, leaf = name.rpartition(".")
+            if (parameter := model.get_submodule(path)._parameters.get(leaf)) is not None:
+                parameter.requires_grad_(trained)
 
 
-def _start_afresh(model: nn.Module, site: MLPSite, old_first: nn.Module, old_last: nn.Module) -> None:
-    """New projections' values, initialised as the host does it."""
-    gated, last = model.get_submodule(site.name), model.get_submodule(str(site.last))
-    assert isinstance(gated, GatedLinear)
-    for module in (gated.gate, gated.up, last):
-        vars(module).pop(FRESH)
-    if not gated.weight.is_meta:
-        _initialise(model, site, gated, last)
-    for new, old in ((gated.gate, old_first), (gated.up, old_first), (last, old_last)):
-        _freeze_as(new, old)
+def _trained(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it is trained) of the Parameters that replace those of modules, by the modules' new names."""
+    return tuple(
+        (f"{where}.{name}", (old.weight if old._parameters.get(name) is None else old._parameters[name]).requires_grad)
+        for where, old in modules
+        for name in ("weight", "bias")
+    )
 
 
-def _freeze_as(new: nn.Module, old: nn.Module) -> None:
-    """Give a new module Parameters of the replaced one's kind, frozen where those are."""
-    weight: nn.Parameter = old.weight  # type: ignore[assignment]
-    for name, parameter in list(new._parameters.items()):
-        if parameter is not None:
-            replaced = old._parameters.get(name)
-            new._parameters[name] = parameter_like(weight if replaced is None else replaced, parameter.detach())
-
-
-def _initialise(model: nn.Module, site: MLPSite, gated: GatedLinear, last: nn.Module) -> None:
+def _initialise(model: nn.Module, names: tuple[str, str, str]) -> None:
     """The host's own rules: those for a projection, and those for a module that holds nothing but this MLP.
 
     Twice, since such a rule writes to the first projection, as which the gate poses: V keeps the first draw.
     """
-    host = _host_of(model, site.name)
+    host, gated, last = _host_of(model, names[0]), model.get_submodule(names[0]), model.get_submodule(names[2])
+    assert isinstance(gated, GatedLinear)
     if host is None:
         return
     own = {id(parameter) for module in (gated, last) for parameter in module.parameters()}
-    around = dict.fromkeys(name.rpartition(".")[0] for name in (site.name, site.activation, str(site.last)))
+    around = dict.fromkeys(name.rpartition(".")[0] for name in names)
     holders = [model.get_submodule(name) for name in around]
     holders = [module for module in holders if all(id(parameter) in own for parameter in module.parameters())]
     with torch.no_grad():

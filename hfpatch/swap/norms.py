@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError
 from ..exact.request import Conversion
 from ..runtime.edits import Edit
@@ -54,18 +53,27 @@ class _Site:
 
 def plan_norm_request(model: nn.Module, part: Part[Norm], example_inputs: Mapping[str, Any] | None) -> Planned:
     """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
-    conversion = Conversion.of_request(model, part, example_inputs)
-    changes = plan_norms(model, part, conversion)
+    changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
     return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
 
 
-def plan_norms(model: nn.Module, part: Part[Norm], conversion: Conversion | None = None) -> list[Change]:
-    """What `part` does to each of the model's norms; nothing is changed yet.
+def plan_norms(model: nn.Module, part: Part[Norm]) -> list[Change]:
+    """Plan the swap of norms that copies gain and shift; the rest as in `plan_with`."""
+    return plan_with(model, part, None)[0]
+
+
+def plan_with(
+    model: nn.Module, part: Part[Norm], conversion: Conversion | None
+) -> tuple[list[Change], Conversion | None]:
+    """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
         model: any module tree.
         part: a norm scheme with its globs.
         conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
+
+    Returns:
+        The changes, and the conversion with what it found and the norms that it changes.
 
     Raises:
         NothingToPatchError: the model has no norm.
@@ -80,14 +88,18 @@ def plan_norms(model: nn.Module, part: Part[Norm], conversion: Conversion | None
     _give_reasons_to_keep(sites, part, Names.of(model))
     changing = [site for site in sites if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
-        conversion.find()
+        conversion = conversion.find()
     for site in changing:
         _give_loss(site, part, conversion)
+    if conversion is not None:
+        replaced = [site for site in changing if site.reason is None]
+        exact, approximate = (tuple(s.names[0] for s in replaced if (s.loss is None) == same) for same in (True, False))
+        conversion = replace(conversion, exact=exact, approximate=approximate)
     if changing and all(site.reason for site in changing):
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
-    exact = _SAME if conversion is None else _NO_MEAN
-    changes = [_change(model, site, part, exact) for site in sites]
-    return changes if conversion is None else changes + conversion.changes()
+    why = _SAME if conversion is None else _NO_MEAN
+    changes = [_change(model, site, part, why) for site in sites]
+    return changes + ([] if conversion is None else conversion.changes()), conversion
 
 
 def _give_loss(site: _Site, part: Part[Norm], conversion: Conversion | None) -> None:
@@ -105,8 +117,6 @@ def _give_loss(site: _Site, part: Part[Norm], conversion: Conversion | None) -> 
             loss = "only the constant part of the mean of the norm's input is removed"
     if loss is not None and part.init == "exact":
         site.reason = f"not exact: {obstacle or loss}"
-    else:
-        (conversion.exact if loss is None else conversion.approximate).append(site.names[0])
     site.loss = f"{loss} ({obstacle})" if loss and obstacle else loss
 
 
@@ -189,7 +199,7 @@ def _change(model: nn.Module, site: _Site, part: Part[Norm], exact: str) -> Chan
     row.replace_by(scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, exact=exact)
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
-    return Change(row, edits, start_afresh(model, name, part), otherwise=site.otherwise)
+    return Change(row, edits, starts=starting_values(model, name, part, edits), otherwise=site.otherwise)
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
@@ -197,19 +207,11 @@ def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
     return module._get_name() + size_of(facts)
 
 
-def start_afresh(model: nn.Module, name: str, part: Part[Any]) -> Callable[[Transaction], None] | None:
-    """Where `part` has init="reset", a function that gives a norm new Parameters at their scheme's starting values.
-
-    It is run after the swap. They are new objects, since the replaced norm's own Parameters must stay as they were.
-    """
-    if part.init != "reset":
-        return None
-
-    def values(changes: Transaction) -> None:
-        module: Any = model.get_submodule(name)
-        for parameter, old in list(module._parameters.items()):
-            if old is not None:
-                new = torch.full_like(old, module.initial_value(parameter))
-                changes.set_parameter(module, parameter, nn.Parameter(new, requires_grad=old.requires_grad))
-
-    return values
+def starting_values(model: nn.Module, name: str, part: Part[Any], edits: Iterable[Edit]) -> tuple[WeightChange, ...]:
+    """Where `part` has init="reset", the starting values of the Parameters of a norm that these edits bring in."""
+    calls = [edit.value for edit in edits if edit.at == (name,)]
+    if part.init != "reset" or not calls:
+        return ()
+    new = calls[-1].make_module(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
+    own = [parameter for parameter, value in new._parameters.items() if value is not None]
+    return tuple(WeightChange(f"{name}.{one}", "fill", float(new.initial_value(one))) for one in own)

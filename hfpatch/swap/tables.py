@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
-from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
@@ -46,12 +47,7 @@ def table_change(model: nn.Module, item: FoundStack, part: Part[Position], why: 
     row.replace_by(NOTHING if item.stack.computes else MEAN_ROW, loss=loss)
     row.reason = "inputs of any length"
     edits, constants = removal(model, item, fresh=part.init == "reset")
-
-    def values(changes: Transaction) -> None:
-        for path in constants:
-            model.get_parameter(path).data.zero_()
-
-    return Change(row, edits, values if constants else None)
+    return Change(row, edits, starts=tuple(WeightChange(path, "fill", 0.0) for path in constants))
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
@@ -144,7 +140,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         )
     first = first_row(item)
     old, new = table.num_embeddings - first, scheme.max_positions
-    edits, values = [], None
+    edits, values = list[Edit](), tuple[WeightChange, ...]()
     if not isinstance(scheme, Learned):
         same = _follows(table, scheme, first)
         loss, row.reason = None if same else "learned positions are replaced", "inputs of any length"
@@ -161,16 +157,32 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, exact="every position keeps its row")
 
-        def resized(rows: Tensor) -> Tensor:
-            return torch.cat((rows[:first], scheme.resized(rows[first:])))
-
-        edits, values = resized_table(item, resized, slice(first, None) if fresh else None)
+        edits, values = resized_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
         limits = [(path, beside_a_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
+
+
+@dataclass(frozen=True)
+class _Resize:
+    """Gives a learned table another number of rows, but for the first ones.
+
+    Attributes:
+        scheme: makes the new rows.
+        first: how many rows are of no position.
+    """
+
+    scheme: Learned
+    first: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.cat((rows[: self.first], self.scheme.resized(rows[self.first :])))
+
+    def __str__(self) -> str:
+        return f"rows of x by {self.scheme}"
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:

@@ -148,15 +148,18 @@ def _shaken(model: Any, names: set[str]) -> Any:
 def full_length(model: Any) -> int | None:
     """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does.
 
-    Where a patch left no table, so that texts may be of any length, it is twice what the config says.
+    Where a patch left no table of a text's positions, so that texts may be of any length, it is twice what the config
+    says.
     """
-    stacks = [item for item in find_stacks(model) if item.stack.grid is None and item.removed_rows() is None]
-    held = [max_positions(item) for item in stacks if not isinstance(item.table(), ComputedPositions)]
+    of_texts = [item for item in find_stacks(model) if item.stack.grid is None]
+    left = [item for item in of_texts if item.removed_rows() is None]
+    held = [max_positions(item) for item in left if not isinstance(item.table(), ComputedPositions)]
     if any(held):
         return min(filter(None, held))
     said = Inputs(model.config).find(*LENGTHS)
     longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
-    return longest if longest is None else min(longest * (1 + is_unlimited(model)), _LONGEST)
+    unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that isn't known here
+    return longest if longest is None else min(longest * (1 + unlimited), _LONGEST)
 
 
 def _scaled_lengths(model: nn.Module) -> Iterator[int]:

@@ -152,6 +152,7 @@ def test_the_files(tmp_path: Path) -> None:
         "wpe = ConstantPositions()",
         "h.*.attn.rotary_emb = RotaryEmbedding(8, theta=10000.0)",
         f"h.*.attn.@lens = {lens}",
+        "@lens = HandedDown()",
     ]
     assert stored["hfpatch"]["any_length"] is True
     assert model.config.model_type == "gpt2"

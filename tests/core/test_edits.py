@@ -9,6 +9,7 @@ from tiny_models import changes, fingerprint
 from torch import nn
 
 from hfpatch.core.transaction import Transaction
+from hfpatch.core.weight_change import WeightChange
 
 
 class Child(nn.Linear):
@@ -119,8 +120,8 @@ def test_values_of_a_parameter_change_and_come_back() -> None:
     model = tree()
     parameter, before = model.table, fingerprint(model)
     edits, ones = Transaction(), torch.ones(3, 3)
-    edits.set_values(model, "table", torch.full((12,), 0.1, dtype=torch.float64))
-    edits.set_values(model.first, "weight", ones)
+    edits.write(model, WeightChange("table", "value", torch.full((12,), 0.1, dtype=torch.float64)))
+    edits.write(model, WeightChange("first.weight", "value", ones))
     model.first.weight.data[0, 0] = 5
     assert ones[0, 0] == 1, "what is given is copied"
     assert model.table is parameter
@@ -134,8 +135,8 @@ def test_values_of_a_parameter_change_and_come_back() -> None:
 def test_old_values_follow_the_parameters_dtype_and_shape() -> None:
     model, edits = tree(), Transaction()
     old = model.table.detach().clone()
-    edits.set_values(model, "table", torch.zeros(4, 3))
-    edits.set_values(model, "scale", torch.zeros(3))
+    edits.write(model, WeightChange("table", "value", torch.zeros(4, 3)))
+    edits.write(model, WeightChange("scale", "value", torch.zeros(3)))
     model.to(torch.float16)
     model.scale = nn.Parameter(torch.ones(5))  # resized since
     edits.undo()

@@ -114,6 +114,24 @@ def native_rope() -> str:
     )
 
 
+def acceptance() -> str:
+    found = totals("acceptance")
+    return (
+        f"Of {found['ok'] + found['refused'] + found['wrong']} requests of {found['types']} model types (transformers "
+        f"{found['transformers']}) {found['ok']} are accepted and ok, {found['refused']} refused, **{found['wrong']} "
+        "wrong**. [What is accepted runs](acceptance.md) has the reasons of what is refused."
+    )
+
+
+def weight_decay() -> str:
+    found = totals("weight_decay")
+    return (
+        f"Which parameters transformers' Trainer lets decay, before and after {found['patches']} patches of "
+        f"{found['types']} model types (transformers {found['transformers']}): **{found['differ']} differ**. "
+        "[Weight decay](weight_decay.md) has each type."
+    )
+
+
 def native_export() -> str:
     import native_export as sweep
 
@@ -126,7 +144,8 @@ def versions() -> str:
     return sweep.table(totals("versions"))
 
 
-BLOCKS = {block.__name__: block for block in (support, sweep, exact, positions, native_rope, native_export, versions)}
+_ALL = (support, sweep, exact, positions, native_rope, acceptance, weight_decay, native_export, versions)
+BLOCKS = {block.__name__: block for block in _ALL}
 
 
 def block_pattern(name: str) -> re.Pattern[str]:

@@ -105,6 +105,6 @@ def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_control_a_bias_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = AttentionLens._slots
-    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, tokens, _: slots(self, m, tokens, {}))
+    monkeypatch.setattr(AttentionLens, "_slots", lambda self, m, tokens, _, values: slots(self, m, tokens, {}, values))
     model, given = made(name, "alibi")
     assert difference(generated(model, given), generated(model, given, use_cache=False)) > 1e-2

@@ -15,16 +15,18 @@ TOLERANCE = 1e-5
 class Toy(nn.Module):
     """x + branch(x), then a second norm and branch."""
 
-    def __init__(self, scale: float = 1.0, after: float = 1.0, leaks: bool = False) -> None:
+    def __init__(self, scale: float = 1.0, after: float = 1.0, leaks: bool = False, adds_values: bool = False) -> None:
         super().__init__()
         self.norm, self.up, self.gate, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
         self.second, self.last = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.scale, self.after, self.leaks = scale, after, leaks
+        self.scale, self.after, self.leaks, self.adds_values = scale, after, leaks, adds_values
+        self.value = nn.Linear(8, 8)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         h = self.norm(hidden_states)
         x = hidden_states + self.scale * self.down(self.up(h) * self.gate(h))
         x = x + h if self.leaks else x
+        x = x + (v := self.value(h)) + self.last(v) if self.adds_values else x
         x = x + self.last(self.second(x))
         return self.after * x
 
@@ -48,8 +50,16 @@ def test_what_is_added_and_where() -> None:
 
 
 def test_what_is_scaled_on_the_way_is_not_added_as_it_is() -> None:
-    """Nor where a later factor undoes the first one: what stands between has read it scaled."""
+    """Nor where a later factor undoes the first one: what stands between reads it scaled, and adds to the change."""
     assert sums(block_of(scale=0.5, after=2.0)) == dict.fromkeys(("up", "gate", "down", "last"))
+
+
+def test_what_is_added_and_read_besides() -> None:
+    """As FunASR's values: what they do isn't their sum alone, unless the rest is held."""
+    block = block_of(adds_values=True)
+    value, points = ("value", 0), [("second", 0), OUTPUT]
+    assert find_sum(block, value, points, TOLERANCE) is None
+    assert find_sum(block, value, points, TOLERANCE, block.matrices_around(value)) == ("second", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

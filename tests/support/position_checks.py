@@ -70,22 +70,24 @@ def changed_positions(
             hook.remove()
 
 
-def gradients(model: Any, inputs: list[dict[str, Any]], checkpointing: bool) -> dict[str, Tensor]:
+def gradients(
+    model: Any, inputs: list[dict[str, Any]], checkpointing: bool, reentrant: bool = False
+) -> dict[str, Tensor]:
     """Gradients of one backward behind a forward for each of the inputs, with the same dropout in every call."""
     model = copy.deepcopy(model).train()
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sum(model(**given)[0].square().mean() for given in inputs).backward()  # type: ignore[union-attr]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def require_the_same_with_checkpointing(model: Any, inputs: list[dict[str, Any]]) -> None:
+def require_the_same_with_checkpointing(model: Any, inputs: list[dict[str, Any]], reentrant: bool = False) -> None:
     """Gradient checkpointing changes no bit of the gradients; a mechanism that kept state between calls would."""
-    plain, checkpointed = gradients(model, inputs, False), gradients(model, inputs, True)
+    plain, checkpointed = gradients(model, inputs, False), gradients(model, inputs, True, reentrant)
     assert plain.keys() == checkpointed.keys()
     assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
 

@@ -148,6 +148,12 @@ def test_what_the_model_scales_itself_isn_t_scaled_twice(scaling: Any) -> None:
     assert any(name.endswith(SCALE) for name, _ in control.named_parameters())
 
 
+def test_an_embedding_before_a_projection_is_scaled() -> None:
+    """What is added to it arrives at no norm while matrices are held."""
+    model = start(make("opt", word_embed_proj_dim=16))
+    assert [name for name, _ in model.named_parameters() if name.endswith(SCALE)]
+
+
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from hfpatch.schemes.request import Record
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
 from hfpatch.sites.stacks import find_stacks, first_row, max_positions
+from hfpatch.swap.trial import full_length
 
 # --- configs ----------------------------------------------------------------------------------------------------------
 
@@ -302,3 +303,11 @@ def test_packed_sequences_stay_apart_where_the_host_s_mask_goes_by_position_ids(
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_whose_table_isnt_known_stays_as_long_as_it_was() -> None:
+    """Only the encoder of images loses its positions; the texts that its decoder reads still end."""
+    model, _ = zoo.tiny("pp_formulanet")
+    (outcome,) = outcomes(patched(model, pos="rope")).values()
+    assert "not measured" not in outcome
+    assert full_length(model) == model.config.text_config.max_position_embeddings

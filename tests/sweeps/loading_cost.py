@@ -3,11 +3,15 @@
     python tests/sweeps/loading_cost.py                                          # 124M parameters: a minute or two
     python tests/sweeps/loading_cost.py --width 1536 --layers 32 --heads 24 --dtype bfloat16   # 985M
 
-One thread; CPU seconds of the process, the median of repeats that alternate between the three ways.
+One thread; CPU seconds of the process, the median of repeats that alternate between the three ways. Then those of fresh
+processes that import what opening any model needs, without and with hfpatch.
 """
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -26,6 +30,7 @@ WAYS = {  # folder, and how it is opened
     "patched, checked": ("patched", {}),
 }
 JOBS = ("from_pretrained", "with a first forward")
+IMPORT = "import torch; from transformers import AutoModelForCausalLM, PreTrainedModel"
 
 
 def seconds(way: str, job: str, parent: Path) -> float:
@@ -36,6 +41,13 @@ def seconds(way: str, job: str, parent: Path) -> float:
         with torch.no_grad():
             model(input_ids=torch.arange(8)[None] + 5)
     return time.process_time() - start
+
+
+def seconds_of_import(code: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
@@ -64,6 +76,9 @@ def main() -> None:
     for job in JOBS:
         plain, *others = (median(found[job, way]) for way in WAYS)
         print(f"| {job} | {plain:.3f} | {' | '.join(f'{one:.3f} ({one / plain - 1:+.1%})' for one in others)} |")
+    times = [[seconds_of_import(code) for code in (IMPORT, f"{IMPORT}; import hfpatch")] for _ in range(5)]
+    without, beside = (median(column) for column in zip(*times, strict=True))
+    print(f"\nThe imports take {without:.2f} s, with hfpatch {beside:.2f} s.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Patching a checkpoint whose weights stay in its files: the same as in memory, to the bit, in the same shards."""
+"""Patching a checkpoint whose weights are mapped from its files: as in memory, to the bit, in the same shards."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from transformers import AutoConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 import hfpatch
-from hfpatch.checkpoint import by_name, streaming
+from hfpatch.checkpoint import by_name, mapped_weights
 from hfpatch.cli import app
-from hfpatch.core.stored_tensor import StoredTensor
+from hfpatch.core import transaction
+from hfpatch.core.mapped import MAPPED, read_into_memory, released
 from hfpatch.errors import FingerprintWarning, FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.errors import CheckpointError
@@ -45,8 +46,8 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def matrices_stay_in_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_SMALL", 4096)  # all but gains, shifts and biases
+def matrices_go_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction, "_LARGE", 4096)  # all but gains, shifts and biases
 
 
 def sharded(model: PreTrainedModel, folder: Path) -> Path:
@@ -77,7 +78,10 @@ def stored(folder: Path, head: str | None = None) -> Any:
 
 
 def in_files(model: PreTrainedModel) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if isinstance(parameter, StoredTensor)]
+    """The Parameters that lie in a file that is mapped into memory."""
+    ranges = [(torch.frombuffer(one, dtype=torch.uint8).data_ptr(), len(one)) for one in vars(model)[MAPPED]._maps]
+    within = lambda address: any(0 <= address - start < length for start, length in ranges)  # noqa: E731
+    return [name for name, parameter in model.named_parameters() if within(parameter.data_ptr())]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,14 +126,43 @@ def test_other_shards_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
-    """What was in the files is still there afterwards, folded weights and an embedding under a tied head included."""
-    model = stored(sharded(tiny("gpt2", CAUSAL), tmp_path / "model"))
-    before = in_files(model)
-    assert "transformer.h.0.mlp.c_proj.weight" in before
-    hfpatch.patch_model(model, norm="rms")
-    assert in_files(model) == before
-    assert all(model.get_parameter(name)._values.memory is None for name in in_files(model))
+    """Everything is in files before; afterwards the large weights are, folded ones and a tied embedding included."""
+    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    model, expected = stored(folder), by_name.opened(str(folder), None, False)
+    assert in_files(model) == [name for name, _ in model.named_parameters()]
+    with released(model):
+        for one in (model, expected):
+            hfpatch.patch_model(one, norm="rms")
+        vars(model)[MAPPED].release()
+    large = [name for name, parameter in model.named_parameters() if parameter.nbytes >= transaction._LARGE]
+    assert "transformer.h.0.mlp.c_proj.weight" in large
+    assert set(large) <= set(in_files(model))
+    assert not torch.equal(model.get_parameter(large[-1]), stored(folder).get_parameter(large[-1]))  # control
+    assert all(torch.equal(value, expected.get_parameter(name)) for name, value in model.named_parameters())
     assert model.lm_head.weight is model.transformer.wte.weight
+    assert contents == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_read_into_memory_keeps_what_is_shared(tmp_path: Path) -> None:
+    model = stored(sharded(tiny("gpt2", CAUSAL), tmp_path / "model"))
+    names, mappings = in_files(model), vars(model)[MAPPED]
+    read_into_memory(model)
+    vars(model)[MAPPED] = mappings
+    assert names
+    assert not in_files(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_failed_patch_gives_back_what_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
+    model, before = stored(folder), by_name.opened(str(folder), None, False).state_dict()
+    monkeypatch.setattr("hfpatch.patch.write_outcomes", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hfpatch.patch_model(model, norm="rms")
+    vars(model)[MAPPED].release()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert in_files(model) == [name for name, _ in model.named_parameters()]
 
 
 def setting(**changes: Any) -> Callable[[Path], Any]:
@@ -173,9 +206,9 @@ MORE: dict[str, Callable[[Path], Any]] = {
 def test_whatever_needs_more_is_opened_by_transformers(change: Any, tmp_path: Path) -> None:
     folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
-    assert streaming.files_of(str(folder), config)  # control
+    assert mapped_weights.files_of(str(folder), config)  # control
     change(folder)
-    assert streaming.files_of(str(folder), AutoConfig.from_pretrained(folder)) is None
+    assert mapped_weights.files_of(str(folder), AutoConfig.from_pretrained(folder)) is None
 
 
 LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
@@ -254,20 +287,20 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
         expected = seeded_outputs(memory, given)
     except (AttributeError, RuntimeError) as error:
         pytest.skip(f"transformers itself doesn't open or run this tiny one: {zoo.last_line(error)}")
-    monkeypatch.setattr(streaming, "_SMALL", 0)
-    files = streaming.files_of(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    files = mapped_weights.files_of(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     assert (files is None) == bool(type(memory.config).extra_files)
     if files is None:
         pytest.skip("its weights lie in further files too, so they are read into memory")
     torch.manual_seed(0)
-    lazy, _ = streaming.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    lazy, _ = mapped_weights.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     assert lazy.config.to_dict() == memory.config.to_dict()
     ours, theirs = lazy.state_dict(), memory.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     buffers = dict(memory.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in lazy.named_buffers())
-    found = seeded_outputs(lazy, given)
+    with released(lazy):
+        found = seeded_outputs(lazy, given)
     for name, value in expected.items():
         assert torch.equal(found[name].nan_to_num(), value.nan_to_num()), name
 

@@ -1,8 +1,8 @@
-"""Opens a checkpoint without reading its weights, and writes it tensor by tensor into the shards that it came in.
+"""Opens a checkpoint with its weights mapped from the files, and writes it tensor by tensor into the shards of before.
 
-`hfpatch patch` opens models so: their weights are `StoredTensor`s, of which one operation's are in memory at a time.
-transformers' own loading puts them in place, so names are mapped as ever; where it computes weights from those of the
-file (experts that are merged, another dtype), they are in memory.
+`hfpatch patch` opens models so: of their weights that is in memory which one module's forward or one weight change
+reads. transformers' own loading puts them in place, so names are as ever; weights that it computes from those of the
+files (experts that are merged, another dtype) are in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 
-from ..core.stored_tensor import StoredTensor
+from ..core.mapped import MAPPED, Mappings, mapped
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, as_bytes, finder, variant_of
 from .files import FILES, weight_files, weight_names
 
-_SMALL = 2**20  # bytes up to which a tensor is read at once, such as those of norms and biases
 _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
@@ -60,25 +59,37 @@ def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
     Raises:
         CheckpointError: a file can't be read.
     """
-    weights: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
+    mappings, weights, places = Mappings(), dict[str, Tensor](), dict[str, str]()
     for path in files:
         try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
-                    tensor = file.get_tensor(key)
-                    weights[key] = tensor.clone() if tensor.nbytes <= _SMALL else StoredTensor.of_file(str(path), key)
-                    places[key] = path.name
+            with safe_open(path, "pt"):  # which reads and checks the header
+                pass
         except SafetensorError as error:
             raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
+        found = _tensors(path, mappings)
+        weights |= found
+        places |= dict.fromkeys(found, path.name)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights, dtype="auto", output_loading_info=True)
     model.config.name_or_path = name
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
         where = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
         options: dict[str, Any] = {**where, "force_download": False, "local_files_only": False, "subfolder": ""}
         model.adjust_generation_fn(None, True, [None], name, trust_remote_code=False, **options)
-    vars(model)[FILES] = places
+    vars(model)[MAPPED], vars(model)[FILES] = mappings, places
     return model, info
+
+
+def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
+    """The tensors of a sound safetensors file, mapped."""
+    with path.open("rb") as file, safe_open(path, "pt") as reader:
+        length = int.from_bytes(file.read(8), "little")
+        header, memory, found = json.loads(file.read(length)), mappings.map(file), dict[str, Tensor]()
+        for name in reader.keys():  # noqa: SIM118 (it is no dictionary)
+            dtype = str_to_torch_dtype.get(header[name]["dtype"])
+            start = 8 + length + header[name]["data_offsets"][0]
+            fits = dtype is not None and start % dtype.itemsize == 0
+            found[name] = mapped(memory, dtype, header[name]["shape"], start) if fits else reader.get_tensor(name)
+    return found
 
 
 def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
@@ -95,11 +106,14 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) ->
     if max_shard_size is None:
         places = _places(state, vars(model)[FILES])
     else:
-        sizes = {name: _on_meta(tensor) for name, tensor in state.items()}
-        places = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size).tensor_to_filename
+        places = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size).tensor_to_filename
     (folder / single).unlink(missing_ok=True)
     for file in dict.fromkeys(places.values()):
-        _write(folder / file, {name: state[name] for name, place in places.items() if place == file})
+        _write(
+            folder / file,
+            {name: state[name] for name, place in places.items() if place == file},
+            vars(model).get(MAPPED),
+        )
     if set(places.values()) != {single}:
         total = {"total_parameters": model.num_parameters(), "total_size": sum(one.nbytes for one in state.values())}
         content = {"metadata": total, "weight_map": dict(sorted(places.items()))}
@@ -110,13 +124,7 @@ def _saved(model: Any) -> dict[str, Tensor]:
     """What transformers' `save_pretrained` saves, by the names that it gives."""
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-    stand_ins = {name: _on_meta(one) if isinstance(one, StoredTensor) else one for name, one in state.items()}
-    kept = remove_tied_weights_from_state_dict(stand_ins, model)  # on meta it goes by the Parameters
-    return revert_weight_conversion(model, {name: state[name] for name in kept})
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
 
 
 def _places(state: Mapping[str, Tensor], known: Mapping[str, str]) -> dict[str, str]:
@@ -128,7 +136,7 @@ def _places(state: Mapping[str, Tensor], known: Mapping[str, str]) -> dict[str, 
     return places
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, Tensor], mappings: Mappings | None) -> None:
     """Write a safetensors file as the library does, without holding all of its tensors."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -142,6 +150,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            tensor = tensors[name]
-            values = tensor.read() if isinstance(tensor, StoredTensor) else tensor
-            file.write(as_bytes(values.detach().contiguous().reshape(-1)))
+            file.write(as_bytes(tensors[name].detach().contiguous().reshape(-1)))
+            if mappings is not None:
+                mappings.release()

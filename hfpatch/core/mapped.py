@@ -1,0 +1,94 @@
+"""Tensors whose values are in a file and mapped into memory: read when they are used, given back by `release`."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from .staging import temporary_files
+
+MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from its checkpoint: their `Mappings`
+
+
+class Mappings:
+    """Files that are mapped into memory as long as tensors of them live.
+
+    A mapped tensor is an ordinary one. What is written in place to one of a checkpoint is lost by `release`, and never
+    in the file.
+    """
+
+    def __init__(self) -> None:
+        self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # tensors hold them
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mappings:
+        return self  # a copy of the model is of the same files
+
+    def map(self, file: IO[bytes], access: int = mmap.ACCESS_COPY) -> mmap.mmap:
+        """Map a file; it may be closed afterwards."""
+        new = mmap.mmap(file.fileno(), 0, access=access)
+        self._maps.add(new)
+        return new
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """Write a tensor to a temporary file that has no name (where TMPDIR says): a CPU tensor of the same strides.
+
+        Raises:
+            PatchError: the file can't be written; a full disk, for one.
+        """
+        with temporary_files(tempfile.gettempdir()), torch.no_grad(), tempfile.TemporaryFile(prefix="hfpatch-") as file:
+            file.write(_flat(tensor.detach()).cpu().view(torch.uint8).numpy().data)
+            file.flush()
+            flat = mapped(self.map(file, mmap.ACCESS_WRITE), tensor.dtype, (tensor.numel(),))
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+    def release(self) -> None:
+        """Let go of what was read: it is read again when it is used."""
+        for one in self._maps:
+            if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+                one.madvise(mmap.MADV_DONTNEED)
+
+
+def mapped(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
+    """The tensor that lies in a mapped file from a byte on."""
+    count = math.prod(shape)
+    return torch.frombuffer(file, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
+
+
+def read_into_memory(model: nn.Module) -> None:
+    """Bring the weights of a model into memory, if they are mapped from files."""
+    if vars(model).pop(MAPPED, None) is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+
+
+@contextmanager
+def released(model: nn.Module) -> Iterator[None]:
+    """Context in which mapped weights that a module's forward read are let go of when it ends."""
+    mappings: Mappings | None = vars(model).get(MAPPED)
+    hook = mappings and nn.modules.module.register_module_forward_hook(lambda *_: mappings.release())
+    try:
+        yield
+    finally:
+        if hook:
+            hook.remove()
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor whose elements lie side by side in memory, in some order of its axes."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,109 @@
+"""Weight changes: what a plan does to the values of Parameters, as data that is printed, applied and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.edits import pattern_of
+
+_PIECE = 2**18  # elements converted to float64 at once
+
+
+@dataclass(frozen=True, eq=False)
+class WeightChange:
+    """A change of one Parameter's values x, computed in float64 and rounded to its dtype.
+
+    Attributes:
+        parameter: its name in the model.
+        op: "centre": x - mean(x) over `axis`. "add": x + operand. "multiply": x * operand. "fill": the operand, a
+            number, everywhere. "value": the operand. "rows": operand(x), a table of another number of rows.
+        operand: a number, a tensor that broadcasts against x, or the name of a Parameter: a vector along `axis` with
+            the values that it has at that time. Of "rows" a function of x whose `str` says what it does.
+        axis: of "centre", or of an operand that is a name; else None.
+    """
+
+    parameter: str
+    op: str
+    operand: float | Tensor | str | Callable[[Tensor], Tensor] | None = None
+    axis: int | None = None
+
+    def __str__(self) -> str:
+        match self.op:
+            case "centre":
+                return f"x - mean(x, {self.axis})"
+            case "add" | "multiply":
+                return f"x {'+' if self.op == 'add' else '*'} {_text(self.operand)}"
+        return _text(self.operand)
+
+    def to_json(self) -> dict[str, Any]:
+        """The change as plain JSON values, a tensor as its shape."""
+        operand = self.operand if isinstance(self.operand, int | float | None) else _text(self.operand)
+        return {"parameter": self.parameter, "op": self.op, "operand": operand, "axis": self.axis}
+
+    def apply(
+        self, values: Tensor, operand: Tensor | None = None, copy: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> Tensor:
+        """Return the new values, in memory of their own with the strides of the old ones.
+
+        The arithmetic runs in pieces, so it takes little memory besides the result.
+
+        Args:
+            values: the old ones.
+            operand: the values of the Parameter that the operand names.
+            copy: copies a tensor to where the result is to be.
+        """
+        given = self.operand if operand is None else operand
+        with torch.inference_mode(values.is_inference()), torch.no_grad():
+            match self.op:
+                case "rows":
+                    assert callable(given)
+                    return given(values.detach())
+                case "value":
+                    assert isinstance(given, Tensor)
+                    return copy(given.detach().to(values.device, values.dtype).reshape(values.shape))
+                case "fill":
+                    return copy(values).fill_(given)  # type: ignore[arg-type]
+            if isinstance(given, Tensor):
+                by = given.detach()
+            else:
+                by = torch.tensor(given or 0.0, dtype=torch.float64, device="cpu")
+            if operand is not None:
+                by = along_axis(by, values, self.axis)
+            return self._rewritten(copy(values), by)
+
+    def _rewritten(self, values: Tensor, operand: Tensor) -> Tensor:
+        """Overwrite values by the result of the arithmetic, piece by piece."""
+        device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
+        axis = self.axis if self.op == "centre" else None
+        other_axes = [i for i in range(values.dim()) if i != axis]
+        pieces = -(-values.numel() // _PIECE) if other_axes else 1
+        chunk_axis = max(other_axes, key=lambda i: values.shape[i], default=0)
+        parts = (values, operand.to(device).to(torch.float64).expand(values.shape))
+        chunks = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in parts]
+        for x, y in zip(*chunks, strict=True):
+            x.copy_(_calculated(self.op, x.to(device).to(torch.float64, copy=True), y, axis))
+        return values
+
+
+def along_axis(vector: Tensor, parameter: Tensor, axis: int | None) -> Tensor:
+    """Return a vector in the shape in which it multiplies a Parameter along an axis."""
+    return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
+
+
+def _calculated(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
+    if op == "centre":
+        return x.sub_(x.mean(axis, keepdim=True))
+    return x.add_(operand) if op == "add" else x.mul_(operand)
+
+
+def _text(operand: Any) -> str:
+    """An operand in few words."""
+    if isinstance(operand, Tensor):
+        return f"a tensor {tuple(operand.shape)}"
+    return f"{operand:.4g}" if isinstance(operand, float) else pattern_of(str(operand))
