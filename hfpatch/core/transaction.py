@@ -123,7 +123,8 @@ class Transaction:
         copy = disk.store if disk is not None and self._from_files else Tensor.clone
         new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
         if new.shape != old.shape or change.op == "fill":
-            self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+            with torch.inference_mode(new.is_inference()):  # outside, such a Parameter can't require gradients
+                self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return
         kept = old if disk is None or self._from_files else _Stored(disk.store(old), old.device, old.is_inference())
         self._record(_undo_values, module, name, kept)
