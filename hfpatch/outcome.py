@@ -15,7 +15,7 @@ from .errors import OptionError, VerificationError
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
-from .runtime.errors import UnsupportedError, described
+from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
@@ -143,20 +143,22 @@ def _of_whole(
         UnsupportedError: the model ran before, and no longer does.
     """
     if isinstance(after, dict):
-        return _compared(before, model, after, lossy)
+        return _compare(before, model, after, lossy)
     if after is not None and not runs:
-        reason = described(after).rstrip(".")
+        reason = describe_error(after).rstrip(".")
         raise UnsupportedError(
             f"{type(model).__name__} doesn't run after this patch: {reason}. The model was left unchanged."
         ) from after
     if after is not None:
-        return Outcome(APPROXIMATE, f"it runs at its new size, and not on the inputs of before ({described(after)})")
+        return Outcome(
+            APPROXIMATE, f"it runs at its new size, and not on the inputs of before ({describe_error(after)})"
+        )
     if runs and lossy:
         return Outcome(APPROXIMATE, f"it runs after the patch, and on these inputs not before ({before.why_not})")
     return Outcome(APPROXIMATE if lossy else EXACT, before.why_not, basis=NOT_MEASURED)
 
 
-def _compared(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
+def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
     found = before.deviations(after)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.

@@ -16,11 +16,11 @@ from .checkpoint.file_digests import report_of
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
-from .core.holders import takes_holders
+from .core.holders import unwrap_holders
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
-from .measure.randomness import changes_alone, keep_random_state
+from .measure.randomness import exclusive, keep_random_state
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
@@ -44,8 +44,8 @@ _WAITS_FOR_WEIGHTS = (
 )
 
 
-@takes_holders
-@changes_alone
+@unwrap_holders
+@exclusive
 def patch_model(
     model: M,
     norm: str | Norm | None = None,
@@ -173,7 +173,7 @@ def _carry_out(
         return plan, repair(model, original, calibration, changes, fit)
 
 
-@takes_holders
+@unwrap_holders
 def outcomes(model: nn.Module) -> dict[str, str]:
     """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
 
@@ -184,7 +184,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     return {request: str(outcome) for request, outcome in Record.of(model.config).outcomes().items()}
 
 
-@takes_holders
+@unwrap_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
     """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
 
@@ -196,8 +196,8 @@ def repair_report(model: nn.Module) -> RepairReport | None:
     return report_of(model)
 
 
-@takes_holders
-@changes_alone
+@unwrap_holders
+@exclusive
 def unpatch_model(model: M) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 

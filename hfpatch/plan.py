@@ -15,24 +15,24 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, require_matches
-from .core.holders import takes_holders
+from .core.holders import unwrap_holders
 from .core.outer import require_outermost
-from .core.plan_table import ALREADY_DONE, Change, Row, Step, grouped
-from .core.results import Result, Table, dataframe, plain
+from .core.plan_table import ALREADY_DONE, Change, Row, Step, group_rows
+from .core.results import Result, Table, dataframe, to_json_value
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
-from .measure.quiet_forward import give_back_memory
-from .runtime.apply import apply, condensed
+from .measure.quiet_forward import free_unused_memory
+from .runtime.apply import apply, condense
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
 from .schemes.mlps import MLP
 from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
-from .schemes.request import Part, Record, Request
+from .schemes.request import Record, Request, SchemeRequest
 from .swap.config_diff import Setting
 from .swap.planners import Planned, planner_of
 from .swap.written_config import require_valid_config
@@ -50,7 +50,7 @@ class Phase:
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
         """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
-        edits = condensed((edit for change in changes for edit in change.edits), model)
+        edits = condense((edit for change in changes for edit in change.edits), model)
         values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
         return cls(values, edits, starts, [one for change in changes for one in change.then])
 
@@ -59,7 +59,7 @@ class Phase:
         for value in self.values:
             changes.write(model, value)
         if self.values:
-            give_back_memory()
+            free_unused_memory()
         apply(self.edits, model, changes)
         for value in self.starts:
             changes.write(model, value)
@@ -166,7 +166,7 @@ class Plan(Result):
         rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
         weights = [one.to_json() for one in self.weights]
         about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
-        return plain({**about, "rows": rows, "weights": weights})
+        return to_json_value({**about, "rows": rows, "weights": weights})
 
     def to_dataframe(self) -> Any:
         """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
@@ -181,7 +181,7 @@ class Plan(Result):
             yield [f"{self.model_name}: nothing to do, it is patched this way already."]
             return
         lines = [("module", "now", "becomes", "expected", "note")]
-        for members, numbers in grouped(self.rows, _line_key):
+        for members, numbers in group_rows(self.rows, _line_key):
             row, count = members[0], len(members)
             note = "; ".join(filter(None, (row.reason, row.loss)))
             names = numbers + (f"  x{count}" if count > 1 else "")
@@ -189,7 +189,7 @@ class Plan(Result):
         replaced = sum(row.action == "replace" for row in self.rows)
         yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
         values: dict[str, list[str]] = {}
-        for same, names in grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter):
+        for same, names in group_rows(self.weights, lambda one: (str(one),), lambda one: one.parameter):
             values.setdefault(str(same[0]), []).append(names)
         if values:
             yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
@@ -200,7 +200,7 @@ def _line_key(row: Row) -> tuple[object, ...]:
     return row.now, row.becomes, row.reason, row.loss
 
 
-@takes_holders
+@unwrap_holders
 def plan_patch(
     model: Any,
     norm: str | Norm | None = None,
@@ -287,7 +287,7 @@ def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ..
     return tuple(phases)
 
 
-def _require_same_init(parts: dict[str, Part], record: Record) -> None:
+def _require_same_init(parts: dict[str, SchemeRequest], record: Record) -> None:
     """Refuse a repeated request that differs from the recorded one in `init` alone.
 
     Raises:
@@ -296,9 +296,9 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
     for kind, part in parts.items():
         if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
             raise OptionError(
-                f"{kind}={str(part.asked.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
-                f"init={part.init!r} would change nothing. Patch the original model with it, or use "
-                "repair(model, original, batches) to fit this one."
+                f"{kind}={str(part.as_requested.scheme)!r} is in place already, with "
+                f"init={getattr(record, kind)[-1].init!r}: init={part.init!r} would change nothing. Patch the original "
+                "model with it, or use repair(model, original, batches) to fit this one."
             )
 
 
@@ -309,7 +309,7 @@ def _is_patched_already(changes: list[Change]) -> bool:
     )
 
 
-def _require_order(parts: dict[str, Part], record: Record) -> None:
+def _require_order(parts: dict[str, SchemeRequest], record: Record) -> None:
     """Refuse a placement that can't be combined with the norm scheme requested now or patched earlier.
 
     Raises:

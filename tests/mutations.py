@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "the output of a module that returns a tuple isn't centred",
         "runtime/lens.py",
-        "return (centred(output[0], axis), *output[1:])",
+        "return (subtract_mean(output[0], axis), *output[1:])",
         "return output",
         ("runtime/test_view.py",),
     ),

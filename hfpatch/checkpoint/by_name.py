@@ -24,7 +24,7 @@ from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
 from .file_digests import read_digests
-from .mapped_weights import files_of, opened_from
+from .mapped_weights import files_of, open_mapped
 
 _RANDOM = "config:"
 _MOST_NAMED = 3
@@ -69,7 +69,7 @@ def random_weights(config: Any, head: str | None, trust: bool) -> Any:
     return cls._from_config(config).eval()
 
 
-def opened(
+def open_model(
     model: str, head: str | None, trust: bool, strongest: bool = False, stored: bool = False, **options: Any
 ) -> Any:
     """A model by its name, in the dtype that it was saved in.
@@ -91,7 +91,7 @@ def opened(
         with torch.device("meta"), keep_random_state():
             kind = type(random_weights(copy.deepcopy(config), head, trust))
         if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
-            built, info = opened_from(files, kind, model, config)
+            built, info = open_mapped(files, kind, model, config)
             _require_weights(built, info["missing_keys"], model, config, trust)
             return built
     cls = class_to_build(config, head)
@@ -117,7 +117,7 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
     """
     if not missing:
         return
-    kind, expected = host_class(type(model)).__name__, _expected(model, config, trust)
+    kind, expected = host_class(type(model)).__name__, _expected_names(model, config, trust)
     lost = sorted(key for key in missing if _within_base(model, key) in expected)
     if lost:
         named = ", ".join([*lost[:_MOST_NAMED], *(["..."] if len(lost) > _MOST_NAMED else [])])
@@ -134,7 +134,7 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
     )
 
 
-def _expected(model: Any, config: Any, trust: bool) -> set[str]:
+def _expected_names(model: Any, config: Any, trust: bool) -> set[str]:
     """Names of the weights that a checkpoint should have: those of the class that it was saved from, else of the base.
 
     Without the prefix that a head's base has, as `_within_base` gives them.

@@ -24,7 +24,7 @@ from ..runtime.apply import MISFITS
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, saved_from, validate_record
 from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
@@ -52,11 +52,11 @@ from .remote_code import REMOTE, code_beside, wants_code
 from .stored_config import (
     OPENED,
     Opened,
-    checked_config,
     checkpoint_name,
     config_digest,
     has_remote_code,
     require_its_architecture,
+    validate_config,
     without_disk_only_entry,
 )
 
@@ -78,7 +78,7 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = checkpoint_name(config_dict)
-        base = checked(without_disk_only_entry(config_dict.get(KEY)), where)
+        base = validate_record(without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -117,7 +117,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings = checked_config(config_dict, where)
+            settings = validate_config(config_dict, where)
             record = config_dict[KEY]
             older = record.get(FINGERPRINT)
             saved = (isinstance(older, Mapping) and older.get("config")) or "unknown" if FINGERPRINT in record else None

@@ -47,7 +47,7 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
     return found if usual and not any(found[0].parent.glob(DISTRIBUTED)) else None
 
 
-def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
     """A model whose large weights stay in their files, and what transformers says of loading it.
 
     Args:
@@ -93,7 +93,7 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
 
 
 def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
-    """Write the weights of a model that was opened by `opened_from`, one tensor in memory at a time.
+    """Write the weights of a model that was opened by `open_mapped`, one tensor in memory at a time.
 
     Args:
         model: what `save_pretrained` saves.

@@ -57,7 +57,7 @@ class {name}(PatchedModel, host.{name}{lensed}):
 """
 
 
-def opened_by(model: PreTrainedModel) -> dict[str, type]:
+def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
     """The class of a model's family that each Auto class opens; those that open its own class come first.
 
     Raises:
@@ -157,9 +157,10 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
     """Write the modeling file and the files that it needs into a folder; the `auto_map` that belongs to them.
 
     Raises:
-        UnsupportedError: as in `opened_by`; or a component's file needs more than torch, transformers and the runtime.
+        UnsupportedError: as in `classes_by_auto_class`; or a component's file needs more than torch, transformers and
+            the runtime.
     """
-    autos = opened_by(model)
+    autos = classes_by_auto_class(model)
     runtime_files = {path.stem: path for path in _runtime_files()}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, validate_record
 from ..runtime.refuse_host import ENTRY as GUARDED
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
@@ -70,7 +70,7 @@ class Opened(NamedTuple):
         warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
-def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
+def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     """Validates a patched config.json; returns it without an export's `auto_map` entries.
 
     Raises:
@@ -83,7 +83,7 @@ def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
         raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
     record: Any = without_disk_only_entry(config_dict.get(KEY))
-    checked(record, where)
+    validate_record(record, where)
     parse_edits(record["edits"], where)
     return without_remote_code(config_dict)
 
@@ -128,7 +128,7 @@ def checkpoint_name(config_dict: dict[str, Any]) -> Any:
 
 
 def without_disk_only_entry(stored: Any) -> Any:
-    """A patch record without the entry that exists on disk only (see `refuse_host.released`)."""
+    """A patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
     return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
 
 

@@ -78,7 +78,7 @@ class Names:
             return "not in only"
         return None
 
-    def matched_special(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
+    def explicitly_selected(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
         """Special modules, which are kept unless `only` names them, that a glob of `only` selects.
 
         A glob selects them if it matches special modules alone: `*` selects none.

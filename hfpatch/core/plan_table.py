@@ -153,7 +153,7 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
         )
 
 
-def grouped(
+def group_rows(
     rows: list[R], words: Callable[[R], tuple[object, ...]], name: Callable[[R], str] = lambda row: row.module
 ) -> list[tuple[list[R], str]]:
     """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).

@@ -90,7 +90,7 @@ class SavedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
-        return {"version": self.version, **plain(asdict(self))}  # type: ignore[call-overload]  # a dataclass
+        return {"version": self.version, **to_json_value(asdict(self))}  # type: ignore[call-overload]  # a dataclass
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
@@ -103,7 +103,7 @@ class SavedResult(Result):
             raise OptionError(f"this is no {cls.__name__} that hfpatch wrote: it has no version.")
         if stored["version"] > cls.version:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
-        return typed(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
+        return from_json_value(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -157,16 +157,16 @@ def _dtype(expected: Any) -> str:
     return {int: "int64", bool: "bool"}.get(expected, "object")
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def typed(expected: Any, value: Any, where: str) -> Any:
+def from_json_value(expected: Any, value: Any, where: str) -> Any:
     """A JSON value as a dataclass, list or plain value of the expected type.
 
     Raises:
@@ -178,10 +178,10 @@ def typed(expected: Any, value: Any, where: str) -> Any:
         required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
         if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
             raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
-        found = {name: typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
+        found = {name: from_json_value(types[name], item, f"{where}: {name}") for name, item in value.items()}
         return expected(**found)  # type: ignore[operator]  # a class: mypy takes it for an instance
     if get_origin(expected) is list and isinstance(value, list):
-        return [typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [from_json_value(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     kinds = get_args(expected) or (expected,)
     if float in kinds and isinstance(value, str):
         value = _NOT_FINITE.get(value, value)

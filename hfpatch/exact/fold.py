@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..runtime.apply import apply, condensed
+from ..runtime.apply import apply, condense
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED, LENS, host_class, lensed_class
@@ -97,12 +97,12 @@ def carry_out(
     changes = plan_centring(model, centring)
     for value in (one for change in changes for one in change.values):
         transaction.write(model, value)
-    apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
+    apply(condense([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
     exact = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact]
     swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
-    apply(condensed(swaps, model), model, transaction)
+    apply(condense(swaps, model), model, transaction)
 
 
 def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:

@@ -125,7 +125,7 @@ def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]
 
 
 @contextmanager
-def added_to_outputs(
+def add_to_outputs(
     modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED
 ) -> Iterator[list[Tensor]]:
     """Context in which random values, constant along an axis, are added to modules' outputs; yields them call by call.

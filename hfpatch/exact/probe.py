@@ -16,7 +16,7 @@ from ..core.weight_change import along_axis
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .fold import Axis, Centring, carry_out, same_layer
-from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, Forward, add_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
@@ -93,7 +93,7 @@ class Probe:
     # --- centred ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def centred(self, centring: Centring) -> Iterator[None]:
+    def centre(self, centring: Centring) -> Iterator[None]:
         """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
@@ -104,12 +104,12 @@ class Probe:
 
     def error_of(self, centring: Centring) -> float:
         """Largest relative change of an output that a centring causes."""
-        with self.centred(centring):
+        with self.centre(centring):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:
         """Norms whose input is zero-mean in every call once the model is centred."""
-        with self.centred(centring):
+        with self.centre(centring):
             after = self.forward()
         return set(after.means) - off_centre(after)
 
@@ -171,7 +171,7 @@ class Probe:
             axis = axes.pop() if len(axes) == 1 else None
             effect = None
             if axis is not None:
-                effect = self.measure(partial(added_to_outputs, {name: self.modules[name] for name in names}, axis))
+                effect = self.measure(partial(add_to_outputs, {name: self.modules[name] for name in names}, axis))
             self._centrable[pattern] = effect.moved if effect is not None and effect.invisible else {}
         return self._centrable[pattern]
 
@@ -201,7 +201,7 @@ class Probe:
         """
         axis = self.axis_of(module)
         assert axis is not None
-        with added_to_outputs({module: self.modules[module]}, axis):
+        with add_to_outputs({module: self.modules[module]}, axis):
             after = self.forward(watch=True)
         first = min(norms_with_changed_mean(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading

@@ -19,7 +19,7 @@ from ..measure.snapshot import NormInput
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..schemes.norms import Norm
-from ..schemes.request import Part, Record
+from ..schemes.request import Record, SchemeRequest
 from .compensate import compensate, find_pairs, norm_inputs
 from .fold import Centring, plan_centring
 from .search import find_centring
@@ -39,7 +39,7 @@ class Conversion:
     """
 
     model: PreTrainedModel
-    part: Part
+    part: SchemeRequest
     inputs: Mapping[str, Any] | None = None
     centring: Centring = field(default_factory=Centring)
     centres_by: tuple[Change, ...] = ()
@@ -47,7 +47,9 @@ class Conversion:
     approximate: tuple[str, ...] = ()
 
     @classmethod
-    def of_request(cls, model: PreTrainedModel, part: Part, inputs: Mapping[str, Any] | None) -> Conversion | None:
+    def of_request(
+        cls, model: PreTrainedModel, part: SchemeRequest, inputs: Mapping[str, Any] | None
+    ) -> Conversion | None:
         """The conversion for a request, before the search; None if the request asks for a swap of the norms alone."""
         assert isinstance(part.scheme, Norm)
         if part.scheme.centring is None or part.init in ("copy", "reset"):
@@ -81,7 +83,7 @@ class Conversion:
         """
         assert isinstance(self.part.scheme, Norm)
         try:
-            centred_already = self._centred_already()
+            centred_already = self._is_centred_already()
             centring = find_centring(self._unpatched(), self.inputs, self.part.scheme.centring or "fold")
             inputs = example_inputs(self.model) if self.inputs is None and not self.on_meta else self.inputs
             if centred_already:
@@ -91,7 +93,7 @@ class Conversion:
             return replace(self, centring=Centring(refused=str(error)))
         return replace(self, inputs=inputs, centring=centring, centres_by=centres_by)
 
-    def _centred_already(self) -> bool:
+    def _is_centred_already(self) -> bool:
         """Whether an earlier patch centred the residual stream.
 
         Raises:
@@ -136,7 +138,7 @@ class Conversion:
         """The changes that centre the stream; none if no norm becomes exact or compensated."""
         return list(self.centres_by) if self.centres else []
 
-    def recorded(self) -> Part:
+    def recorded(self) -> SchemeRequest:
         """The request as the patch record stores it: with init="copy" if nothing is centred."""
         return replace(self.part, init=self.part.init if self.centres else "copy")
 

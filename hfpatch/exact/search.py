@@ -27,7 +27,7 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .fold import EMBEDDINGS, Axis, Centring
-from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, add_to_outputs, norms_with_changed_mean, observe, relative_error
 from .probe import EXACT, Effect, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
@@ -109,7 +109,7 @@ class _Search:
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.without_costly(writers, self.outputs(writers))
         centring = Centring(tuple(writers), tuple(outputs))
-        exact, compensated = self.exact(centring), self.compensated(centring)
+        exact, compensated = self.exact(centring), self.find_compensated(centring)
         useful = {norm for norm in norms if pattern_of(norm) in {*exact, *compensated}}
         centring = Centring(
             folds=tuple(writer for writer, seen in writers.items() if seen.keys() & useful),
@@ -242,7 +242,7 @@ class _Search:
         found: _Outputs = {}
         tried: set[str] = set()
         while True:
-            with probe.centred(Centring(tuple(writers), tuple(found))):
+            with probe.centre(Centring(tuple(writers), tuple(found))):
                 after = probe.forward(watch=True)
             off = off_centre(after)
             sources = [one for one in probe.sources(after) if one not in tried] if off else []
@@ -276,7 +276,7 @@ class _Search:
             if isinstance(call.kwargs.get(EMBEDDINGS), Tensor):
                 taken.add(name)
 
-        inputs = self.embedded()
+        inputs = self.with_random_embeddings()
         if inputs is None:
             return ()
         try:
@@ -286,12 +286,12 @@ class _Search:
             return ()
         for modules in ((), *_from_within(taken)):
             embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
-            with probe.centred(replace(centring, embeddings=embeddings)):
+            with probe.centre(replace(centring, embeddings=embeddings)):
                 if relative_error(before, observe(probe.model, inputs)) <= EXACT:
                     return embeddings
         return ()
 
-    def embedded(self) -> dict[str, Any] | None:
+    def with_random_embeddings(self) -> dict[str, Any] | None:
         """The inputs with random embeddings in place of tokens; None where the model has no table of tokens."""
         probe, inputs = self.probe, dict(self.probe.inputs[""])
         table, takes = input_embedding(probe.model), inspect.signature(probe.model.forward).parameters
@@ -317,18 +317,18 @@ class _Search:
         found = [one for one in found if error([one]) <= EXACT]
         return found if error(found) <= EXACT else []
 
-    def compensated(self, centring: Centring) -> list[str]:
+    def find_compensated(self, centring: Centring) -> list[str]:
         """Patterns of post-norms whose input's mean is, but for a small rest, the mean of an earlier norm's shift.
 
         That norm's output is part of their input: a constant added to it changes their input's mean by just that.
         """
         probe = self.probe
         found: set[str] = set()
-        with probe.centred(centring):
+        with probe.centre(centring):
             before = probe.forward()
             for norm in before.means if off_centre(before) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
-                with added_to_outputs({norm: probe.modules[norm]}, axis) as constants:
+                with add_to_outputs({norm: probe.modules[norm]}, axis) as constants:
                     after = probe.forward()
                 places = norms_with_changed_mean(before, after)
                 for other in sorted(places, key=places.__getitem__):

@@ -27,7 +27,7 @@ class Affine:
     weight: Tensor
     bias: Tensor | None = None
 
-    def centred(self) -> Affine:
+    def centre_output(self) -> Affine:
         """The same without the mean of its output's channels."""
         bias = None if self.bias is None else self.bias - self.bias.mean()
         return Affine(self.weight - self.weight.mean(0, keepdim=True), bias)
@@ -102,7 +102,7 @@ class Anatomy:
         return [part for parts in (*self.blocks, self.stem) for part in parts.values() if isinstance(part, PlainNorm)]
 
 
-def changed(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
+def change_roles(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
     """A copy of some parts with those of the roles changed that are there."""
     return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
 
@@ -136,14 +136,15 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
         heads = len(layer.weight) // len(index)
         return layer.rows((torch.arange(heads)[:, None] * len(index) + index).flatten())
 
-    blocks = [changed(block, ("query", "key"), reordered) for block in anatomy.blocks]
+    blocks = [change_roles(block, ("query", "key"), reordered) for block in anatomy.blocks]
     return replace(anatomy, blocks=blocks, positions=replace(scheme, pairing=pairing))
 
 
 def with_zero_mean_stream(anatomy: Anatomy) -> Anatomy:
     """The same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
-    blocks = [changed(block, ("output", "down"), Affine.centred) for block in anatomy.blocks]
-    return replace(anatomy, blocks=blocks, stem=changed(anatomy.stem, ("embedding", "types"), Affine.centred))
+    blocks = [change_roles(block, ("output", "down"), Affine.centre_output) for block in anatomy.blocks]
+    stem = change_roles(anatomy.stem, ("embedding", "types"), Affine.centre_output)
+    return replace(anatomy, blocks=blocks, stem=stem)
 
 
 def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
@@ -157,11 +158,11 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
     for block in blocks:
         for role, readers in READERS.items():
             norm = block[role]
-            block.update(changed(block, readers, partial(_reading, norm=norm, gains=gains)))
+            block.update(change_roles(block, readers, partial(_reading, norm=norm, gains=gains)))
             block[role] = replace(_without_gain(norm) if gains else norm, bias=None)
     stem, head = anatomy.stem, anatomy.head
     if gains and "final_norm" in stem and "head" in head:
-        head = changed(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
+        head = change_roles(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
         stem = {**stem, "final_norm": _without_gain(stem["final_norm"])}
     return replace(anatomy, blocks=blocks, stem=stem, head=head)
 

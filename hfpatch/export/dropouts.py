@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import fitting, inference_state
 
 EMBEDDINGS, ATTENTION, BRANCHES = "embeddings", "attention scores", "branches"
 
@@ -46,7 +46,7 @@ def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, flo
     What it drops before its first attention are embeddings.
     """
     copied, recorder = copy_of(model, share=True), _Recorder()
-    with quiet(copied):
+    with inference_state(copied):
         copied.train()
         with recorder:
             copied(**fitting(copied, inputs))

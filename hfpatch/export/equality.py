@@ -13,7 +13,7 @@ from torch import Tensor
 from ..measure.copies import copy_of
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import fitting, inference_state
 from ..measure.randomness import own_randomness
 from ..measure.snapshot import media_inputs
 
@@ -65,7 +65,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0)
         beyond: a length that one text must have, where functions part only there.
     """
     inputs = list(batches(model, other, longest, beyond))
-    found, worst = _compared(model, other, inputs)
+    found, worst = _compare_outputs(model, other, inputs)
     if found.holds or not found.error < _BEYOND_ROUNDING:
         return found
     wide = _in_float64(model, other, inputs)
@@ -79,18 +79,18 @@ def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> Measured | None:
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
-        return _compared(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
+        return _compare_outputs(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
     except Exception:  # some classes put numbers of another dtype into their arithmetic
         return None
 
 
-def _compared(model: Any, other: Any, inputs: list[Batch]) -> tuple[Measured, dict[str, Any]]:
+def _compare_outputs(model: Any, other: Any, inputs: list[Batch]) -> tuple[Measured, dict[str, Any]]:
     """How far the two differ, and the inputs on which they differ most."""
     errors: list[tuple[float, str, dict[str, Any]]] = []
     for name, batch, padding in inputs:
         outputs = []
         for one in (model, other):
-            with quiet(one):
+            with inference_state(one):
                 outputs.append(outputs_of(one, fitting(model, batch)))
         for key, truth in outputs[0].items():
             errors.append((_error(truth, outputs[1].get(key), padding), f"{key} ({name})", batch))

@@ -27,7 +27,7 @@ class Blocker(MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} must not be needed here.")
 
 
-def opened(job: Mapping[str, Any], folder: str) -> Any:
+def open_folder(job: Mapping[str, Any], folder: str) -> Any:
     """What a folder opens as: a model by an Auto class, or a holder by its own."""
     import transformers
 
@@ -51,7 +51,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     torch.set_num_threads(job["threads"])
     found = []
     for folder in (job["folder"], job["again"]):
-        model = opened(job, folder)
+        model = open_folder(job, folder)
         cls = type(next(one for one in model.modules() if isinstance(one, PreTrainedModel)))
         if cls.__name__ != job["class"] or not cls.__module__.startswith(job["home"]):
             raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")

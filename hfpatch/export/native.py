@@ -21,7 +21,7 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import OptionError, UnknownNameError, VerificationError
 from ..measure.copies import copy_of
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
@@ -165,7 +165,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
             f"hfpatch can't write {host!r} models as {architecture!r}. It can write them as: {', '.join(known)}."
         )
     if architecture in (None, host):
-        yield _compared_candidate(host, source, partial(as_stock_host, source), serve)
+        yield _compare_candidate(host, source, partial(as_stock_host, source), serve)
     chosen = [target for target in targets if architecture in (None, target.model_type)]
     if layout is None or not chosen:
         return
@@ -186,10 +186,10 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
     activation = anatomy.facts["activation"]
     for target in sorted(chosen, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
-        yield _compared_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
+        yield _compare_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
 
 
-def why_none(model: Any) -> str | None:
+def native_obstacle(model: Any) -> str | None:
     """Why no architecture equals a patched model, whatever its weights are; None where an export has to measure it."""
     known, _ = _layout_of(model.config)
     host = host_class(type(model)).__name__
@@ -211,7 +211,7 @@ def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
     return next(iter(fitting or family), (None, None))
 
 
-def _compared_candidate(
+def _compare_candidate(
     model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], serve: str | None, beyond: int = 0
 ) -> Candidate:
     try:
@@ -224,7 +224,7 @@ def _compared_candidate(
     try:
         measured = compare(source, model, longest, beyond)
     except Exception as error:  # whatever a class raises whose forward doesn't take its own config's settings
-        return Candidate(model_type, reason=f"its forward fails: {described(error)}")
+        return Candidate(model_type, reason=f"its forward fails: {describe_error(error)}")
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 

@@ -20,7 +20,7 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
 from ..sites.rotations import find_rotations
-from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
+from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
 from .dropouts import embedding_dropout
 from .layouts import SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
@@ -99,7 +99,7 @@ def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Famil
     """The stem with its embedding scaled, and the constant row of a removed table added to the token types."""
     embedding = vars(module_at(body, layout.paths["embedding"]))
     scale = next((embedding[name] for name in _SCALES if name in embedding), 1.0)
-    stem = changed(stem, ["embedding"], lambda layer: layer.times(scale))
+    stem = change_roles(stem, ["embedding"], lambda layer: layer.times(scale))
     table = module_at(body, layout.paths.get("table", ""))
     if isinstance(table, ConstantPositions):
         constant = weights.value(table.constant).reshape(-1, 1)
@@ -118,7 +118,11 @@ def _with_plain_scores(parts: Parts, block: nn.Module, layout: FamilyLayout, hea
     if isinstance(scale, str):
         scale = getattr(module_at(block, layout.paths["attention"]), scale)
     factor = scale / usual
-    return parts if math.isclose(factor, 1, rel_tol=1e-6) else changed(parts, ["query"], lambda one: one.times(factor))
+    return (
+        parts
+        if math.isclose(factor, 1, rel_tol=1e-6)
+        else change_roles(parts, ["query"], lambda one: one.times(factor))
+    )
 
 
 def _activation(block: nn.Module, layout: FamilyLayout) -> str:
@@ -148,7 +152,7 @@ def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALi
             attached.append((RoPE.of(rotary), rotary.length))
         elif rotary is not None or bias is not None:
             raise UnsupportedError("the position scheme of its attentions isn't one that configs can express")
-    own = [rotation for rotation in find_rotations(model) if not rotation.dropped]
+    own = [rotation for rotation in find_rotations(model) if not rotation.is_dropped]
     if attached:
         if len({str(pair) for pair in attached}) > 1 or len(attached) < len(stack):
             raise UnsupportedError("its attentions have different positions")

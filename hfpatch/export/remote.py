@@ -19,13 +19,13 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.remote_code import opened_by
+from ..checkpoint.remote_code import classes_by_auto_class
 from ..core.bare import require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import max_error, outputs_of
-from ..measure.quiet_forward import device_of, fitting, quiet
+from ..measure.quiet_forward import device_of, fitting, inference_state
 from ..runtime.errors import UnsupportedError
 from . import fresh
 
@@ -59,7 +59,7 @@ def write_remote(
     require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    auto = next(iter(opened_by(model)))
+    auto = next(iter(classes_by_auto_class(model)))
     model.save_pretrained(folder, remote_code=True, **save_options)
     if verify:
         verify_remote(model, folder, auto, example_inputs)
@@ -74,9 +74,9 @@ def verify_remote(
         VerificationError: one doesn't open, or gives other outputs.
     """
     inputs, kind = fitting(model, random_inputs(model) if example_inputs is None else example_inputs), type(model)
-    with quiet(model):
+    with inference_state(model):
         torch.manual_seed(0)
-        outputs = outputs_of(_aligned(model), inputs)
+        outputs = outputs_of(_call_with_aligned_weights(model), inputs)
     job = {
         "auto": auto,
         "class": kind.__name__,
@@ -141,7 +141,7 @@ def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any
     return {"error": (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]}
 
 
-def _aligned(model: nn.Module) -> Any:
+def _call_with_aligned_weights(model: nn.Module) -> Any:
     """The model, called with weights in memory of their own where they lie unaligned, which moves the last bit."""
     moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.data_ptr() % 64}
     if not moved:

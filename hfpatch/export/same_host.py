@@ -95,7 +95,7 @@ def _without_dropped_rotations(model: Any) -> Any:
     """
     config = unpatched_config(model.config)
     for rotation in find_rotations(model):
-        if not rotation.dropped:
+        if not rotation.is_dropped:
             continue
         if rotation.path is None or rotation.theta_alone:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")

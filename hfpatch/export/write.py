@@ -44,7 +44,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     obstacle = next(_obstacles(anatomy, target), None)
     if obstacle is not None:
         raise UnsupportedError(obstacle)
-    anatomy = _fitted(anatomy, target)
+    anatomy = _adapt_to_target(anatomy, target)
     if target.model_type not in CONFIG_MAPPING:
         raise UnsupportedError(f"transformers {transformers.__version__} doesn't have it")
     configs: Any = CONFIG_MAPPING[target.model_type]
@@ -101,7 +101,7 @@ def _rotated_part(anatomy: Anatomy, scheme: RoPE) -> float:
     return scheme.rotary_dim(anatomy.head_dim) / anatomy.head_dim
 
 
-def _fitted(anatomy: Anatomy, target: Target) -> Anatomy:
+def _adapt_to_target(anatomy: Anatomy, target: Target) -> Anatomy:
     """The anatomy in the form that the target holds, as far as that keeps the function."""
     layout = target.layout
     anatomy = with_pairing(anatomy, layout.pairing)
@@ -140,10 +140,10 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
     blocks, scheme, head, embedding = anatomy.blocks, anatomy.positions, anatomy.head, anatomy.stem["embedding"]
     width, vocabulary = embedding.weight.shape
 
-    def biased(*roles: str) -> bool:
+    def has_bias(*roles: str) -> bool:
         return any(block[role].bias is not None for block in blocks for role in roles if role in block)
 
-    of_attention, of_mlps = biased(*QKV, "output"), biased("up", "down", "gate")
+    of_attention, of_mlps = has_bias(*QKV, "output"), has_bias("up", "down", "gate")
     facts: dict[str, Any] = {
         **anatomy.facts,
         "vocabulary": vocabulary,
@@ -158,7 +158,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
         "types": anatomy.token_types,
         "embedding_norm": "embedding_norm" in anatomy.stem,
         "attention_bias": of_attention,
-        "qkv_bias": biased(*QKV),
+        "qkv_bias": has_bias(*QKV),
         "mlp_bias": of_mlps,
         "any_bias": of_attention or of_mlps,
         "rotated_layers": [int(scheme is not None)] * len(blocks),

@@ -25,7 +25,7 @@ from ..core.results import Table
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
-from ..schemes.request import HOW, KINDS, Part
+from ..schemes.request import KINDS, MEASUREMENT_NOTE, SchemeRequest
 from ..verification.report import Report
 from .changes import changes_by_config
 from .folder import CARD, Checkpoint
@@ -82,7 +82,7 @@ class CardFacts:
     eval_results: tuple[EvalResult, ...] = ()
 
     @property
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, SchemeRequest]]:
         """Every part of the patch record with its kind."""
         return [] if self.checkpoint.record is None else self.checkpoint.record.parts
 
@@ -204,7 +204,7 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         yield _fenced("\n".join(calls), "python")
         measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n{_fenced(measured, 'text')}"
-        yield HOW
+        yield MEASUREMENT_NOTE
         if changes := changes_by_config(found.opened):
             lines = str(Table(changes))
             yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fenced(lines, 'text')}"

@@ -25,13 +25,13 @@ from ..core.bare import require_bare
 from ..core.results import Table
 from ..core.staging import staged
 from ..errors import OptionError
-from ..export.native import why_none
+from ..export.native import native_obstacle
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import HOW, Part, Record
+from ..schemes.request import MEASUREMENT_NOTE, Record, SchemeRequest
 from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import TASKS
 from .changes import HEADINGS, changed_modules, unpatched
@@ -134,7 +134,7 @@ def _facts(
         },
         "base_url": f"https://huggingface.co/{base}" if base and "/" in base else None,
         "outcomes": outcomes,
-        "how": HOW,
+        "how": MEASUREMENT_NOTE,
         "sketch": sketches(model, host, rows),
         "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),
@@ -144,7 +144,7 @@ def _facts(
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "ways": list(ways_to_open(name, auto, form, no_native=why_none(model))),
+        "ways": list(ways_to_open(name, auto, form, no_native=native_obstacle(model))),
         "commands": list(_commands(record, base or _ORIGINAL, name)),
         "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
@@ -198,7 +198,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
 
     Requests of different kinds with the same globs and start go together.
     """
-    steps: list[dict[str, Part]] = []
+    steps: list[dict[str, SchemeRequest]] = []
     for kind, part in sorted(record.parts, key=lambda item: item[0] != "placement"):
         if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
             steps.append({})
@@ -208,7 +208,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         target = name if i == len(steps) - 1 else f"step-{i + 1}"
         words = ["hfpatch", "patch", source, target]
         for kind, part in step.items():
-            words += [f"--{kind}", str(part.asked.scheme)]
+            words += [f"--{kind}", str(part.as_requested.scheme)]
         part = next(iter(step.values()))
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
@@ -220,5 +220,5 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
     yield shlex.join(["hfpatch", "verify", name, base])
 
 
-def _settings(part: Part) -> tuple[Any, ...]:
+def _settings(part: SchemeRequest) -> tuple[Any, ...]:
     return part.only, part.keep, part.init

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import grouped
+from ..core.plan_table import group_rows
 from ..measure.twin import twin
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains, Joins
@@ -130,7 +130,7 @@ def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[Site]]
 
 def _names(names: list[str]) -> str:
     """Names that differ in numbers as one: h.{0-11}."""
-    return ", ".join(text for _, text in grouped([SimpleNamespace(module=name) for name in names], lambda _: ()))
+    return ", ".join(text for _, text in group_rows([SimpleNamespace(module=name) for name in names], lambda _: ()))
 
 
 def _branch(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSketch:

@@ -82,17 +82,17 @@ def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.devic
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold what can't be copied
                 known[id(hooks)] = OrderedDict(hooks)
     for name, parameter in module.named_parameters():
-        value = _converted(name, parameter, dtype, device, share)
+        value = _convert(name, parameter, dtype, device, share)
         copied = copy.deepcopy(parameter) if value is None else nn.Parameter(value, requires_grad=False)
         vars(copied).update(vars(parameter))
         known[id(parameter)] = copied
     for name, buffer in module.named_buffers():
-        value = _converted(name, buffer, dtype, device, share and buffer.dim() > 1)
+        value = _convert(name, buffer, dtype, device, share and buffer.dim() > 1)
         known[id(buffer)] = buffer.detach().clone() if value is None else value
     return copy.deepcopy(module, known)
 
 
-def _converted(
+def _convert(
     name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, share: bool
 ) -> Tensor | None:
     """What stands for a tensor in a copy; None for what any copy of it is."""

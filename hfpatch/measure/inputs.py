@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.errors import UnsupportedError, described
-from .quiet_forward import cast, quiet
+from ..runtime.errors import UnsupportedError, describe_error
+from .quiet_forward import cast, inference_state
 from .randomness import own_randomness
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
@@ -95,7 +95,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
         found |= made
     if failed is not None and not found:
         raise UnsupportedError(
-            f"{type(model).__name__} doesn't run on images or sounds: {described(failed)}"
+            f"{type(model).__name__} doesn't run on images or sounds: {describe_error(failed)}"
         ) from failed
     fewest = ids.shape[1] - inputs["input_ids"].shape[1] + 1
     if not found or (tokens is not None and tokens < fewest):
@@ -308,7 +308,7 @@ class _Medium:
                 given = {self.argument: _patches(make), "image_grid_thw": torch.tensor([_GRID] * make.batch)}
             else:
                 given = {self.argument: self.make(make)}
-        with quiet(model):
+        with inference_state(model):
             embedded = encode(**cast(given, model.device, model.dtype)).pooler_output
         return token, given, len(embedded[0])
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quiet_forward import quiet
+from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
@@ -181,7 +181,7 @@ def max_error(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> flo
 
 
 def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows (N, d) of tensors whose mask is True, some million numbers at a time, the first two `aligned`."""
+    """Rows (N, d) of tensors whose mask is True, some million numbers at a time, the first two `to_comparable`."""
     if mask is not None:
         tensors = tuple(x[mask.to(x.device)] for x in tensors)
     rows = [x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1) for x in tensors]
@@ -189,7 +189,7 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
     for piece in zip(*(x.split(size) for x in rows), strict=True):
         if piece[0].numel():
             truth, output, *others = piece
-            wide = aligned(truth, output)
+            wide = to_comparable(truth, output)
             yield *wide, *(x.to(wide[0].device) for x in others)
 
 
@@ -203,7 +203,7 @@ def in_float64(x: Tensor) -> Tensor:
     return x.to(float64_device(x.device)).double()
 
 
-def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+def to_comparable(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """Both `in_float64` on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
     pair = (in_float64(x.detach().to(truth.device)) for x in (truth, output))
     t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
@@ -220,10 +220,10 @@ def last_bit(model: nn.Module) -> float:
 
 
 def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """How far noise in the `last_bit` (`shaken`) moves the outputs (`max_error`), the larger of two draws."""
+    """How far `add_rounding_noise` in the `last_bit` moves the outputs (`max_error`), the larger of two draws."""
 
     def outputs(noise: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
-        with shaken(model, noise, seed):
+        with add_rounding_noise(model, noise, seed):
             return outputs_of(model, inputs)
 
     original, eps = outputs(), last_bit(model)
@@ -231,8 +231,8 @@ def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
 
 
 @contextmanager
-def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
-    """`quiet`; outputs of modules that have Parameters are multiplied by 1 + noise * u, u uniform in (-1, 1)."""
+def add_rounding_noise(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
+    """Multiply outputs of modules that have Parameters by 1 + noise * u, u uniform in (-1, 1), in `inference_state`."""
 
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -240,7 +240,7 @@ def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
         wide = in_float64(output)
         return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype).to(output.device)
 
-    with quiet(model):  # which takes the hooks off again and puts the random stream back
+    with inference_state(model):  # which takes the hooks off again and puts the random stream back
         if noise:
             torch.manual_seed(seed)
             for module in model.modules():

@@ -23,7 +23,7 @@ _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around whi
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
+def inference_state(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, no compiled code and no hooks but torch's and transformers' own, on the model's device.
 
     In the weights' own precision: neither under an autocast around it nor under the one that `accelerator.prepare` puts
@@ -77,7 +77,7 @@ def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[Non
                 config._attn_implementation_internal = own
 
 
-def give_back_memory() -> None:
+def free_unused_memory() -> None:
     """Hand what C's allocator keeps of freed blocks back to the system, where it can be told to (glibc).
 
     It keeps blocks of up to 32 MiB, the size of activations, and can't use them for the larger ones of wide layers.

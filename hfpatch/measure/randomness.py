@@ -24,7 +24,7 @@ process_state = threading.RLock()
 _WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
 
 
-def changes_alone(function: F) -> F:
+def exclusive(function: F) -> F:
     """Decorator of a function that changes a model: other threads that change one wait meanwhile."""
 
     @functools.wraps(function)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bare import has_weights
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from .copies import copy_of
 from .hooks import Call, first_tensor, hooked
 from .inputs import with_media
@@ -19,6 +19,7 @@ from .outputs import (
     DRAWS,
     FACTOR,
     Deviation,
+    add_rounding_noise,
     deviations,
     in_float64,
     last_bit,
@@ -26,7 +27,6 @@ from .outputs import (
     noise_floor,
     not_a_number,
     outputs_of,
-    shaken,
 )
 from .quiet_forward import fitting
 
@@ -58,7 +58,7 @@ class Forward:
 def run(
     model: nn.Module, inputs: Mapping[str, Any], norms: Mapping[str, NormInput], noise: float = 0.0, seed: int = 0
 ) -> Forward:
-    """Return one forward of a model, `shaken` by a noise, with the means at the inputs of norms, given by name."""
+    """Return one forward of a model with rounding noise of this size, and the means at the inputs of norms."""
     found, ratios = Forward({}), dict[str, list[Tensor]]()
 
     def watch(name: str, call: Call) -> None:
@@ -68,7 +68,7 @@ def run(
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
     modules = {name: model.get_submodule(name) for name in norms}
-    with shaken(model, noise, seed), hooked(modules, before=watch):
+    with add_rounding_noise(model, noise, seed), hooked(modules, before=watch):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
@@ -142,9 +142,9 @@ class Verdict:
 class Snapshot:
     """What a model computes before a patch: inputs, outputs, and with `norms` what rounding does to them.
 
-    Noise in the last bit (eps) of every module's output (`shaken`) moves the outputs and the means at the norms; what
-    is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error of a
-    mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
+    `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms;
+    what is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error
+    of a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
     ten times float32's last bit.
 
     Forwards run on copies that share the weights: some models change their own settings in a forward.
@@ -184,7 +184,7 @@ class Snapshot:
         except OUT_OF_MEMORY:
             raise
         except Exception as error:  # whatever a forward on generated inputs may raise
-            self.why_not, self.error = described(error), error
+            self.why_not, self.error = describe_error(error), error
             return
         if (broken := not_a_number(before.outputs)) is not None:
             self.why_not = f"its {broken} was NaN throughout before the patch"

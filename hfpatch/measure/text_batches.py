@@ -35,7 +35,7 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
     return processor
 
 
-def copied_tokenizer(processor: Any, option: str) -> Any:
+def copy_tokenizer(processor: Any, option: str) -> Any:
     """A copy of the tokenizer, since a call of one changes what it would save.
 
     Raises:

@@ -24,7 +24,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import After, Before, Call, first_tensor, hooked
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
-from .calibration import Batches, rows_of, stored
+from .calibration import Batches, rows_of, to_cpu
 
 
 class _AllObserved(BaseException):
@@ -144,7 +144,7 @@ class BlockReplay:
     def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
         """Store a block's output for a batch (`returned`, or else computed), which later forwards return at once."""
         value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
-        output = stored(value) if isinstance(value, Tensor) else tuple(map(stored, value))
+        output = to_cpu(value) if isinstance(value, Tensor) else tuple(map(to_cpu, value))
         save_temporary(output, self._path(block, index))
 
     def discard(self, block: str) -> None:
@@ -190,7 +190,7 @@ class BlockReplay:
 
     def save(self, name: str, index: int, value: Tensor) -> None:
         """Store a tensor of a batch under a name."""
-        save_temporary(stored(value), self._path(f"value {name}", index))
+        save_temporary(to_cpu(value), self._path(f"value {name}", index))
 
     def saved(self, name: str, index: int) -> Tensor:
         """The tensor that `save` stored."""

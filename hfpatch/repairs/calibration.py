@@ -17,7 +17,7 @@ from ..core.bare import has_weights
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
-from ..measure.quiet_forward import fitting, give_back_memory, quiet
+from ..measure.quiet_forward import fitting, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
@@ -65,7 +65,7 @@ class Batches:
         keys: list[Key] = []
         raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
-            inputs = {name: stored(value) for name, value in batch.items()}
+            inputs = {name: to_cpu(value) for name, value in batch.items()}
             count = count_sequences(inputs, model.main_input_name)
             self.sequences += count
             found = self._keys(inputs, count, model.main_input_name)
@@ -244,12 +244,12 @@ def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel)
         first = next(rest)
     takes = inspect.signature(model.forward).parameters
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    with quiet(model):
+    with inference_state(model):
         try:
             model(**fitting(model, first), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
-    give_back_memory()
+    free_unused_memory()
     return batches if isinstance(batches, list) else itertools.chain([first], rest)
 
 
@@ -315,6 +315,6 @@ def require_enough(outputs: int, batches: Batches) -> None:
         )
 
 
-def stored(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     """A tensor in the form in which it is saved: on the CPU, without the memory of a larger base tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

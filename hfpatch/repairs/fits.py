@@ -19,7 +19,7 @@ from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
-from ..measure.quiet_forward import attention_computed_by, give_back_memory
+from ..measure.quiet_forward import attention_computed_by, free_unused_memory
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
@@ -220,12 +220,12 @@ class Fitter:
                 target = self.old.saved(point, i).to(seen[point])
                 values = seen[name], target - seen[point], target
                 del seen, target
-                give_back_memory()
+                free_unused_memory()
                 for x, missing, target in self.batches.row_pieces(i, decoder, *values):
                     yield x, missing, target, self._judge(i, x)
                     del x, missing, target
                 del values
-                give_back_memory()
+                free_unused_memory()
 
         return fit_ridge(rows(), bias)
 

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from transformers.utils.logging import tqdm
 
-from ..core.holders import takes_holders
+from ..core.holders import unwrap_holders
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import give_back_memory, quiet
+from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
@@ -54,7 +54,7 @@ _NO_PROJECTION = "no linear map's output is added as it is to the block's output
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 
 
-@takes_holders
+@unwrap_holders
 def repair(
     model: Any,
     reference: Any,
@@ -102,8 +102,8 @@ def repair(
         torch.autocast(model.device.type, enabled=False),
         process_state,
         transaction_on(model) if edits is None else nullcontext(edits) as edits,
-        quiet(model),
-        quiet(reference),
+        inference_state(model),
+        inference_state(reference),
     ):
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
@@ -191,7 +191,7 @@ class _Repairer:
 
     def _repair(self, segment: Segment) -> None:
         """Fit the norms, readers, projections and attention maps of one segment, in forward order."""
-        give_back_memory()
+        free_unused_memory()
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
         self._save_original(segment, roles, attentions)

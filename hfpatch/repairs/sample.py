@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
 from ..measure.inputs import longest_text, text_config
-from ..measure.quiet_forward import device_of, quiet
+from ..measure.quiet_forward import device_of, inference_state
 from ..runtime.errors import UnsupportedError
 
 BATCH = 32
@@ -47,7 +47,7 @@ def sample_batches(
     require_generates(model)
     length = max(2, min(length, longest_text(model) or length))
     batches = []
-    with quiet(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
+    with inference_state(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)

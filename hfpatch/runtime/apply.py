@@ -1,4 +1,4 @@
-"""Applies edits to a model (`apply`), and merges edits of single places into few at patterns (`condensed`)."""
+"""Applies edits to a model (`apply`), and merges edits of single places into few at patterns (`condense`)."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> boo
 def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
     """Add a lens (None removes all), the axis over which the output is centred, or a learned scalar on the output."""
     if slot == LENS_SLOT:
-        bound = value.bound(module) if hasattr(value, "bound") else value
+        bound = value.bind(module) if hasattr(value, "bind") else value
         changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
     elif slot == CENTRE_SLOT:
         changes.set_attribute(module, CENTRED, value)
@@ -257,7 +257,7 @@ def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
         changes.set_attribute(module, SCALED, value)
 
 
-def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
+def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
     """Merges edits of single places into few edits at patterns of names inside the base model.
 
     A pattern is used only if the edits cover every place that it matches in the model; places that get equal values

@@ -195,7 +195,7 @@ class AttentionLens:
         if self.window is not None:
             attributes[self.window.buffer] = self.window.mask(module, slots, values)
         if bias is not None:
-            filled[MASK] = self._biased(module, bias, tokens, slots, arguments, values)
+            filled[MASK] = self._mask_with_bias(module, bias, tokens, slots, arguments, values)
         if rotary is not None:
             rotation = Rotation(rotary, positions, values)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
@@ -252,7 +252,7 @@ class AttentionLens:
             )
         return positions
 
-    def _biased(
+    def _mask_with_bias(
         self,
         module: nn.Module,
         bias: nn.Module,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError, UnsupportedError
-from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
+from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
 from .norms import AffineNorm
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
@@ -101,7 +101,7 @@ class Padded:
                             "which counts padding in its statistics. Patch the original checkpoint again."
                         )
                     put(tree, name, _with_padding(norm, keep))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 def _is_batch_norm(norm: Any) -> bool:

@@ -30,7 +30,7 @@ from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk, warn_of_fixed
-from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
+from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
@@ -47,7 +47,7 @@ class PatchedConfig:
     """First base of a patched config's class: how it is written and read."""
 
     _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
-    transformers_weights = FileOfWeights()
+    transformers_weights = WeightFileGuard()
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -64,7 +64,7 @@ class PatchedConfig:
         """The config in memory: the host's model type, and the record without what is on disk only."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        settings: Any = released(config_dict, where)
+        settings: Any = remove_guard(config_dict, where)
         record = settings.get(KEY)
         # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
@@ -96,7 +96,7 @@ class PatchedConfig:
         if auto_map := _without_host_code(stored.pop("auto_map", {})):
             stored["auto_map"] = auto_map
         stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
-        return guarded(self, stored)
+        return add_guard(self, stored)
 
 
 def is_unlimited(model: Any) -> bool:
@@ -162,7 +162,7 @@ class PatchedModel(UnlimitedGeneration):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
         """As the host's; it warns of an overridden setting that modules of the patch don't read."""
-        with opened_patched():
+        with loading_patched():
             opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
         saved = vars(model.config).pop(AS_SAVED, None)

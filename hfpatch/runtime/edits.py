@@ -62,7 +62,7 @@ def register_component(component: Any) -> Any:
     return component
 
 
-def component_called(name: str) -> Any:
+def find_component(name: str) -> Any:
     """The component registered under a name; if it is unknown, plugin packages are imported first.
 
     Raises:
@@ -164,7 +164,7 @@ class Call:
         return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
 
     def _component(self) -> Any:
-        return component_called(self.name)
+        return find_component(self.name)
 
     def _args(self) -> list[Any]:
         return [_instantiated(value) for value in self.args]

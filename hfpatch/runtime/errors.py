@@ -24,6 +24,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def described(error: BaseException, longest: int | None = None) -> str:
+def describe_error(error: BaseException, longest: int | None = None) -> str:
     """An error's type and the first line of its message, of which at most `longest` characters."""
     return f"{type(error).__name__}: {first_line(error)[:longest]}"

@@ -52,7 +52,7 @@ class Grid:
         Raises:
             PositionError: the input that the patches are cut from isn't there.
         """
-        pixels = self.cut(owner, arguments)
+        pixels = self.input_of(owner, arguments)
         if not self.projection:
             line = torch.arange(pixels.shape[1], device=pixels.device)[None]
             if axes == 1:
@@ -83,14 +83,14 @@ class Grid:
         mask = arguments.get(self.mask) if self.mask is not None else None
         return None if mask is None else (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
 
-    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+    def fill_arguments(self, owner: nn.Module, arguments: Arguments) -> Arguments:
         """Arguments of the owner that must be known before its positions are."""
         if self.noise is None or arguments.get(self.noise) is not None:
             return {}
-        pixels = self.cut(owner, arguments)
+        pixels = self.input_of(owner, arguments)
         return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
 
-    def cut(self, owner: nn.Module, arguments: Arguments) -> Tensor:
+    def input_of(self, owner: nn.Module, arguments: Arguments) -> Tensor:
         """The input that is cut into patches."""
         pixels = arguments.get(self.argument)
         if not isinstance(pixels, Tensor):
@@ -102,9 +102,9 @@ class Grid:
     def _sizes(self, owner: nn.Module, pixels: Tensor) -> list[int]:
         """Patches along each axis."""
         sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
-        return self.cut_sizes(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
+        return self.count_patches(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
 
-    def cut_sizes(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
+    def count_patches(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
         """Patches along the last axes of the convolution, one for each number of pixels."""
         convolution = self._convolution(owner)
         padding = (0,) * len(convolution.kernel_size) if convolution.padding == "valid" else convolution.padding

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
+from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
@@ -46,7 +46,7 @@ class Gains:
             if call < 0 or not 0 < gain < inf:
                 raise ValueError(f"no call of {child:.80} has number {call} and is multiplied by {gain}")
 
-    def bound(self, module: nn.Module) -> Gains:
+    def bind(self, module: nn.Module) -> Gains:
         """Itself; refuses a module that has no such children."""
         _require_there(module, [child for child, _, _ in self.gains])
         return self
@@ -63,7 +63,7 @@ class Gains:
         for child, by_call in by_child.items():
             times: dict[int, Callable] = {call: partial(torch.mul, other=gain) for call, gain in by_call.items()}
             put(tree, child, _by_call(first_at(module, child), times))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Joins:
 
     joins: tuple[Join, ...]
 
-    def bound(self, module: nn.Module) -> Joins:
+    def bind(self, module: nn.Module) -> Joins:
         """Itself; refuses a block that has no such norms and modules. A sandwich's second norms may come later."""
         for one in self.joins:
             _require_there(module, [one.norm, one.outlet, *one.readers])
@@ -136,7 +136,7 @@ class Joins:
         for name, by_call in outlets.items():
             outlet = readers.get(name) or first_at(module, name)
             put(tree, name, _by_call(outlet, {call: branch.meet for call, branch in by_call.items()}))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 def _require_there(module: nn.Module, paths: list[str]) -> None:

@@ -204,7 +204,7 @@ class AnyImageSize(LengthLimit):
         return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
 
 
-def beside_a_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
+def limit_beside_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
     """The lens for a stack in which a table stays, so that positions must be counted; None where that isn't known.
 
     Args:

@@ -36,7 +36,7 @@ class Lens(Protocol):
 
     A lens may have three more methods:
 
-        bound(module): the lens for one module, once its patterns of names are resolved.
+        bind(module): the lens for one module, once its patterns of names are resolved.
         over(present): joins it with a lens of the same kind that the module has; without it that one is replaced.
         finish(output, arguments): changes the output of the forward.
     """
@@ -160,7 +160,7 @@ def first_at(module: Any, *paths: str) -> Any:
     return None
 
 
-def checkpointed_once(module: nn.Module) -> dict[str, bool]:
+def skip_inner_checkpointing(module: nn.Module) -> dict[str, bool]:
     """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
 
@@ -199,10 +199,10 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*others, lens)) if others else lens
 
 
-def centred(output: Any, axis: int) -> Any:
+def subtract_mean(output: Any, axis: int) -> Any:
     """output - mean(output) over an axis, in float32 or wider; of a tuple only the first element is centred."""
     if isinstance(output, tuple):
-        return (centred(output[0], axis), *output[1:])
+        return (subtract_mean(output[0], axis), *output[1:])
     assert isinstance(output, Tensor)
     wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     return (wide - wide.mean(axis, keepdim=True)).to(output.dtype)
@@ -221,7 +221,7 @@ class CentredArgument:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         embeddings = arguments.get(self.name)
-        return {}, {} if embeddings is None else {self.name: centred(embeddings, -1)}
+        return {}, {} if embeddings is None else {self.name: subtract_mean(embeddings, -1)}
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:
@@ -273,7 +273,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
                 output = lens.finish(output, arguments)
         axis = state.get(CENTRED)
         if axis is not None:
-            return centred(output, axis)
+            return subtract_mean(output, axis)
         if state.get(SCALED) is not None:
             return output * getattr(self, SCALE).to(output.dtype)
         return output

@@ -169,7 +169,7 @@ class Fused(Layout):
         bias = getattr(module, self.query_bias) if self.query_bias else None
         limit = getattr(module, self.clip) if self.clip else None
 
-        def clipped_biased_and_rotated(y: Tensor) -> Tensor:
+        def clip_add_bias_and_turn(y: Tensor) -> Tensor:
             if limit:
                 y = y.clamp(-limit, limit)
             if bias is not None:
@@ -177,7 +177,7 @@ class Fused(Layout):
                 y = y + nn.functional.pad(bias.view(-1, 1, each), (0, 0, 0, 2)).flatten()
             return turn(y)
 
-        turned = with_turned_output(getattr(module, self.name), clipped_biased_and_rotated)
+        turned = with_turned_output(getattr(module, self.name), clip_add_bias_and_turn)
         attributes: dict[str, Any] = {self.name: turned}
         if self.query_bias:
             attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ _MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
-def checked(stored: Any, where: str) -> str:
+def validate_record(stored: Any, where: str) -> str:
     """The `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
 
     Raises:
@@ -70,7 +70,7 @@ def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
         CheckpointError: the config carries no usable record.
     """
     stored = getattr(config, KEY, None)
-    checked(stored, where)
+    validate_record(stored, where)
     assert isinstance(stored, Mapping)
     return parse_edits(stored["edits"], where)
 

@@ -39,7 +39,7 @@ _opens_patched = ContextVar("_opens_patched", default=False)
 
 
 @contextmanager
-def opened_patched() -> Iterator[None]:
+def loading_patched() -> Iterator[None]:
     """While it lasts, a patched class opens a checkpoint, and is told which file its weights are in."""
     token = _opens_patched.set(True)
     try:
@@ -48,7 +48,7 @@ def opened_patched() -> Iterator[None]:
         _opens_patched.reset(token)
 
 
-class FileOfWeights:
+class WeightFileGuard:
     """Attribute `transformers_weights` of patched configs, as `from_pretrained` asks for it: a file's name or None.
 
     A class that isn't patched gets the sentence, which transformers quotes in its error.
@@ -71,7 +71,7 @@ def is_sentence(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_PREFIX)
 
 
-def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
+def add_guard(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a patched config as they go to disk, with which its host's classes open no weights."""
     guarded = copy.deepcopy(dict(stored))
     for path, _ in parts(config):
@@ -80,8 +80,8 @@ def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, An
     return guarded
 
 
-def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that were passed to `guarded`; also where hfpatch 0.2 put the sentences in other places.
+def remove_guard(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings that were passed to `add_guard`; also where hfpatch 0.2 put the sentences in other places.
 
     Raises:
         CheckpointError: what should be put back is malformed.
@@ -92,14 +92,14 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = record.get(ENTRY, {})
     if not isinstance(kept, Mapping) or len(kept) > _MOST or not all(map(_is_setting, kept.items())):
         raise CheckpointError(f"{where}: {ENTRY} in its patch record is no object of at most {_MOST} settings.")
-    released = copy.deepcopy(dict(stored))
-    released[KEY].pop(ENTRY, None)
-    for path, settings, name in list(_sentences(released)):
+    restored = copy.deepcopy(dict(stored))
+    restored[KEY].pop(ENTRY, None)
+    for path, settings, name in list(_sentences(restored)):
         if name != FILE and path not in kept:
             raise CheckpointError(f"{where}: its patch record lacks the value of {path}, so it can't be opened.")
         del settings[name]
         settings |= {} if name == FILE else {name: kept[path]}
-    return released
+    return restored
 
 
 def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -135,7 +135,7 @@ def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tupl
             yield from parts(value, (*path, name))
 
 
-def listed_encoder(config: type) -> tuple[type, str, str] | None:
+def find_nested_config(config: type) -> tuple[type, str, str] | None:
     """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
 
     It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
@@ -148,9 +148,9 @@ def listed_encoder(config: type) -> tuple[type, str, str] | None:
 def list_encoder(config: type) -> None:
     """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
 
-    Without the entry the host's class refuses the config (`FileOfWeights`).
+    Without the entry the host's class refuses the config (`WeightFileGuard`).
     """
-    entry = listed_encoder(config)
+    entry = find_nested_config(config)
     if entry is not None and entry[0] is not config:
         of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
         own = (config.__module__, entry[2]) if of_export else (entry[1], *names_on_disk([entry[2]]))

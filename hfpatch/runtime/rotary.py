@@ -150,7 +150,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((rotated, *rest), dim=-1) if rest else rotated
 
     def extra_repr(self) -> str:
-        return described(self.head_dim, self)
+        return describe_rotation(self.head_dim, self)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
@@ -200,7 +200,7 @@ def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
     return channels if axes == 1 else channels - channels % (2 * axes)
 
 
-def described(head_dim: int, rotation: Any) -> str:
+def describe_rotation(head_dim: int, rotation: Any) -> str:
     """One-line description of a rotation of heads, for plans and reprs; of a module or of a scheme, by its options."""
     rotated = rotary_dim(head_dim, rotation.partial, rotation.axes)
     dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"

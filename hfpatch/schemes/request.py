@@ -12,7 +12,7 @@ from ..core.scheme import Scheme
 from ..errors import OptionError
 from ..runtime.edits import Edit, parse_edits
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
-from ..runtime.record import FOREIGN, KEY, VERSION, checked
+from ..runtime.record import FOREIGN, KEY, VERSION, validate_record
 from .mlps import MLP
 from .norms import Norm
 from .placements import Placement
@@ -22,7 +22,7 @@ KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "pl
 INITS = ("auto", "exact", "copy", "reset")
 EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
 NOT_MEASURED = "as planned, not measured"  # basis of an outcome
-HOW = (  # what outcomes are measured by, for people
+MEASUREMENT_NOTE = (  # what outcomes are measured by, for people
     "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
     "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
     "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
@@ -108,7 +108,7 @@ def _of_line(line: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part(Generic[S]):
+class SchemeRequest(Generic[S]):
     """A request: one scheme, where, and how new parameters start.
 
     Attributes:
@@ -131,13 +131,13 @@ class Part(Generic[S]):
         return {kind: str(self.scheme), **globs, **init}
 
     @property
-    def asked(self) -> Part[S]:
+    def as_requested(self) -> SchemeRequest[S]:
         """The request without the options that follow from `init`."""
-        return replace(self, scheme=self.scheme.unsettled(self.init))
+        return replace(self, scheme=self.scheme.without_defaults(self.init))
 
     def written(self, kind: str) -> str:
         """The request as arguments of `patch_model`."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.asked.to_json(kind).items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.as_requested.to_json(kind).items())
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Request:
         parts: one for each kind of scheme, in the order of planning.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, SchemeRequest]
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
@@ -170,7 +170,13 @@ class Request:
         if init not in INITS:
             raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
         globs = as_globs("only", only), as_globs("keep", keep)
-        return cls({kind: Part(one.settled(init), *globs, init) for kind, one in resolved.items() if one is not None})
+        return cls(
+            {
+                kind: SchemeRequest(one.with_defaults(init), *globs, init)
+                for kind, one in resolved.items()
+                if one is not None
+            }
+        )
 
     @property
     def init(self) -> str:
@@ -196,19 +202,19 @@ class Record:
     """
 
     base_model_type: str
-    norm: tuple[Part, ...] = ()
-    pos: tuple[Part, ...] = ()
-    mlp: tuple[Part, ...] = ()
-    placement: tuple[Part, ...] = ()
+    norm: tuple[SchemeRequest, ...] = ()
+    pos: tuple[SchemeRequest, ...] = ()
+    mlp: tuple[SchemeRequest, ...] = ()
+    placement: tuple[SchemeRequest, ...] = ()
     edits: tuple[Edit, ...] = ()
     any_length: bool = False
     foreign: tuple[str, ...] = ()
 
-    def has(self, kind: str, part: Part) -> bool:
+    def has(self, kind: str, part: SchemeRequest) -> bool:
         """Whether the newest request of this kind is the same."""
         return getattr(self, kind)[-1:] == (part,)
 
-    def plus(self, kind: str, part: Part) -> Record:
+    def plus(self, kind: str, part: SchemeRequest) -> Record:
         """The record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
@@ -230,7 +236,7 @@ class Record:
         )
 
     @property
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, SchemeRequest]]:
         """Every request with its kind."""
         return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
 
@@ -262,7 +268,7 @@ class Record:
         Raises:
             CheckpointError: it is malformed, of another version, or names what isn't registered here.
         """
-        base = checked(stored, where)
+        base = validate_record(stored, where)
         record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
         record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
         for index, item in enumerate(stored["request"]):
@@ -294,7 +300,7 @@ class Record:
         return cls.from_json(stored) if stored else cls(config.model_type)
 
 
-def _part(stored: Any, where: str) -> tuple[str, Part]:
+def _part(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
     if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
         raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
@@ -319,4 +325,4 @@ def _part(stored: Any, where: str) -> tuple[str, Part]:
         ) from error
     if scheme is None:
         raise CheckpointError(f"{where} names no {kind}.")
-    return kind, Part(scheme, tuple(only), tuple(keep), init, outcome)
+    return kind, SchemeRequest(scheme, tuple(only), tuple(keep), init, outcome)

@@ -12,7 +12,7 @@ from ..core.scheme import require_number
 from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
-from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, described, rotary_dim
+from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, describe_rotation, rotary_dim
 from .positions import Position
 
 PAIRINGS = ("half", "interleaved")
@@ -225,4 +225,4 @@ class RoPE(Position):
         return Call.of(component, head_dim, **options)
 
     def describe(self, head_dim: int) -> str:
-        return described(head_dim, self.resolved())
+        return describe_rotation(head_dim, self.resolved())

@@ -170,18 +170,20 @@ class _BranchFinder:
                 moved[call] = factor if constant else None
         return moved
 
-    def _first_moved(self, call: CallKey) -> CallKey | None:
+    def _find_first_moved(self, call: CallKey) -> CallKey | None:
         """The first point that changes with a call's output."""
         return next((point for point in self.points if point in self.moves[call].points), None)
 
     def _addends_first_at(self, point: CallKey) -> list[CallKey]:
         """Calls whose output is an addend at this point and at no earlier one, in the order in which they end."""
-        calls = [c for c, moved in self.moves.items() if self._first_moved(c) == point and _is_addend(moved, point)]
+        calls = [
+            c for c, moved in self.moves.items() if self._find_first_moved(c) == point and _is_addend(moved, point)
+        ]
         return sorted(calls, key=self.rank.__getitem__)
 
     def _is_post_norm(self, norm: CallKey) -> bool:
         """Whether a norm's output is the residual stream from there on."""
-        first = self._first_moved(norm) if norm in self.moves else None
+        first = self._find_first_moved(norm) if norm in self.moves else None
         return first is not None and _is_addend(self.moves[norm], first) and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[CallKey]) -> list[list[CallKey]]:

@@ -63,7 +63,7 @@ class Block:
         self.foreign: tuple[str, ...] = ()
         self.parameters = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        self.arguments: dict[str, Any] = {key: _copied_cache(value) for key, value in given.items()}
+        self.arguments: dict[str, Any] = {key: _copy_cache(value) for key, value in given.items()}
         self.rest = args[len(self.parameters) :]
         streams = (key for key in ("hidden_states", *self.arguments) if is_stream(self.arguments.get(key)))
         self.stream: str = next(streams, "")
@@ -109,7 +109,7 @@ class Block:
         undisturbed = self.base.outputs if moved or held else {}
         seen: Run[Tensor] = Run({}, {}, {})
         moved = dict(moved or {})
-        values = {key: v.clone() if isinstance(v, Tensor) else _copied_cache(v) for key, v in self.arguments.items()}
+        values = {key: v.clone() if isinstance(v, Tensor) else _copy_cache(v) for key, v in self.arguments.items()}
         values.update(arguments or {})
         if INPUT in moved:
             values[self.stream] = values[self.stream] + moved.pop(INPUT)
@@ -240,7 +240,7 @@ def observe_blocks(
     return list(seen.values())
 
 
-def _copied_cache(value: Any) -> Any:
+def _copy_cache(value: Any) -> Any:
     """A copy of a key-value cache, since every run of a block fills it; any other value unchanged."""
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 

@@ -14,9 +14,9 @@ from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
 from ..measure.float64 import host_errors
 from ..measure.outputs import max_error, outputs_of
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..measure.twin import twin
-from ..runtime.apply import apply, condensed
+from ..runtime.apply import apply, condense
 from ..runtime.batch_norm import Padded
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -222,13 +222,13 @@ def require_transparent(found: StackBranches, request: str) -> None:
     sites = list(sites_of(found.small, found.branches))
     for site in sites:
         require_joinable(site)
-    with quiet(found.small):
+    with inference_state(found.small):
         before = outputs_of(found.small, found.inputs)
         with host_errors(
             f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
             f"the module ({{error}}), so {request} can't change its branches."
         ):
-            apply(condensed([site.join(site.branch.placement) for site in sites], found.small), found.small)
+            apply(condense([site.join(site.branch.placement) for site in sites], found.small), found.small)
             same = max_error(before, outputs_of(found.small, found.inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
 from ..measure.float64 import host_errors
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
 
@@ -84,7 +84,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
     for module in modules.values():
         for name in ("forward", "_hf_hook"):  # a library's own
             module.__dict__.pop(name, None)
-    with quiet(copied), _default_dtype(torch.float32):
+    with inference_state(copied), _default_dtype(torch.float32):
         for name, module in modules.items():
             if isinstance(module, GatedLinear):
                 sizes, kind = projection_sizes(module.gate), module.kind

@@ -68,15 +68,15 @@ class NativeRotation:
         return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
 
     @property
-    def all_dropped(self) -> tuple[str | None, ...]:
+    def dropped_layer_types(self) -> tuple[str | None, ...]:
         """The types of layers for which an earlier patch dropped the module's rotation."""
         lens = lens_of(self.module, Unrotated)
         return () if lens is None else lens.layer_types
 
     @property
-    def dropped(self) -> bool:
+    def is_dropped(self) -> bool:
         """Whether an earlier patch dropped this rotation."""
-        return self.layer_type in self.all_dropped
+        return self.layer_type in self.dropped_layer_types
 
     def frequencies(self, module: nn.Module) -> Tensor:
         """This rotation's frequencies (pairs,) in a module of its class."""

@@ -22,7 +22,7 @@ from ..runtime.lens import lens_of
 from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..schemes.rope import RoPE, caching_loss
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
@@ -34,7 +34,9 @@ from .score_bias import bias_for, require_bias
 ALL_ATTENTIONS_KEPT = "its attentions are kept"
 
 
-def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tuple[dict[str, str | None], str | None]:
+def reasons_to_keep(
+    item: FoundStack, part: SchemeRequest[Position], names: Names
+) -> tuple[dict[str, str | None], str | None]:
     """Why the globs leave out each of a stack's attentions, and its table or biases; None where they don't."""
     reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
     for name, reason in reasons.items():
@@ -45,7 +47,7 @@ def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tup
 
 
 def attention_changes(
-    item: FoundStack, attentions: dict[str, nn.Module], part: Part[Position], reasons: dict[str, str | None]
+    item: FoundStack, attentions: dict[str, nn.Module], part: SchemeRequest[Position], reasons: dict[str, str | None]
 ) -> list[Change]:
     """What becomes of some of a stack's attentions; `reasons` say why one is kept, if it is.
 
@@ -124,7 +126,7 @@ def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
     return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
 
 
-def own_change(path: str, module: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> Change:
+def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> Change:
     """Change of an attention that rotates by a sine table of its own: other settings, or no rotation.
 
     Raises:

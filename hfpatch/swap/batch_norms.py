@@ -17,13 +17,13 @@ from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
 from .norms import plan_norms
 from .planners import Planned
 
 
-def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned:
     """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
 
     Raises:

@@ -19,7 +19,7 @@ from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
 from ..schemes.placements import Placement
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import (
@@ -38,7 +38,9 @@ from .norms import norm_text, starting_values
 from .planners import Planned
 
 
-def plan_placement(model: nn.Module, part: Part[Placement], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_placement(
+    model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
+) -> Planned:
     """How each branch of the model will meet its stream; nothing is changed yet.
 
     Raises:
@@ -74,7 +76,7 @@ def _require_strict(branch: Branch, found: StackBranches) -> None:
         raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
 
 
-def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placement]) -> Change:
+def _placed(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
     scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)
@@ -98,7 +100,7 @@ def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placemen
 # DeepNorm
 
 
-def plan_deepnorm(model: nn.Module, part: Part[DeepNorm], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_deepnorm(model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None) -> Planned:
     """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
 
     Raises:
@@ -139,7 +141,7 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
 
 
-def _change(model: nn.Module, site: Site, sites: list[Site], part: Part[DeepNorm], alpha: float) -> Change:
+def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[DeepNorm], alpha: float) -> Change:
     scheme, branch, name, facts = part.scheme, site.branch, site.norm_name, describe(site.norm)
     row = Row("norm", name, norm_text(site.norm, facts), reason=site.reason)
     if row.reason is not None:
@@ -182,7 +184,7 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
-def _weights(site: Site, part: Part[DeepNorm], alpha: float, beta: float) -> list[Change]:
+def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
     """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
     branch = site.branch
     if part.scheme.preserve:
@@ -240,7 +242,7 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 
 
 def _sites_to_change(
-    model: nn.Module, found: StackBranches, part: Part[Any], kind: str
+    model: nn.Module, found: StackBranches, part: SchemeRequest[Any], kind: str
 ) -> tuple[list[Site], list[Change]]:
     """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
     sites, names = list(sites_of(model, found.branches)), Names.of(model)

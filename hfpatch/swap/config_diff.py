@@ -21,7 +21,7 @@ from ..measure.randomness import keep_random_state
 from ..runtime.attention import AttentionLens
 from ..runtime.constants import Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..sites.rotations import config_paths
 
@@ -121,7 +121,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
             setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
         return copy_of(model, config=config, device="meta")
     except Exception as error:
-        reason = described(error, 120)
+        reason = describe_error(error, 120)
         raise UnsupportedError(
             f"{host_class(type(model)).__name__} can't be built with {_text(settings)} ({reason}). {_ADVICE}"
         ) from error

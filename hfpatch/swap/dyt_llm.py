@@ -16,13 +16,13 @@ from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
 from ..measure.hooks import hooked
 from ..measure.inputs import input_embedding, text_config
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import SCALE, SCALED
 from ..schemes.norms import DyT
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
@@ -54,7 +54,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned:
     """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
@@ -91,7 +91,7 @@ def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any]
     return Planned(part, [*changes, *scales])
 
 
-def _norms(model: nn.Module, part: Part, attentions: tuple[str, ...]) -> list[Change]:
+def _norms(model: nn.Module, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:
     """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
     names, width = Names.of(model), text_config(model.config).hidden_size
     by_place = []
@@ -157,7 +157,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
         if isinstance(module, nn.Embedding) and module.weight is source.weight
     }
     called: dict[str, nn.Embedding] = {}
-    with quiet(model), hooked(found, before=lambda name, _: called.update({name: found[name]})):
+    with inference_state(model), hooked(found, before=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 

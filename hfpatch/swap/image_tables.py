@@ -62,7 +62,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
     layout = layout_of(item, weight)
     size = _new_size(item, scheme, layout)
-    rows, columns = _cut(item, *sides(size))
+    rows, columns = _count_patches(item, *sides(size))
     if (rows, columns) == (layout.rows, layout.columns) and not fresh:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
@@ -173,7 +173,7 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
             f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
             "pos='nope' do without."
         )
-    rows, columns = _cut(item, *sides(size))
+    rows, columns = _count_patches(item, *sides(size))
     total = table.numel() // table.shape[-1]
     before, after = (grid.tokens(item.owner, counts) for counts in (grid.before, grid.after))
     frames = max(total // (rows * columns), 1) if grid.projection and grid.axes(item.owner) == 3 else 1
@@ -201,12 +201,12 @@ def sides(size: Any) -> tuple[int, int]:
     return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
 
 
-def _cut(item: FoundStack, height: int, width: int) -> tuple[int, int]:
+def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of the patches of an image."""
     grid = item.stack.grid
     assert grid is not None
     if grid.projection:
-        rows, columns = grid.cut_sizes(item.owner, height, width)
+        rows, columns = grid.count_patches(item.owner, height, width)
     else:
         patch = sides(getattr(item.owner.config, "patch_size", None) or 0)
         if not all(patch):

@@ -19,12 +19,12 @@ from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
 from .planners import Planned
 
 
-def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_mlp_request(model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:
@@ -35,7 +35,7 @@ def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[
     """
     scheme = part.scheme
     names, sites = Names.of(model), find_mlps(model)
-    named = names.matched_special(part.only, {_names(site): names.in_head(site.name) for site in sites})
+    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
@@ -53,7 +53,7 @@ def _names(site: MLPSite) -> tuple[str, ...]:
     return (site.name, site.owner) if site.owner else (site.name,)
 
 
-def _reason_to_keep(site: MLPSite, part: Part[MLP], names: Names, named: set[tuple[str, ...]]) -> str | None:
+def _reason_to_keep(site: MLPSite, part: SchemeRequest[MLP], names: Names, named: set[tuple[str, ...]]) -> str | None:
     if site.reason:
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
@@ -62,7 +62,7 @@ def _reason_to_keep(site: MLPSite, part: Part[MLP], names: Names, named: set[tup
     return reason
 
 
-def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None) -> Change:
+def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: str | None) -> Change:
     scheme, (d, d_ff) = part.scheme, site.sizes
     row = Row("mlp", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:

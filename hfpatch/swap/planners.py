@@ -13,7 +13,7 @@ from ..core.plan_table import Change
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
-from ..schemes.request import KINDS, Part
+from ..schemes.request import KINDS, SchemeRequest
 from .config_diff import Derived
 
 
@@ -32,7 +32,7 @@ class Planned:
         UnsupportedError: something isn't preserved, and the request is init="exact".
     """
 
-    part: Part
+    part: SchemeRequest
     changes: list[Change]
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Planner(Protocol):
         PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
-    def __call__(self, model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned: ...
+    def __call__(self, model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned: ...
 
 
 def planner_of(scheme: Scheme) -> Planner:

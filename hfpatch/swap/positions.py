@@ -16,7 +16,7 @@ from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import Part, Record
+from ..schemes.request import Record, SchemeRequest
 from ..sites.records.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
@@ -32,9 +32,11 @@ from .tables import loses_order, removal, table_change
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def plan_position_request(model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_position_request(
+    model: Any, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None
+) -> Planned:
     """Planner of position schemes: changes of modules and of configs."""
-    part = _settled(model, part)
+    part = _with_table_length(model, part)
     if Record.of(model.config).has("pos", part):
         return Planned(part, [])
     changes = plan_positions(model, part, example_inputs)
@@ -46,7 +48,7 @@ def plan_position_request(model: Any, part: Part[Position], example_inputs: Mapp
 
 
 def plan_positions(
-    model: nn.Module, part: Part[Position], example_inputs: Mapping[str, Any] | None = None
+    model: nn.Module, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
     """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
@@ -76,7 +78,7 @@ def plan_positions(
 
 
 def _affected_stacks(
-    model: nn.Module, part: Part[Position], records: Mapping[str, Stack] | None = None
+    model: nn.Module, part: SchemeRequest[Position], records: Mapping[str, Stack] | None = None
 ) -> list[FoundStack]:
     """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
@@ -93,7 +95,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
     if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)
@@ -118,7 +120,7 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
 
 
 def _bias_changes(
-    model: nn.Module, item: FoundStack, covered: set[str], part: Part[Position], names: Names
+    model: nn.Module, item: FoundStack, covered: set[str], part: SchemeRequest[Position], names: Names
 ) -> list[Change]:
     """What happens to a stack's relative biases, and to those of its attentions that no table feeds as well."""
     scheme, name = part.scheme, item.table_name
@@ -177,7 +179,7 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
 # Lengths in configs
 
 
-def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
+def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
@@ -202,7 +204,7 @@ def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
+def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
     """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
@@ -257,7 +259,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
+def _pinned(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
     """Settings that keep the length of biases which stay: by default it follows that of the tables."""
     scheme, owners = part.scheme, [item.owner for item in _affected_stacks(model, part)]
     found: list[Setting] = []
@@ -271,12 +273,12 @@ def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
     return found
 
 
-def _of_biases(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+def _of_biases(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     return [(item.owner.config, item.stack.config_length) for item in _affected_stacks(model, part, BIASES)]
 
 
-def _of_rotations(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+def _of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []

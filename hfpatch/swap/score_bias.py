@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import copy_of
 from ..measure.outputs import max_error
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..runtime.attention import (
     BIAS,
     MASK,
@@ -22,7 +22,7 @@ from ..runtime.attention import (
     no_bias,
 )
 from ..runtime.edits import Call
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import LENS, host_class, lensed_class
 from ..schemes.positions import Position
 from ..sites.stacks import number_of_heads
@@ -91,7 +91,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
 
     def run(states: Tensor, heads: Tensor) -> Tensor:
         twin._modules[BIAS] = _SelfOnlyBias(heads)
-        with quiet(twin):
+        with inference_state(twin):
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
@@ -99,7 +99,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        return f"couldn't be tried with a mask of its own for every head ({described(error, 120)})"
+        return f"couldn't be tried with a mask of its own for every head ({describe_error(error, 120)})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"
     if _is_equal(alone, slight):

@@ -15,17 +15,17 @@ from ..core.weight_change import WeightChange
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, beside_a_table
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, limit_beside_table
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
 from .attentions import ALL_ATTENTIONS_KEPT
 from .image_tables import grid_table_change, resized_table
 
 
-def table_change(model: nn.Module, item: FoundStack, part: Part[Position], why: str | None) -> Change:
+def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], why: str | None) -> Change:
     """Plan the change of a stack's table; `why` is the reason to keep it, if any.
 
     Raises:
@@ -160,7 +160,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         edits, values = resized_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
-        limits = [(path, beside_a_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
@@ -194,7 +194,7 @@ def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
         return "is no nn.Embedding"
     if stack.others:
         return f"isn't the only one ({', '.join(stack.others)})"
-    if any(beside_a_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
+    if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by the model in a way that hfpatch can't follow"
     return None
 

@@ -22,7 +22,7 @@ from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import attempt, media_inputs
 from ..runtime.classes import is_unlimited
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
 from ..sites.rotations import find_rotations
@@ -60,7 +60,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     if isinstance(full, Exception):
         if given is None:
             return False
-        full = attempt(model, lambda: fitted(given, model, settings))
+        full = attempt(model, lambda: adapt_inputs(given, model, settings))
         return not isinstance(full, Exception)
     last = attempt(model, lambda: _positions(model, 0))
     if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
@@ -78,7 +78,7 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
     usual = "on longer inputs than before" if is_unlimited(model) else "at its full length"
     return UnsupportedError(
         f"{type(model).__name__} doesn't run {f'with {changed}' if changed else usual} after this patch: "
-        f"{described(error).rstrip('.')}. The model was left unchanged."
+        f"{describe_error(error).rstrip('.')}. The model was left unchanged."
     )
 
 
@@ -213,7 +213,7 @@ def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | 
     return {**inputs, "position_ids": first + length - first.shape[1]}, {**inputs, "position_ids": first}
 
 
-def fitted(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
+def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
     """Return a user's inputs for the model as it was, as the model with other settings takes them.
 
     Args:

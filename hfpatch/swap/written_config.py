@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..measure.copies import unpatched_config
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..sites.rotations import config_paths
 from .config_diff import Setting
 
@@ -43,7 +43,7 @@ def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
         read = type(written).from_dict(json.loads(written.to_json_string()))
     except Exception as error:  # whatever a config's own validation may raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return lines[-1][:300] if lines else described(error)
+        return lines[-1][:300] if lines else describe_error(error)
     for path, value in changed:
         found = reduce(getattr, path, read)
         if _plain(found) != _plain(value):

@@ -15,7 +15,7 @@ from ..measure.copies import copy_of
 from ..measure.outputs import Outputs, float64_device
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seeded
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
 
@@ -54,7 +54,7 @@ class Subject:
             return copied
         except Exception as error:
             raise UnsupportedError(
-                f"{self} can't be copied, and is only run in copies so that it stays as it is: {described(error, 300)}"
+                f"{self} can't be copied, and only copies of it are run: {describe_error(error, 300)}"
             ) from error
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, number: int) -> Outputs:
@@ -71,7 +71,7 @@ class Subject:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]
             raise UnsupportedError(
                 f"{self} doesn't run in {str(dtype).removeprefix('torch.')} on batch {number} ({', '.join(shapes)}): "
-                f"{described(error, 300)}"
+                f"{describe_error(error, 300)}"
             ) from error
         outputs.tensors = outputs.floats
         if not outputs.tensors:

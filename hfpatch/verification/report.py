@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.plan_table import grouped
+from ..core.plan_table import group_rows
 from ..core.results import SavedResult, Table, dataframe
 from ..core.staging import staged
 from ..errors import MissingPackageError, OptionError
@@ -213,7 +213,7 @@ class Report(SavedResult):
 
 def title_of(class_name: str, record: Record) -> str:
     """What a report calls a model: its class and the schemes of its patch, with their options."""
-    schemes = [f"{kind}={part.asked.scheme}" for kind in KINDS for part in getattr(record, kind)]
+    schemes = [f"{kind}={part.as_requested.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 
 
@@ -222,7 +222,7 @@ _ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": M
 
 def module_lines(rows: list[ModuleRow]) -> Iterator[tuple[str, str, str, str, str]]:
     """Rows as cells: names, the reference's module, the model's, state, note; layers that are alike share a line."""
-    for members, names in grouped(rows, _in_one_line):
+    for members, names in group_rows(rows, _in_one_line):
         row, count = members[0], len(members)
         change = max(one.change for one in members)
         changed = f"weights differ by {change:.1%}" if 0 < change < math.inf else None

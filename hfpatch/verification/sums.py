@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..measure.outputs import Deviation, aligned, pieces
+from ..measure.outputs import Deviation, pieces, to_comparable
 from .report import OutputRow
 
 NO_TARGET = -100
@@ -47,7 +47,7 @@ class Sums:
 
     def add_layer(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Count one batch of a stream."""
-        t, y = (channels_last(x, mask) for x in aligned(truth, output))
+        t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
         self.deviation.add(t, y, mask)
         self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
 
@@ -90,7 +90,7 @@ def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: 
     """Cosines between vectors (..., d): "cosine" at each position, "pooled" between the means over the positions."""
     if truth.dim() < 2 or truth.shape[-1] < 2:
         return
-    t, y = (channels_last(x, mask) for x in aligned(truth, output))
+    t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
     if t.dim() > 3 and mask is None:
         t, y = t.flatten(1, -2), y.flatten(1, -2)
     for a, b in pieces(mask, t, y):

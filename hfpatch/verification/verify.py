@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import is_quantized, require_bare
-from ..core.holders import takes_holders
+from ..core.holders import unwrap_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
 from ..measure.inputs import example_inputs, input_embedding
@@ -27,7 +27,7 @@ from .report import Report, title_of
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
 
-@takes_holders
+@unwrap_holders
 def verify(
     model: Any,
     reference: Any,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import norms_of, patch, tiny
 
-from hfpatch.measure.quiet_forward import quiet
+from hfpatch.measure.quiet_forward import inference_state
 from hfpatch.measure.randomness import own_randomness
 from hfpatch.patch import outcomes
 from hfpatch.plan import plan_patch
@@ -91,13 +91,13 @@ def test_the_generators_of_a_models_device(kind: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setattr("hfpatch.measure.quiet_forward.device_of", lambda model: torch.device("cpu"))
-    with quiet(tiny("gpt2")):
+    with inference_state(tiny("gpt2")):
         pass
     assert all(not devices for devices, _ in kept)
     device: Any = type("Device", (), {"type": kind, "index": 0})()  # torch knows the name of no NPU without its package
     monkeypatch.setattr("hfpatch.measure.quiet_forward.device_of", lambda model: device)
     monkeypatch.setattr("hfpatch.measure.quiet_forward.default_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: False)
-    with quiet(tiny("gpt2")):
+    with inference_state(tiny("gpt2")):
         pass
     assert ([device], kind) in kept
