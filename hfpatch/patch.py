@@ -220,7 +220,7 @@ def unpatch_model(model: M) -> M:
             f"{type(model).__name__} can't be unpatched: it was loaded from a patched checkpoint, or patched without "
             "reversible=True. Load the original checkpoint instead."
         )
-    if (left := undo_record.edits.find_left(model)) is not None:
+    if (left := undo_record.edits.find_detached(model)) is not None:
         raise NotReversibleError(
             f"{type(model).__name__}: a {left._get_name()} whose values the patch changed was replaced since (as "
             "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."

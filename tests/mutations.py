@@ -187,8 +187,8 @@ FAULTS = [
     Fault(
         "a list comes back as a tuple",
         "runtime/edits.py",
-        "return list(map(_parsed, items))",
-        "return tuple(map(_parsed, items))",
+        "return list(map(_parse_value, items))",
+        "return tuple(map(_parse_value, items))",
         ("runtime/test_edit_text.py",),
     ),
     Fault(

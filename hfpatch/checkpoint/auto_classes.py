@@ -32,7 +32,7 @@ def auto_classes() -> Iterator[Any]:
                 yield auto
 
 
-def opened_classes(auto: Any, config_class: type) -> tuple[Any, ...]:
+def model_classes_of(auto: Any, config_class: type) -> tuple[Any, ...]:
     """The model classes that an Auto class opens for a config's class."""
     try:
         found = auto._model_mapping.get(config_class, ())
@@ -54,7 +54,7 @@ def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for auto in auto_classes():
         mapping = auto._model_mapping  # whose own look-up goes through all model types where it knows none
         known = config_class in mapping._extra_content or any(one in mapping._model_mapping for one in model_types)
-        models = opened_classes(auto, config_class) if known else ()
+        models = model_classes_of(auto, config_class) if known else ()
         if models:
             yield auto, models
 
@@ -97,7 +97,7 @@ def class_to_build(config: Any, head: str | None = None) -> Any:
     usual: list[Any] = [getattr(transformers, name) for name in (*USUAL, "AutoModel")]
     architectures = saved_from(config)
     for auto in usual:
-        if any(one.__name__ in architectures for one in opened_classes(auto, type(config))):
+        if any(one.__name__ in architectures for one in model_classes_of(auto, type(config))):
             return auto
     mapped = getattr(config, "auto_map", None) or {}  # code of the repository
     if remote := next((auto for auto in usual if auto.__name__ in mapped), None):

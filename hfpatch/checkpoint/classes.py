@@ -372,7 +372,7 @@ for _class in (HfpatchConfig, _ExportConfig):
     AutoConfig.register(_class.model_type, _class, exist_ok=True)
 
 
-def _called_as_on_disk(name: str) -> Any:
+def _class_named_on_disk(name: str) -> Any:
     """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
 
     TRL, vLLM and SGLang do. Python asks a module's `__getattr__` for names that it lacks.
@@ -388,7 +388,7 @@ def answer_to_architectures() -> None:
 
     Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """
-    vars(sys.modules[transformers.__name__])["__getattr__"] = _called_as_on_disk
+    vars(sys.modules[transformers.__name__])["__getattr__"] = _class_named_on_disk
 
 
 answer_to_architectures()

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 
-from ..core.mapped import MAPPED, Mappings, mapped
+from ..core.mapped import MAPPED, Mappings, map_tensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, as_bytes, finder, variant_of
@@ -88,7 +88,7 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
             dtype = str_to_torch_dtype.get(header[name]["dtype"])
             start = 8 + length + header[name]["data_offsets"][0]
             fits = dtype is not None and start % dtype.itemsize == 0
-            found[name] = mapped(memory, dtype, header[name]["shape"], start) if fits else reader.get_tensor(name)
+            found[name] = map_tensor(memory, dtype, header[name]["shape"], start) if fits else reader.get_tensor(name)
     return found
 
 
@@ -101,7 +101,7 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) ->
         max_shard_size: as there; None: each tensor goes into the file that it came in, a new one into that of the
             tensor before it.
     """
-    state = _saved(model)
+    state = _saved_tensors(model)
     single, index = weight_names("")
     if max_shard_size is None:
         places = _places(state, vars(model)[FILES])
@@ -120,7 +120,7 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) ->
         (folder / index).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _saved(model: Any) -> dict[str, Tensor]:
+def _saved_tensors(model: Any) -> dict[str, Tensor]:
     """What transformers' `save_pretrained` saves, by the names that it gives."""
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}

@@ -201,7 +201,7 @@ def _portable(module: Any) -> str:
         raise UnsupportedError(f"{module.__name__}: its components have no file of their own that could be shipped.")
     text = Path(module.__file__).read_text(encoding="utf-8")
     allowed = (*sys.stdlib_module_names, "torch", "transformers")
-    for name in _imported(ast.parse(text)):
+    for name in _find_imports(ast.parse(text)):
         if not name.startswith(_OURS) and name.partition(".")[0] not in allowed:
             raise UnsupportedError(
                 f"{module.__name__} imports {name}: a file whose components are shipped imports torch, transformers "
@@ -211,7 +211,7 @@ def _portable(module: Any) -> str:
     return text.replace(f"from {_OURS}", "from .")
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _find_imports(tree: ast.Module) -> Iterator[str]:
     """The modules that a file imports; `import hfpatch.runtime.norms`, which can't be shipped, as `hfpatch`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -18,10 +18,10 @@ from ..checkpoint.by_name import config_of, is_config, open_model, random_weight
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.mapped import released
+from ..core.mapped import unload_after_forward
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
-from ..core.staging import require_free, staged_folder
+from ..core.staging import require_free, stage_folder
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
@@ -175,7 +175,7 @@ def patch(
     built = open_model(model, head, trust_remote_code, stored=True)
     kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    with released(built):
+    with unload_after_forward(built):
         planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
@@ -188,7 +188,7 @@ def patch(
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    with released(built):
+    with unload_after_forward(built):
         patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
     measured = Record.of(built.config).outcomes(planned.by_kind).values()
     if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
@@ -201,7 +201,7 @@ def patch(
     outcomes = Record.of(built.config).outcomes()
     found = [(request, outcome.result) for request, outcome in outcomes.items()]
     typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{MEASUREMENT_NOTE}")
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)

@@ -116,11 +116,11 @@ def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Seque
                 shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
                 raise NoMatchError(
                     f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change."
-                    f"{_suggested(glob, shown)} Their names look like: {', '.join(shown[:8])}."
+                    f"{_suggest(glob, shown)} Their names look like: {', '.join(shown[:8])}."
                 )
 
 
-def _suggested(glob: str, shown: Sequence[str]) -> str:
+def _suggest(glob: str, shown: Sequence[str]) -> str:
     """The glob that may be meant, by the ends of names: " Did you mean '*.ln_1'?", or ""."""
     written = glob.strip("*.")
     length = written.count(".") + 1

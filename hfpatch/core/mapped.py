@@ -44,9 +44,9 @@ class Mappings:
             PatchError: the file can't be written; a full disk, for one.
         """
         with temporary_files(tempfile.gettempdir()), torch.no_grad(), tempfile.TemporaryFile(prefix="hfpatch-") as file:
-            file.write(_flat(tensor.detach()).cpu().view(torch.uint8).numpy().data)
+            file.write(_flatten(tensor.detach()).cpu().view(torch.uint8).numpy().data)
             file.flush()
-            flat = mapped(self.map(file, mmap.ACCESS_WRITE), tensor.dtype, (tensor.numel(),))
+            flat = map_tensor(self.map(file, mmap.ACCESS_WRITE), tensor.dtype, (tensor.numel(),))
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def release(self) -> None:
@@ -56,7 +56,7 @@ class Mappings:
                 one.madvise(mmap.MADV_DONTNEED)
 
 
-def mapped(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
+def map_tensor(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
     """The tensor that lies in a mapped file from a byte on."""
     count = math.prod(shape)
     return torch.frombuffer(file, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
@@ -70,7 +70,7 @@ def read_into_memory(model: nn.Module) -> None:
 
 
 @contextmanager
-def released(model: nn.Module) -> Iterator[None]:
+def unload_after_forward(model: nn.Module) -> Iterator[None]:
     """Context in which mapped weights that a module's forward read are let go of when it ends."""
     mappings: Mappings | None = vars(model).get(MAPPED)
     hook = mappings and nn.modules.module.register_module_forward_hook(lambda *_: mappings.release())
@@ -89,6 +89,6 @@ def is_storable(tensor: Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

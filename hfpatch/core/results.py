@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from ..errors import MissingPackageError, OptionError
-from .staging import staged
+from .staging import stage
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
 _SIDES = {"<": "left", ">": "right"}
@@ -111,7 +111,7 @@ class SavedResult(Result):
         Raises:
             PatchError: it can't be written.
         """
-        with staged(Path(path)) as file:
+        with stage(Path(path)) as file:
             file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod

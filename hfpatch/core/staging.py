@@ -42,21 +42,21 @@ def require_place(output: Path, kind: str = "place") -> None:
 
 
 @contextmanager
-def staged_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def stage_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Temporary folder that replaces `folder` when the context ends without an error.
 
     Raises:
         PatchError: as in `require_free`, or something couldn't be written.
     """
     require_free(folder, overwrite)
-    with staged(folder) as staging:
+    with stage(folder) as staging:
         staging.mkdir()
         yield staging
         require_free(folder, overwrite)  # by now it may be somebody else's
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def stage(target: Path) -> Iterator[Path]:
     """Path that a folder or a file is written to; it replaces `target` when the context ends without an error.
 
     It lies in a hidden folder beside the target, which is removed in any case, so whatever interrupts the context, the

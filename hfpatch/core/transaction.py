@@ -131,7 +131,7 @@ class Transaction:
         if disk is not None and self._from_files:
             disk.release()
 
-    def find_left(self, model: nn.Module) -> nn.Module | None:
+    def find_detached(self, model: nn.Module) -> nn.Module | None:
         """Return a module whose values `undo` would write back though it left the model since, or None."""
         back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
         known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}

@@ -74,9 +74,9 @@ class WeightChange:
                 by = torch.tensor(given or 0.0, dtype=torch.float64, device="cpu")
             if operand is not None:
                 by = along_axis(by, values, self.axis)
-            return self._rewritten(copy(values), by)
+            return self._rewrite(copy(values), by)
 
-    def _rewritten(self, values: Tensor, operand: Tensor) -> Tensor:
+    def _rewrite(self, values: Tensor, operand: Tensor) -> Tensor:
         """Overwrite values by the result of the arithmetic, piece by piece."""
         device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
         axis = self.axis if self.op == "centre" else None
@@ -86,7 +86,7 @@ class WeightChange:
         parts = (values, operand.to(device).to(torch.float64).expand(values.shape))
         chunks = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in parts]
         for x, y in zip(*chunks, strict=True):
-            x.copy_(_calculated(self.op, x.to(device).to(torch.float64, copy=True), y, axis))
+            x.copy_(_calculate(self.op, x.to(device).to(torch.float64, copy=True), y, axis))
         return values
 
 
@@ -95,7 +95,7 @@ def along_axis(vector: Tensor, parameter: Tensor, axis: int | None) -> Tensor:
     return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
 
 
-def _calculated(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+def _calculate(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
     """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
     if op == "centre":
         return x.sub_(x.mean(axis, keepdim=True))

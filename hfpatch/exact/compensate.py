@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..measure.hooks import hooked
+from ..measure.hooks import observe_calls
 from ..measure.outputs import in_float64, outputs_of
 from ..measure.quiet_forward import inference_state
 from ..measure.snapshot import NormInput, run
@@ -39,7 +39,7 @@ def find_pairs(
     """For each norm the writer (a module whose bias was centred) and the norm that run last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
-    with inference_state(model), hooked(modules, after=lambda name, _: order.append(name)):
+    with inference_state(model), observe_calls(modules, after=lambda name, _: order.append(name)):
         outputs_of(model, inputs)
     found = []
     earlier = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
-from ..measure.hooks import Call, first_tensor, hooked
+from ..measure.hooks import Call, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
@@ -91,8 +91,8 @@ def observe(
             seen.returned.setdefault(module, []).append(Observed(seen.calls, output.clone()))
 
     with (
-        hooked({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
-        hooked(dict(model.named_modules()) if watch else {}, after=returned),
+        observe_calls({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
+        observe_calls(dict(model.named_modules()) if watch else {}, after=returned),
     ):
         outputs = outputs_in_float64(model, inputs)
     seen.outputs |= {f"{key} ({name})" if name else key: value for key, value in outputs.items()}
@@ -141,5 +141,5 @@ def add_to_outputs(
         drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
         return output + drawn[-1]
 
-    with hooked(modules, after=add):
+    with observe_calls(modules, after=add):
         yield drawn

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import Call, hooked
+from ..measure.hooks import Call, observe_calls
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
@@ -102,7 +102,7 @@ class _Search:
         if self.unused_parameters and self.add_mask_input():
             self.unused_parameters.clear()
             writers = self.writers()
-        if (unreached := self.unreached()) is not None:
+        if (unreached := self.find_unreached()) is not None:
             return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
         while writers and probe.error_of(Centring(tuple(writers))) > EXACT:  # one isn't a writer: drop the worst
             alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
@@ -214,7 +214,7 @@ class _Search:
         counts += [shape[1] for shape in shapes if len(shape) == 3]
         return list(dict.fromkeys(counts))[:12]
 
-    def unreached(self) -> str | None:
+    def find_unreached(self) -> str | None:
         """Reason to refuse: modules that may write to the stream didn't run, as inputs are missing; None if all ran."""
         probe = self.probe
         takes = inspect.signature(probe.model.forward).parameters
@@ -280,7 +280,7 @@ class _Search:
         if inputs is None:
             return ()
         try:
-            with hooked(probe.modules, before=note):
+            with observe_calls(probe.modules, before=note):
                 before = observe(probe.model, inputs)
         except UnsupportedError:  # it takes none, or not without more
             return ()

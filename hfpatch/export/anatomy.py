@@ -132,11 +132,11 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
     pairs = torch.arange(turned).view(*((2, -1) if pairing == "interleaved" else (-1, 2)))
     index = torch.cat((pairs.T.flatten(), torch.arange(turned, anatomy.head_dim)))
 
-    def reordered(layer: Affine) -> Affine:
+    def reorder(layer: Affine) -> Affine:
         heads = len(layer.weight) // len(index)
         return layer.rows((torch.arange(heads)[:, None] * len(index) + index).flatten())
 
-    blocks = [change_roles(block, ("query", "key"), reordered) for block in anatomy.blocks]
+    blocks = [change_roles(block, ("query", "key"), reorder) for block in anatomy.blocks]
     return replace(anatomy, blocks=blocks, positions=replace(scheme, pairing=pairing))
 
 

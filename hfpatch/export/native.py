@@ -30,7 +30,7 @@ from .dropouts import different_dropouts
 from .equality import Measured, batches, compare
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
-from .runtimes import RUNTIMES, unserved
+from .runtimes import RUNTIMES, runtime_obstacle
 from .same_host import as_stock_host, host_obstacle
 from .weights import gains_of
 from .write import write
@@ -218,7 +218,7 @@ def _compare_candidate(
         model, longest = build()
     except UnsupportedError as error:
         return Candidate(model_type, reason=str(error).rstrip("."))
-    reason = None if serve is None else unserved(model, serve, source.config.model_type)
+    reason = None if serve is None else runtime_obstacle(model, serve, source.config.model_type)
     if reason is not None:
         return Candidate(model_type, reason=reason)
     try:

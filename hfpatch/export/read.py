@@ -52,7 +52,7 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
     stem = _with_constant(weights, stem, body, layout)
     heads = config.num_attention_heads
     blocks = [_with_plain_scores(parts, block, layout, heads) for parts, block in zip(blocks, stack, strict=True)]
-    unread = weights.untouched(layout)
+    unread = weights.names_left(layout)
     if unread:
         more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
@@ -159,7 +159,7 @@ def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALi
         return attached[0]
     if own:
         return _own_rotation(model, own, layout)
-    return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.computed else (None, 0)
+    return (RoPE(pairing=layout.pairing).with_paper_values(), 0) if layout.computed else (None, 0)
 
 
 def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tuple[RoPE, int]:
@@ -170,4 +170,4 @@ def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tup
     theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
     start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
     scaling = settings if settings.get("rope_type", "default") != "default" else None
-    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).resolved(), start
+    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).with_paper_values(), start

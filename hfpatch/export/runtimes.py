@@ -115,7 +115,7 @@ RUNTIMES: Mapping[str, Mapping[str, Served]] = {
 }
 
 
-def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
+def runtime_obstacle(model: Any, runtime: str, host: str | None = None) -> str | None:
     """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
 
     `host` is the `model_type` that the model was made from.

@@ -98,9 +98,9 @@ class OwnNorm:
         x = self.hook_in(hidden_states)
         points = [point for name in ("hook_scale", "hook_normalized") if (point := self._modules.get(name)) is not None]
         hooked = any(point.has_hooks() for point in points)
-        return self.hook_out(self._hooked(norm, x, *args) if hooked else norm(x, *args, **kwargs))
+        return self.hook_out(self._run_hooked(norm, x, *args) if hooked else norm(x, *args, **kwargs))
 
-    def _hooked(self: Any, norm: Any, x: Tensor, *more: Any) -> Tensor:
+    def _run_hooked(self: Any, norm: Any, x: Tensor, *more: Any) -> Tensor:
         """The norm's output, made from the tensors of its hooks if one was changed or has a gradient to pass."""
         wide = x.float() if x.dtype in HALF else x
         normalised, scale_point = norm.normalise(wide, *more), self._modules.get("hook_scale")

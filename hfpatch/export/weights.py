@@ -44,7 +44,7 @@ class Weights:
         self.model, self.gains = model, gains or {}
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
 
-    def untouched(self, layout: FamilyLayout) -> list[str]:
+    def names_left(self, layout: FamilyLayout) -> list[str]:
         """Names of the Parameters that are left, apart from a table that the model's class computes."""
         computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
         done = self.touched | {value.data_ptr() for value in computed}
@@ -83,11 +83,13 @@ class Weights:
             if module is not None and isinstance(part, PlainNorm):
                 self.fill_norm(module, part, path)
             elif module is not None:
-                self._fill(_stored(module, _output_bias(root, role, paths)), vars(part) if part else {}, path)
+                self._fill(
+                    _parameters_of_layer(module, _output_bias(root, role, paths)), vars(part) if part else {}, path
+                )
 
     def layer(self, module: nn.Module, output_bias: Tensor | None = None) -> Affine:
         """A linear layer or embedding."""
-        values = self._values(_stored(module, output_bias))
+        values = self._values(_parameters_of_layer(module, output_bias))
         layer = Affine(values["weight"], values.get("bias"))
         return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer
 
@@ -98,7 +100,7 @@ class Weights:
             UnsupportedError: it is neither LayerNorm nor RMSNorm.
         """
         facts, like = _facts(module, path), self.model
-        values = self._values(_stored_of_norm(module, facts))
+        values = self._values(_parameters_of_norm(module, facts))
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
         gain = values["gain"] + facts.offset if "gain" in values else gain
         return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
@@ -114,7 +116,7 @@ class Weights:
             raise UnsupportedError(
                 f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
             )
-        stored = _stored_of_norm(module, facts)
+        stored = _parameters_of_norm(module, facts)
         gain = norm.weight - (facts.offset if stored["gain"] else 1.0)
         self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
@@ -152,14 +154,14 @@ def _eps(facts: NormFacts, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if facts.eps is None else facts.eps
 
 
-def _stored(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Tensor]]:
+def _parameters_of_layer(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Tensor]]:
     """The Parameters, or views of them, that hold a layer's weight (out, in) and bias; a bias may have two places."""
     transposed = isinstance(module, nn.Embedding) or "Conv1D" in type(module).__name__
     weight, bias = module.weight.T if transposed else module.weight, getattr(module, "bias", None)
     return {"weight": [weight], "bias": [one for one in (bias, output_bias) if one is not None]}
 
 
-def _stored_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
+def _parameters_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
     """Likewise a norm's gain, less its offset, and shift."""
     places = zip(("gain", "shift"), facts.parameters_of(module), strict=True)
     return {name: [] if place is None else [place] for name, place in places}

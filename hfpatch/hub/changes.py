@@ -18,7 +18,7 @@ from ..verification.report import ModuleRow, module_lines
 HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
 
 
-def unpatched(model: PreTrainedModel) -> PreTrainedModel:
+def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and settings without the patch, on the meta device."""
     return copy_of(model, config=unpatched_config(model.config), device="meta")
 
@@ -28,7 +28,7 @@ def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
 
     `model` may be on the meta device.
     """
-    return sorted(compare_modules(model, unpatched(model)), key=lambda row: row.state == "kept")
+    return sorted(compare_modules(model, unpatched_model(model)), key=lambda row: row.state == "kept")
 
 
 def changes_by_config(config: Any) -> list[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.results import Table
-from ..core.staging import staged
+from ..core.staging import stage
 from ..errors import OptionError
 from ..export.native import native_obstacle
 from ..repairs.report import RepairReport
@@ -34,7 +34,7 @@ from ..runtime.record import KEY
 from ..schemes.request import MEASUREMENT_NOTE, Record, SchemeRequest
 from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import TASKS
-from .changes import HEADINGS, changed_modules, unpatched
+from .changes import HEADINGS, changed_modules, unpatched_model
 from .figures import layer_figures
 from .folder import CARD
 from .opening import ways_to_open
@@ -81,7 +81,7 @@ def write_page(
     if report is not None:
         report.require_of(title_of(type(model).__name__, Record.of(model.config)))
     text = _template().render(_facts(model, checkpoint, reference, report, repair))
-    with staged(path) as file:
+    with stage(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def _facts(
     repair: RepairReport | None,
 ) -> dict[str, Any]:
     """What the template shows."""
-    host, record = unpatched(model), Record.of(model.config)
+    host, record = unpatched_model(model), Record.of(model.config)
     rows = changed_modules(model) if report is None else report.modules
     if not (record.norm or record.placement):
         rows = [row for row in rows if row.state != "kept"]  # norms that nobody asked to change
@@ -139,7 +139,7 @@ def _facts(
         "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),
         "edits": record.edits,
-        "learned": _learned(model),
+        "learned": _learned_values(model),
         "report": report,
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
@@ -153,7 +153,7 @@ def _facts(
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
 
 
-def _learned(model: PreTrainedModel) -> list[str]:
+def _learned_values(model: PreTrainedModel) -> list[str]:
     """What the norms of each class have learned besides gain and shift: "DynamicTanh: alpha 0.015 to 0.39"."""
     found: dict[str, list[Tensor]] = {}
     for module in model.modules():

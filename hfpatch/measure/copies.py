@@ -14,9 +14,9 @@ from ..core.transaction import UNDO_RECORD
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from .randomness import keep_random_state
-from .shrink import shallow, shrunk
+from .shrink import shallow, shrink
 
-_SIZES = {"shallow": shallow, "small": shrunk}
+_SIZES = {"shallow": shallow, "small": shrink}
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:

@@ -21,7 +21,7 @@ After = Callable[[str, Any], Any]  # of a module's name and its result; what it 
 
 
 @contextmanager
-def hooked(
+def observe_calls(
     modules: Mapping[str, nn.Module], before: Before | None = None, after: After | None = None
 ) -> Iterator[None]:
     """Context in which every call of these modules is shown to `before`, and its result to `after`."""

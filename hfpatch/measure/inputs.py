@@ -84,7 +84,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
     failed: Exception | None = None
     for medium in (one for one in _MEDIA if one.argument in takes):
         try:
-            place, made, count = medium.made_for(model, make, seed)
+            place, made, count = medium.make_for(model, make, seed)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the host's own code: it takes sizes beside the pixels, say
@@ -297,7 +297,7 @@ class _Medium:
     kind: int
     make: Callable[[Inputs], Tensor]
 
-    def made_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
+    def make_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
         """Return its token, the model's arguments, and how many tokens one is."""
         encode, token = getattr(model, self.method), make.find(*self.tokens)
         if not isinstance(token, int):

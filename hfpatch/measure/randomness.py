@@ -47,7 +47,7 @@ def keep_random_state(*devices: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+def seed_everything(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Seed torch, numpy and random inside, and put their states back; of torch's devices the CPU and these alone."""
     devices = [device for device in devices if device.type not in _WITHOUT_A_STREAM]
     with keep_random_state(*devices):
@@ -68,8 +68,8 @@ def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """`seeded`, with deterministic algorithms; memory left uninitialised is NaN inside."""
-    with seeded(seed):
+    """`seed_everything`, with deterministic algorithms; memory left uninitialised is NaN inside."""
+    with seed_everything(seed):
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.bare import has_weights
 from ..runtime.errors import UnsupportedError, describe_error
 from .copies import copy_of
-from .hooks import Call, first_tensor, hooked
+from .hooks import Call, first_tensor, observe_calls
 from .inputs import with_media
 from .outputs import (
     DRAWS,
@@ -68,7 +68,7 @@ def run(
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
     modules = {name: model.get_submodule(name) for name in norms}
-    with add_rounding_noise(model, noise, seed), hooked(modules, before=watch):
+    with add_rounding_noise(model, noise, seed), observe_calls(modules, before=watch):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
@@ -144,8 +144,8 @@ class Snapshot:
 
     `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms;
     what is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error
-    of a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
-    ten times float32's last bit.
+    of a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward,
+    by ten times float32's last bit.
 
     Forwards run on copies that share the weights: some models change their own settings in a forward.
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
-from ..measure.hooks import After, Before, Call, first_tensor, hooked
+from ..measure.hooks import After, Before, Call, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from .calibration import Batches, rows_of, to_cpu
@@ -90,7 +90,7 @@ class BlockReplay:
         def keep(name: str, value: Any) -> None:
             self.freeze(name, _place(index, row), value)
 
-        with self.hooked(self.ends, after=keep):
+        with self.observe_calls(self.ends, after=keep):
             output = self.forward(index, row)
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
@@ -123,7 +123,7 @@ class BlockReplay:
                     raise _AllObserved
 
         names = {name for _, name in missing}
-        hooks = self.hooked(names, partial(record, "in"), partial(record, "out"))
+        hooks = self.observe_calls(names, partial(record, "in"), partial(record, "out"))
         with hooks, self._replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
         return recorded
@@ -133,11 +133,11 @@ class BlockReplay:
         recorded = self.observe(index, inputs, outputs)
         return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
-    def hooked(
+    def observe_calls(
         self, names: Iterable[str], before: Before | None = None, after: After | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Context in which the calls and results of these modules are shown to functions, as in `measure.hooks`."""
-        return hooked({name: self.modules[name] for name in names}, before, after)
+        return observe_calls({name: self.modules[name] for name in names}, before, after)
 
     # Frozen blocks
 
@@ -192,7 +192,7 @@ class BlockReplay:
         """Store a tensor of a batch under a name."""
         save_temporary(to_cpu(value), self._path(f"value {name}", index))
 
-    def saved(self, name: str, index: int) -> Tensor:
+    def load_saved(self, name: str, index: int) -> Tensor:
         """The tensor that `save` stored."""
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
 
@@ -264,7 +264,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
-    with replay.hooked({*blocks, *found}, partial(record, "in"), partial(record, "out")):
+    with replay.observe_calls({*blocks, *found}, partial(record, "in"), partial(record, "out")):
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}

@@ -142,13 +142,13 @@ class Batches:
         """Return whether a batch is for judging."""
         return self._judges[index]
 
-    def held_out(self) -> list[int]:
+    def held_out_batches(self) -> list[int]:
         """Return the batches that are for judging."""
         return [index for index in range(len(self)) if self._judges[index]]
 
     def count_held_out(self) -> int:
         """Return how many sequences are for judging."""
-        return sum(self._counts[index] for index in self.held_out())
+        return sum(self._counts[index] for index in self.held_out_batches())
 
     def single_rows(self, index: int) -> list[Tensor | None]:
         """Return a batch's sequences one by one, each as rows for `BlockReplay.forward`; None for all, undivided."""

@@ -23,7 +23,7 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
     """
     original = old.forward_again if again else old.forward_kept
     found, measure = [], ""
-    for i in new.batches.held_out():
+    for i in new.batches.held_out_batches():
         for row in new.batches.single_rows(i):
             measure, distances = token_distances(original(i, row), new.forward(i, row))
             mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)

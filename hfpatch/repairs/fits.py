@@ -27,7 +27,7 @@ from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
-from .stacked import transformed
+from .stacked import transform_along_axis
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
@@ -73,11 +73,13 @@ class Fitter:
         for i in range(len(self.batches)):
             self.new.save(name, i, _channels_last(module, self.new.run(i, inputs=[name])[name]))
             with torch.no_grad():
-                self.old.save(output, i, _channels_last(module, original(self.old.saved(name, i))))
+                self.old.save(output, i, _channels_last(module, original(self.old.load_saved(name, i))))
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
-                for u, y in self.batches.row_pieces(i, decoder, self.new.saved(name, i), self.old.saved(output, i)):
+                for u, y in self.batches.row_pieces(
+                    i, decoder, self.new.load_saved(name, i), self.old.load_saved(output, i)
+                ):
                     yield u, y, self._judge(i, u)
 
         def write(values: Mapping[str, Tensor]) -> None:
@@ -127,8 +129,8 @@ class Fitter:
         if not judged:
             return
         fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder)
-        for i in self.batches.held_out():
-            x = self.old.saved(first, i)
+        for i in self.batches.held_out_batches():
+            x = self.old.load_saved(first, i)
             for name in judged:
                 with torch.no_grad():
                     output = first_tensor(modules[name](x.to(next(modules[name].parameters()).dtype)))
@@ -176,7 +178,7 @@ class Fitter:
         for i in range(self.mapped[name]):
             with attention_computed_by("eager", self.new.model):
                 call = self.new.observe(i, inputs=[name])["in", name]
-            target = self.old.saved(f"{name} map", i)
+            target = self.old.load_saved(f"{name} map", i)
             rows = target[:, 0].shape
             valid = self.batches.rows(i, rows, decoder).unflatten(0, rows[:2]).to(target.device)
             judges = torch.full_like(valid, self.batches.judges(i))
@@ -217,7 +219,7 @@ class Fitter:
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
                 seen = self.new.run(i, inputs, outputs)
-                target = self.old.saved(point, i).to(seen[point])
+                target = self.old.load_saved(point, i).to(seen[point])
                 values = seen[name], target - seen[point], target
                 del seen, target
                 free_unused_memory()
@@ -249,11 +251,11 @@ class Fitter:
 
         def measure() -> float:
             moments: dict[str, _Moments] = {name: _Moments() for name in targets}
-            for i in self.batches.held_out():
+            for i in self.batches.held_out_batches():
                 seen = self.new.run(i, inputs, outputs)
                 for name, saved in targets.items():
                     y = _channels_last(self.new.modules[name], seen[name]) if name in outputs else seen[name]
-                    pair = y, self.old.saved(saved, i)
+                    pair = y, self.old.load_saved(saved, i)
                     for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
                         moments[name].add(y, target)
             return sum(found.share() for found in moments.values()) / len(moments)
@@ -294,7 +296,7 @@ class Fitter:
     def _transform(self, module: nn.Module, parameter: str, axis: int, change: Tensor, reads: bool) -> None:
         """Multiply a Parameter with I + change along an axis."""
         values = module.get_parameter(parameter).detach().to(change.device).double()
-        self.edits.write(module, WeightChange(parameter, "add", transformed(values, change, axis, reads)))
+        self.edits.write(module, WeightChange(parameter, "add", transform_along_axis(values, change, axis, reads)))
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""

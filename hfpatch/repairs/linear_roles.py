@@ -15,7 +15,7 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import attention_computed_by
 from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.norms import describe
-from ..sites.stream import find_sum, is_read_by_these_alone, read_alike, reads_norm
+from ..sites.stream import find_sum, is_read_by_these_alone, read_same_tensor, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
 from .stacked import Axes, reading_axes, writing_axes
@@ -92,7 +92,7 @@ class Roles:
             if point is not None and (plain or name in roles.writes):
                 roles.writers[name] = later[point]
             if (plain and point is None) or name in roles.reads:
-                same = (one for one in roles.readers if read_alike(block, calls[one], calls[name]))
+                same = (one for one in roles.readers if read_same_tensor(block, calls[one], calls[name]))
                 roles.readers.setdefault(next(same, name), []).append(name)
         for first, group in roles.readers.items():
             for norm in points:
@@ -151,7 +151,10 @@ class Roles:
                 found.append(name)
 
         inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
-        with attention_computed_by("eager", self.replay.model), self.replay.hooked(inside, after=record_attention):
+        with (
+            attention_computed_by("eager", self.replay.model),
+            self.replay.observe_calls(inside, after=record_attention),
+        ):
             self.replay.run(0, outputs=[segment.block])
         last = {}
         for name in segment.modules:

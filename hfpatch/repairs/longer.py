@@ -48,7 +48,7 @@ class LongerSequences:
         limit = min(positions_of(reference), positions_of(model))
         if not is_short(batches.longest or 0, limit) or model.config.is_encoder_decoder:
             return
-        inputs = [batches.inputs(i) for i in batches.held_out()]
+        inputs = [batches.inputs(i) for i in batches.held_out_batches()]
         given = {name for one in inputs for name, value in one.items() if isinstance(value, Tensor)}
         if not given <= _PLAIN or any(one["input_ids"].dim() != 2 for one in inputs):
             return

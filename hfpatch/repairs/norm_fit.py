@@ -58,7 +58,7 @@ def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step
     for u, y, held_out in rows():
         u, y, held_out = u[::step], y[::step], held_out[::step]
         sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device)
-        sums.add((_normalised(module, u, setting) for setting in settings), y, held_out)
+        sums.add((_normalise(module, u, setting) for setting in settings), y, held_out)
     assert sums is not None
     return sums
 
@@ -85,12 +85,12 @@ def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
 def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spread: float) -> str:
     if not setting:
         return ""
-    saturated = (_normalised(module, u, setting).abs() > _SATURATED).float().mean()
+    saturated = (_normalise(module, u, setting).abs() > _SATURATED).float().mean()
     scalars = ", ".join(f"{name}={value:.3g}" for name, value in setting.items())
     return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
 
 
-def _normalised(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
+def _normalise(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
     """What a copy of the norm makes of its input with these scalars."""
     with torch.no_grad():
         for name, value in setting.items():

@@ -111,7 +111,7 @@ def repair(
         repairer = _Repairer(new, old, edits, fit, gives_up=not by_itself)
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
-        edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
+        edits.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
         edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)

@@ -31,7 +31,7 @@ def writing_axes(module: nn.Module, call: Call) -> Axes | None:
     return _axes(module, call, reads=False)
 
 
-def transformed(value: Tensor, transform: Tensor, axis: int, reads: bool) -> Tensor:
+def transform_along_axis(value: Tensor, transform: Tensor, axis: int, reads: bool) -> Tensor:
     """Return a Parameter's values after a transform T (n, n) along an axis: T v where the axis reads x, else v T."""
     moved = value.movedim(axis, -1) @ (transform.T if reads else transform)
     return moved.movedim(-1, axis)
@@ -72,7 +72,7 @@ def _axes(module: nn.Module, call: Call, reads: bool) -> Axes | None:
     for axes in _candidates(work, width):
         before = {name: work.get_parameter(name).data for name, _ in axes}
         for name, axis in axes:
-            work.get_parameter(name).data = transformed(before[name], transform, axis, reads)
+            work.get_parameter(name).data = transform_along_axis(before[name], transform, axis, reads)
         error = (run() - expected).abs().max()
         for name, _ in axes:
             work.get_parameter(name).data = before[name]

@@ -152,7 +152,7 @@ class Tree:
             self._hold_children(self.model)
         return list(self._holders[held])
 
-    def replaced(self, old: nn.Module, new: nn.Module | None) -> None:
+    def update_holders(self, old: nn.Module, new: nn.Module | None) -> None:
         """Keep `holders` right after a module was replaced at all places that held it."""
         places = self._holders.pop(old)
         if new is not None:
@@ -227,7 +227,7 @@ def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree
         changes.set_module(parent, name, new)
         if new is None:
             changes.set_attribute(parent, name, None)
-    tree.replaced(old, new)
+    tree.update_holders(old, new)
     return new
 
 

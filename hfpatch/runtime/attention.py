@@ -199,9 +199,9 @@ class AttentionLens:
         if rotary is not None:
             rotation = Rotation(rotary, positions, values)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
-            attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
+            attributes.update(self.projections.rotate_projections(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
-                filled.update(self.projections.turned(arguments, rotation))
+                filled.update(self.projections.turn_arguments(arguments, rotation))
         return attributes, filled
 
     def _positions(
@@ -292,7 +292,9 @@ class AttentionLens:
             return scores.masked_fill(places > slots[:, None, :, None], torch.finfo(dtype).min) if causal else scores
 
         of_places = once(values, ("scores", key, dtype), (slots, keys, causal), scores)
-        return once(values, ("mask", key, dtype), (of_places, mask), lambda: _masked(of_places, mask, dtype))
+        return once(
+            values, ("mask", key, dtype), (of_places, mask), lambda: _merge_bias_and_mask(of_places, mask, dtype)
+        )
 
     def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments, values: Once | None) -> Tensor:
         packed = packed_slots(module, self.layer_index, tokens, arguments)
@@ -322,7 +324,7 @@ class AttentionLens:
         return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
 
 
-def _masked(scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _merge_bias_and_mask(scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A bias on scores with a mask of their host, boolean or added, in the dtype of the scores."""
     lowest = torch.finfo(dtype).min
     if mask is None:

@@ -167,10 +167,10 @@ class Call:
         return find_component(self.name)
 
     def _args(self) -> list[Any]:
-        return [_instantiated(value) for value in self.args]
+        return [_instantiate(value) for value in self.args]
 
     def _kwargs(self) -> dict[str, Any]:
-        return {name: _instantiated(value) for name, value in self.kwargs}
+        return {name: _instantiate(value) for name, value in self.kwargs}
 
 
 def as_data(value: Any) -> Any:
@@ -180,7 +180,7 @@ def as_data(value: Any) -> Any:
         UnsupportedError: it is, or holds, anything else.
     """
     if isinstance(value, tuple | list | dict):
-        return _mapped(as_data, value)
+        return _map_values(as_data, value)
     if value is None or isinstance(value, bool | int | float | str | Call):
         return value
     if is_dataclass(value) and COMPONENTS.get(type(value).__name__) is type(value):
@@ -203,14 +203,14 @@ def _call_of(value: Any) -> Call:
     return Call(type(value).__name__, tuple(args), tuple(kwargs))
 
 
-def _instantiated(value: Any) -> Any:
+def _instantiate(value: Any) -> Any:
     """A plain value with every call in it replaced by its result."""
     if isinstance(value, tuple | list | dict):
-        return _mapped(_instantiated, value)
+        return _map_values(_instantiate, value)
     return value.make() if isinstance(value, Call) else value
 
 
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+def _map_values(change: Callable[[Any], Any], values: Any) -> Any:
     """A tuple, list or dict of changed values."""
     if isinstance(values, dict):
         return {key: change(value) for key, value in values.items()}
@@ -273,7 +273,7 @@ class Edit:
         if leaves & _RESERVED or (len(leaves) > 1 and leaves & {*SLOTS}):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
         try:
-            edit = cls(at, _parsed(ast.parse(value, mode="eval").body))
+            edit = cls(at, _parse_value(ast.parse(value, mode="eval").body))
             if not all(_slot_takes(leaf, edit.value) for leaf in leaves):
                 raise ValueError(f"{leaves.pop()} takes no such value")
             return edit
@@ -304,7 +304,7 @@ def _slot_takes(leaf: str, value: Any) -> bool:
     return True
 
 
-def _parsed(node: ast.expr) -> Any:
+def _parse_value(node: ast.expr) -> Any:
     """The value of a syntax node: literals, and calls of components by their bare names.
 
     Raises:
@@ -316,13 +316,15 @@ def _parsed(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Tuple(elts=items):
-            return tuple(map(_parsed, items))
+            return tuple(map(_parse_value, items))
         case ast.List(elts=items):
-            return list(map(_parsed, items))
+            return list(map(_parse_value, items))
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {_parsed(key): _parsed(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
+            return {_parse_value(key): _parse_value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
-            call = Call(name, tuple(map(_parsed, args)), tuple((str(one.arg), _parsed(one.value)) for one in named))
+            call = Call(
+                name, tuple(map(_parse_value, args)), tuple((str(one.arg), _parse_value(one.value)) for one in named)
+            )
             require_declared(call._component(), call.args, dict(call.kwargs))
             return call
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")

@@ -69,13 +69,13 @@ class Grid:
             lines = [torch.arange(size, device=pixels.device) for size in sizes]
             patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
             everywhere = nn.functional.pad(patches, (0, 0, before, after))
-        kept = self._kept(owner, arguments)
+        kept = self._kept_patches(owner, arguments)
         if kept is None:
             return everywhere[None]
         first = torch.arange(before, device=kept.device).expand(len(kept), -1)
         return everywhere[torch.cat((first, kept + before), dim=1).to(everywhere.device)]
 
-    def _kept(self, owner: Any, arguments: Arguments) -> Tensor | None:
+    def _kept_patches(self, owner: Any, arguments: Arguments) -> Tensor | None:
         """The patches (B, kept) that reach the attentions; None for all of them, in their order."""
         if self.noise is not None:
             noise = arguments[self.noise]

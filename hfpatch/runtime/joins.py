@@ -129,7 +129,7 @@ class Joins:
                 put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
-            put(tree, join.norm, StandIn(first_at(module, join.norm), _passed if join.readers else branch.read))
+            put(tree, join.norm, StandIn(first_at(module, join.norm), _pass_sum if join.readers else branch.read))
             for name in join.readers:
                 readers[name] = _reading(first_at(module, name), branch)
                 put(tree, name, readers[name])
@@ -181,7 +181,7 @@ class _Branch:
         return norm((x if join.form == "post" else join.alpha * x) + f) - x
 
 
-def _passed(norm: Any, hidden_states: Tensor) -> Tensor:
+def _pass_sum(norm: Any, hidden_states: Tensor) -> Tensor:
     """In the place of a norm of a sum: hands the sum on."""
     return hidden_states
 

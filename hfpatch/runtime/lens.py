@@ -130,13 +130,15 @@ def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
         module: the module that the view is of, or a view of it that another lens has filled.
         tree: replacement, or dictionary of replacements inside the child, by the child's name; `put` builds it.
     """
-    return {name: _seen(getattr(module, name), value) if type(value) is dict else value for name, value in tree.items()}
+    return {
+        name: _proxy_of(getattr(module, name), value) if type(value) is dict else value for name, value in tree.items()
+    }
 
 
-def _seen(child: Any, tree: dict[str, Any]) -> Any:
+def _proxy_of(child: Any, tree: dict[str, Any]) -> Any:
     """The proxy of a child with replacements inside it."""
     if isinstance(child, StandIn):
-        return StandIn(_seen(child.replaced, tree), child.answer)
+        return StandIn(_proxy_of(child.replaced, tree), child.answer)
     view = ListView if isinstance(child, nn.ModuleList | nn.Sequential | ListView) else View
     return view(child, views(child, tree))
 
@@ -298,7 +300,7 @@ def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": lambda self, protocol: reduced(self, lensed_class),
+        "__reduce_ex__": lambda self, protocol: reduce_generated(self, lensed_class),
         "register_parameter": _register_parameter,
         "hfpatch_host": host,
     }
@@ -323,7 +325,7 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
     host.register_parameter(self, name, parameter)
 
 
-def reduced(module: nn.Module, make: Callable[[Any], type]) -> tuple:
+def reduce_generated(module: nn.Module, make: Callable[[Any], type]) -> tuple:
     """What `__reduce_ex__` returns of a module whose class `make` generated from a host class, as it will again."""
     return _empty, (make, host_class(type(module))), module.__getstate__()  # torch's own: without compiled code
 

@@ -14,14 +14,14 @@ USUAL = ("weight", "bias")  # names of a norm's gain and shift
 
 
 def _read(self: NormInterface, name: str) -> Any:
-    return nn.Module.__getattr__(self, _stored(self, name))
+    return nn.Module.__getattr__(self, _stored_name(self, name))
 
 
 def _write(self: NormInterface, name: str, value: Any) -> None:
-    nn.Module.__setattr__(self, _stored(self, name), value)
+    nn.Module.__setattr__(self, _stored_name(self, name), value)
 
 
-def _stored(norm: NormInterface, name: str) -> str:
+def _stored_name(norm: NormInterface, name: str) -> str:
     """The name under which a norm stores what others call weight or bias."""
     return norm.names[USUAL.index(name)] if name in USUAL else name
 

@@ -83,9 +83,9 @@ def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
         config: of the opened model.
         where: what the checkpoint is called in the warning.
     """
-    edits, before = " ".join(getattr(config, KEY)["edits"]), _flat(saved)
+    edits, before = " ".join(getattr(config, KEY)["edits"]), _flatten(saved)
     rotates, fixed = any(name in edits for name in ("Rotary", "Unrotated")), []
-    for name, value in _flat(config.to_dict()).items():
+    for name, value in _flatten(config.to_dict()).items():
         of_edits = f"eps={before.get(name)!r}" in edits if "eps" in name else rotates and re.search("rope|rotary", name)
         if of_edits and before.get(name) != value:
             fixed.append(f"{name}={value!r:.200}")
@@ -98,11 +98,11 @@ def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
         )
 
 
-def _flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Settings and those of their parts, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
+        found |= _flatten(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lens import CENTRED, LENS, StandIn, View, host_class, reduced
+from .lens import CENTRED, LENS, StandIn, View, host_class, reduce_generated
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": lambda self, protocol: reduced(self, computed_class),
+        "__reduce_ex__": lambda self, protocol: reduce_generated(self, computed_class),
         "hfpatch_host": host,
     }
     if host is nn.Embedding:

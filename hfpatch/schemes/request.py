@@ -226,7 +226,7 @@ class Record:
             found[kind] = (*earlier, replace(newest, outcome=outcome.printable()))
         return replace(self, **found)  # type: ignore[arg-type]
 
-    def repaired(self, original: Record, result: Outcome) -> Record:
+    def with_repair(self, original: Record, result: Outcome) -> Record:
         """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
         kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
         planned = {kind: getattr(self, kind)[-1].outcome or Outcome("") for kind in kinds}

@@ -120,13 +120,13 @@ class _BranchFinder:
         noise = torch.randn(block.width, generator=torch.Generator().manual_seed(0), dtype=block.x.dtype)
         self.delta = noise.to(block.x.device) * spread + spread
         self.moves: dict[CallKey, _Moves] = {}
-        self.stream = self._moved_by(INPUT)
+        self.stream = self._measure_effect(INPUT)
         self.carried = set(self.stream.outputs)
 
     def branches(self) -> list[Branch]:
         """The branches, in the order in which they are added to the stream."""
         sources = [call for call, output in self.block.base.outputs.items() if self.block.fits(output)]
-        self.moves = {call: self._moved_by(call) for call in sources}
+        self.moves = {call: self._measure_effect(call) for call in sources}
         found: list[Branch] = []
         readers: list[CallKey] = []  # pre-norms so far: norms that read the stream and whose output isn't the stream
         inner: dict[CallKey, list[CallKey]] = {}  # norm inside a branch -> the calls whose outputs it reads
@@ -152,7 +152,7 @@ class _BranchFinder:
 
     # What moves what
 
-    def _moved_by(self, source: CallKey) -> _Moves:
+    def _measure_effect(self, source: CallKey) -> _Moves:
         """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
         seen = self.block.run({source: self.delta}, self.block.matrices_around(source))
         return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
@@ -296,7 +296,7 @@ class _BranchFinder:
 
         def is_undisturbed(**changed: float) -> bool:  # with these rates, and the parent in training mode
             vars(parent).update(changed)
-            return _is_addend(self._moved_by(outlet), point)
+            return _is_addend(self._measure_effect(outlet), point)
 
         with _training(parent, rates):
             if is_undisturbed() and is_undisturbed(**dict.fromkeys(rates, 0.5)):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import host_errors
-from ..measure.hooks import Call, hooked
+from ..measure.hooks import Call, observe_calls
 from ..runtime.edits import pattern_of
 from .norms import describe
 
@@ -145,7 +145,7 @@ class Block:
                 return None
             return type(output)((new, *output[1:])) if several else new
 
-        with hooked(self.inside, before, after), torch.no_grad():
+        with observe_calls(self.inside, before, after), torch.no_grad():
             result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
@@ -232,8 +232,8 @@ def observe_blocks(
 
     without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with (
-        hooked({name: modules[name] for name in names}, before=before),
-        hooked(modules if foreign else {}, after=after),
+        observe_calls({name: modules[name] for name in names}, before=before),
+        observe_calls(modules if foreign else {}, after=after),
         torch.no_grad(),
     ):
         model(**{**inputs, **without_cache})

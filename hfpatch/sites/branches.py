@@ -97,7 +97,7 @@ def discover(
         raise NothingToPatchError(
             f"{type(model).__name__}: no residual branch with a norm was found, so {request} has nothing to change."
         )
-    branches = _merged(layers, request)
+    branches = _merge(layers, request)
     _require_everywhere(small, branches, layers, request)
     return StackBranches(branches, _depths(model, branches, layers), small, inputs)
 
@@ -116,7 +116,7 @@ def require_untouched(model: nn.Module) -> None:
             )
 
 
-def _merged(layers: list[Branch], request: str) -> list[Branch]:
+def _merge(layers: list[Branch], request: str) -> list[Branch]:
     """Merge the same branch of all layers into one, with the pattern of the blocks' names in place of the name."""
     found: dict[tuple, Branch] = {}
     for branch in layers:

@@ -80,7 +80,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
         copied = copy_of(model, dtype=torch.float32, device="meta")
     modules = dict(copied.named_modules())
     names = {id(module): name for name, module in modules.items()}
-    shared = _shared(copied)
+    shared = _shared_projections(copied)
     for module in modules.values():
         for name in ("forward", "_hf_hook"):  # a library's own
             module.__dict__.pop(name, None)
@@ -118,7 +118,7 @@ def _mixture(name: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _shared(model: nn.Module) -> set[str]:
+def _shared_projections(model: nn.Module) -> set[str]:
     """Projections whose Parameters other modules hold too: new ones would part them."""
     holders = Counter(id(p) for module in model.modules() for p in set(module.parameters(recurse=False)))
     projections = ((name, module) for name, module in model.named_modules() if is_projection(module))
@@ -313,7 +313,7 @@ def _run(
         children = {name: child for name, child in owner._modules.items() if name != attribute}
         changes.enter_context(_attributes(owner, {"_modules": children, attribute: see_activation}))
         if stubs:
-            changes.enter_context(_attributes(root, {"_modules": _stubbed(root, owner, stubs, flow)}))
+            changes.enter_context(_attributes(root, {"_modules": _stub_children(root, owner, stubs, flow)}))
         try:
             type(root).forward(root, x, **arguments)
             flow.whole = True
@@ -348,7 +348,7 @@ class _Stub(nn.Module):
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 
 
-def _stubbed(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
+def _stub_children(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
     """A module's children with stubs where attentions and the like stand before the MLP."""
     children = dict(root._modules)
     for name, child in root._modules.items():

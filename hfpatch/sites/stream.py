@@ -50,7 +50,7 @@ def drown_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
     return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
 
 
-def read_alike(block: Block, one: CallKey, other: CallKey) -> bool:
+def read_same_tensor(block: Block, one: CallKey, other: CallKey) -> bool:
     """Whether two calls take the same tensor."""
     return torch.equal(rows(block.base.inputs[one]), rows(block.base.inputs[other]))
 

@@ -123,7 +123,7 @@ def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
     """The RoPE settings of an attention that rotates by a sine table of its own (GPT-J, CodeGen, RoFormer)."""
     head_dim = getattr(attention, item.stack.head_dim)
     turned = getattr(attention, item.stack.rotary_dim) if item.stack.rotary_dim else None
-    return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
+    return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").with_paper_values()
 
 
 def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> Change:

@@ -83,11 +83,11 @@ def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool
     """Whether a norm's stack isn't causal, and the attention mask (if the model has one) can be passed to it."""
     stack = next((pattern_of(path) for path in reversed(_around(name)) if pattern_of(path) in stacks), None)
     if stack is not None:
-        return stacks[stack] and (_masked_module(model, name, stacks) is not None or not takes_mask(model))
+        return stacks[stack] and (_find_masked_module(model, name, stacks) is not None or not takes_mask(model))
     return all(stacks.values()) and not takes_mask(model)
 
 
-def _masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
+def _find_masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
     """The innermost module around a norm whose forward takes an attention mask, below any model.
 
     It isn't inside a block if the block takes one: a placement lets the block run its norms at other places.
@@ -112,7 +112,7 @@ def _around(name: str) -> list[str]:
 def _padding(model: nn.Module, names: tuple[str, ...], stacks: dict[str, bool]) -> Iterator[Edit]:
     """A way for the mask to each place where a norm stands."""
     for name in names:
-        path = _masked_module(model, name, stacks)
+        path = _find_masked_module(model, name, stacks)
         if path is not None:
             refuse_private_forward(path, model.get_submodule(path))
             yield Edit.of(f"{path}.{LENS_SLOT}", Padded((name.removeprefix(f"{path}."),)))

@@ -57,7 +57,7 @@ def plan_placement(
     for site in sites:
         if site.branch.placement == part.scheme.name:
             site.reason = site.reason or f"is {part.scheme.name} already"
-    return Planned(part, [*others, *(_placed(model, site, sites, part) for site in sites)])
+    return Planned(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
 
 
 def _require_strict(branch: Branch, found: StackBranches) -> None:
@@ -76,7 +76,7 @@ def _require_strict(branch: Branch, found: StackBranches) -> None:
         raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
 
 
-def _placed(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
+def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
     scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)

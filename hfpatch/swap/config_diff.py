@@ -70,7 +70,7 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
     old, new = (dict(host.named_modules()) for host in (before, after))
     derived = Derived()
     for name, module in model.named_modules():
-        if name in old and name in new and not _replaced(name, places):
+        if name in old and name in new and not _is_replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
             buffers = _buffers(what, name, module, old[name], new[name], _innermost(new, name))
             for buffer, value in buffers:
@@ -97,7 +97,7 @@ def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
     return found
 
 
-def _replaced(name: str, places: Mapping[str, Any]) -> bool:
+def _is_replaced(name: str, places: Mapping[str, Any]) -> bool:
     """Whether a module or Parameter, or a module that contains it, is among `places`."""
     pieces = name.split(".")
     return any(".".join(pieces[: i + 1]) in places for i in range(len(pieces)))
@@ -139,7 +139,7 @@ def _require_same_weights(
                 f"{what}, so a checkpoint couldn't be opened. {_ADVICE}"
             )
     as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
-    others = [name for name in as_built if old[name] != new.get(name) and not _replaced(name, places)]
+    others = [name for name in as_built if old[name] != new.get(name) and not _is_replaced(name, places)]
     if others:
         raise UnsupportedError(
             f"{others[0]}{f' (and {len(others) - 1} more)' if len(others) > 1 else ''}: the shape also depends on "

@@ -14,7 +14,7 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..measure.hooks import hooked
+from ..measure.hooks import observe_calls
 from ..measure.inputs import input_embedding, text_config
 from ..measure.quiet_forward import inference_state
 from ..measure.twin import twin
@@ -157,7 +157,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
         if isinstance(module, nn.Embedding) and module.weight is source.weight
     }
     called: dict[str, nn.Embedding] = {}
-    with inference_state(model), hooked(found, before=lambda name, _: called.update({name: found[name]})):
+    with inference_state(model), observe_calls(found, before=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 

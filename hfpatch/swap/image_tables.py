@@ -35,12 +35,12 @@ class Layout:
     def patches(self) -> int:
         return self.frames * self.rows * self.columns
 
-    def resized(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+    def resize(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
         """A table (..., width) with other rows and columns of patches; `usual` is its host's method."""
         flat = table.reshape(-1, table.shape[-1])
         first, last = self.before, self.before + self.patches
         grid = flat[first:last].reshape(self.frames, self.rows, self.columns, -1)
-        new = scheme.interpolated(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
+        new = scheme.interpolate(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
         joined = torch.cat((flat[:first], new, flat[last:]))
         if table.dim() == 4:
             return joined.reshape(1, rows, columns, -1)
@@ -72,13 +72,13 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     row.reason = f"{IMAGE_SIZE}={size}"
 
     patches = slice(layout.before, layout.before + layout.frames * rows * columns)
-    edits, values = resized_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
+    edits, values = resize_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
     return Change(row, tuple(edits), values)
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Interpolates a table on a grid of patches; arguments as of `Layout.resized`."""
+    """Interpolates a table on a grid of patches; arguments as of `Layout.resize`."""
 
     layout: Layout
     scheme: Learned
@@ -87,7 +87,7 @@ class _Stretch:
     usual: str
 
     def __call__(self, table: Tensor) -> Tensor:
-        return self.layout.resized(table, self.scheme, self.rows, self.columns, self.usual)
+        return self.layout.resize(table, self.scheme, self.rows, self.columns, self.usual)
 
     def __str__(self) -> str:
         return f"rows of x stretched over {self.rows} x {self.columns}"
@@ -98,17 +98,17 @@ class _Redraw:
     """Resizes a table, and draws some of its new rows at random.
 
     Attributes:
-        resized: makes the new rows.
+        resize: makes the new rows.
         drawn: which of them are random.
         spread: their standard deviation.
     """
 
-    resized: Callable[[Tensor], Tensor]
+    resize: Callable[[Tensor], Tensor]
     drawn: slice
     spread: float
 
     def __call__(self, table: Tensor) -> Tensor:
-        new = self.resized(table)
+        new = self.resize(table)
         new.view(-1, new.shape[-1])[self.drawn].normal_(std=self.spread)
         return new
 
@@ -116,7 +116,7 @@ class _Redraw:
         return f"random, of standard deviation {self.spread:.4g}"
 
 
-def resized_table(
+def resize_table(
     item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
 ) -> tuple[list[Edit], tuple[WeightChange, ...]]:
     """The edits that give a learned table another number of rows, and the change of its values before them.

@@ -77,7 +77,7 @@ def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: s
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
         new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
-        return Change(row, edits, then=(_Start(_trained(*new), site.name, site.activation, str(site.last)),))
+        return Change(row, edits, then=(_Start(_trained_names(*new), site.name, site.activation, str(site.last)),))
     start = _require_start(site, scheme)
     loss = None
     if not start.exact:
@@ -91,7 +91,9 @@ def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: s
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     own = [name for name, parameter in first._parameters.items() if parameter is not None]
     times = [WeightChange(f"{site.name}.gate.{name}", "multiply", start.scale) for name in own if start.scale != 1.0]
-    return Change(row, edits, starts=tuple(times), then=(_Start(_trained((f"{site.name}.up", first)), site.name),))
+    return Change(
+        row, edits, starts=tuple(times), then=(_Start(_trained_names((f"{site.name}.up", first)), site.name),)
+    )
 
 
 def _text(site: MLPSite) -> str:
@@ -190,7 +192,7 @@ class _Start:
                 parameter.requires_grad_(trained)
 
 
-def _trained(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
+def _trained_names(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it is trained) of the Parameters that replace those of modules, by the modules' new names."""
     return tuple(
         (f"{where}.{name}", (old.weight if old._parameters.get(name) is None else old._parameters[name]).requires_grad)

@@ -309,7 +309,7 @@ def _require_same_as_built(
         built, inputs = twin(host_with(part, settings), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
-            expected, new = new, _named(built, own.name).settings
+            expected, new = new, _rotation_named(built, own.name).settings
             if any(new.get(name) != expected[name] for name in _USUAL_SETTINGS if name in expected):
                 raise UnsupportedError("a config of its class doesn't keep them")
             derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
@@ -341,7 +341,7 @@ def _small_model(
             small, inputs = twin(host_with(part, []), needed)
         except UnsupportedError:
             continue
-        own = _named(small, rotation.name.removeprefix(f"{name}."))
+        own = _rotation_named(small, rotation.name.removeprefix(f"{name}."))
         calls: list[Any] = []
         with own.module.register_forward_hook(lambda *call, calls=calls: calls.append(call)):
             outputs_of(small, inputs)
@@ -352,5 +352,5 @@ def _small_model(
     )
 
 
-def _named(model: nn.Module, name: str) -> NativeRotation:
+def _rotation_named(model: nn.Module, name: str) -> NativeRotation:
     return next(rotation for rotation in find_rotations(model) if rotation.name == name)

@@ -54,7 +54,7 @@ class _Site:
 def plan_norm_request(model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None) -> Planned:
     """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
     changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
-    return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
+    return Planned(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
 def plan_norms(model: nn.Module, part: SchemeRequest[Norm]) -> list[Change]:

@@ -72,8 +72,8 @@ def plan_positions(
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = _other_biases(model, found, biases)
     if not changes:
-        raise _unsupported(model, staying)
-    refused = _refused(model).items()
+        raise _unsupported_error(model, staying)
+    refused = _find_refused(model).items()
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
@@ -85,7 +85,7 @@ def _affected_stacks(
     return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
 
 
-def _refused(model: nn.Module) -> dict[str, str]:
+def _find_refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
     reasons = {}
     for name, module in model.named_modules():
@@ -102,12 +102,12 @@ def _changes(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], 
     return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
 
 
-def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
+def _unsupported_error(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     if staying:
         row = staying[0].row
         return UnsupportedError(f"{row.module}: its positions are relative, and they stay: {row.reason}.")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    for name, reason in _refused(model).items():
+    for name, reason in _find_refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     return UnsupportedError(
         f"{family}: none of its classes is recorded as owning a table of positions. hfpatch has no record for it, so "
@@ -188,7 +188,7 @@ def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> Schem
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
-    lengths: set[int] = _recorded(model, "original_max_positions")
+    lengths: set[int] = _recorded_values(model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
@@ -230,7 +230,7 @@ def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Set
         found.append((config, attribute, scheme.max_positions))
     stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
     found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
-    found += _pinned(model, part)
+    found += _pin_lengths(model, part)
     known = {id(config) for config, _, _ in found}
     for config, attribute in _of_biases(model, part):
         if id(config) not in known and getattr(config, attribute, None) is not None:
@@ -248,7 +248,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
         return config, attribute, length  # what its host computes has as many rows as are asked for
-    positions = {max_positions(item), *_recorded(model, "max_positions")}
+    positions = {max_positions(item), *_recorded_values(model, "max_positions")}
     counted = sorted({0, first_row(item)})
     more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
     if more is None:
@@ -259,7 +259,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pinned(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
+def _pin_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
     """Settings that keep the length of biases which stay: by default it follows that of the tables."""
     scheme, owners = part.scheme, [item.owner for item in _affected_stacks(model, part)]
     found: list[Setting] = []
@@ -286,6 +286,6 @@ def _of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple
     return [(config, LENGTH) for config in configs.values()]
 
 
-def _recorded(model: nn.Module, option: str) -> set[int]:
+def _recorded_values(model: nn.Module, option: str) -> set[int]:
     """What earlier position patches of this model set an option to."""
     return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}

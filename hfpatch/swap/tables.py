@@ -22,7 +22,7 @@ from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
 from .attentions import ALL_ATTENTIONS_KEPT
-from .image_tables import grid_table_change, resized_table
+from .image_tables import grid_table_change, resize_table
 
 
 def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], why: str | None) -> Change:
@@ -157,7 +157,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, exact="every position keeps its row")
 
-        edits, values = resized_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
+        edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
         limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
@@ -179,7 +179,7 @@ class _Resize:
     first: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return torch.cat((rows[: self.first], self.scheme.resized(rows[self.first :])))
+        return torch.cat((rows[: self.first], self.scheme.resize(rows[self.first :])))
 
     def __str__(self) -> str:
         return f"rows of x by {self.scheme}"

@@ -110,7 +110,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(_shaken(copy_of(model, share=True), names), partial(dict, probe))
+        other = attempt(_disturb(copy_of(model, share=True), names), partial(dict, probe))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(
@@ -125,7 +125,7 @@ def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
 
 
-def _shaken(model: Any, names: set[str]) -> Any:
+def _disturb(model: Any, names: set[str]) -> Any:
     """Return a model, the same one, in which the outputs of some modules are off by up to a tenth."""
 
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
@@ -167,15 +167,15 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, RotaryEmbedding) and module.scaling is not None:
             length = module.scaling.get(ORIGINAL) or module.length
-            yield _scaled(length, module.scaling.get("factor"))
+            yield _scale_length(length, module.scaling.get("factor"))
     for rotation in find_rotations(model):
         settings: Any = rotation.settings
         if settings.get("rope_type", "default") not in ("default", "axial", "proportional"):
             length = settings.get(ORIGINAL) or getattr(rotation.module.config, LENGTHS[0], None)
-            yield _scaled(length or 0, settings.get("factor"))
+            yield _scale_length(length or 0, settings.get("factor"))
 
 
-def _scaled(length: int, factor: float | None) -> int:
+def _scale_length(length: int, factor: float | None) -> int:
     return int(min(length * (factor or 2.0), _LONGEST))
 
 

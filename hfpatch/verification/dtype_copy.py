@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..measure.copies import copy_of
 from ..measure.outputs import Outputs, float64_device
 from ..measure.quiet_forward import cast
-from ..measure.randomness import seeded
+from ..measure.randomness import seed_everything
 from ..runtime.errors import UnsupportedError, describe_error
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
@@ -65,7 +65,7 @@ class Subject:
         """
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
-            with isolated(model), torch.autocast(device.type, enabled=False):
+            with repeatable_inference(model), torch.autocast(device.type, enabled=False):
                 outputs = Outputs.of(model(**cast(batch, device, dtype)))
         except Exception as error:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]
@@ -80,7 +80,7 @@ class Subject:
 
 
 @contextmanager
-def isolated(model: nn.Module) -> Iterator[None]:
+def repeatable_inference(model: nn.Module) -> Iterator[None]:
     """No gradients, and the same random numbers every time; the random streams are put back."""
-    with torch.no_grad(), seeded(0, {p.device for p in model.parameters()}):
+    with torch.no_grad(), seed_everything(0, {p.device for p in model.parameters()}):
         yield

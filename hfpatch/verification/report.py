@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.plan_table import group_rows
 from ..core.results import SavedResult, Table, dataframe
-from ..core.staging import staged
+from ..core.staging import stage
 from ..errors import MissingPackageError, OptionError
 from ..schemes.request import KINDS, Record
 
@@ -179,7 +179,7 @@ class Report(SavedResult):
             axes.legend(fontsize=8)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
         try:
-            with staged(Path(path)) as file:
+            with stage(Path(path)) as file:
                 figure.savefig(file, dpi=150)
         except ValueError as error:  # an unknown suffix
             raise OptionError(f"{path} can't be drawn: {error}") from error

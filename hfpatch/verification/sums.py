@@ -96,7 +96,7 @@ def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: 
     for a, b in pieces(mask, t, y):
         yield "cosine", _cosines(a, b)
     if t.dim() == 3 and t.shape[1] > 1:
-        yield "pooled", _cosines(_pooled(t, mask), _pooled(y, mask))
+        yield "pooled", _cosines(_pool(t, mask), _pool(y, mask))
 
 
 def channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -121,7 +121,7 @@ def _cosines(t: Tensor, y: Tensor) -> Tensor:
     return torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
 
 
-def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:
+def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
     """The mean (B, d) of the vectors of x (B, T, d) that count."""
     if mask is None:
         return x.mean(1)

@@ -20,7 +20,7 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from .comparison import DTYPES, Comparison
-from .dtype_copy import Subject, isolated
+from .dtype_copy import Subject, repeatable_inference
 from .module_diff import compare_modules
 from .report import Report, title_of
 
@@ -162,7 +162,7 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
         CheckpointError: it is of another family, or weights are missing, so that the truth would be partly random.
     """
     host: Any = host_class(type(model))
-    with isolated(model):
+    with repeatable_inference(model):
         config = AutoConfig.from_pretrained(name)
         if config.model_type != model.config.model_type:
             raise CheckpointError(

@@ -26,7 +26,7 @@ import hfpatch
 from hfpatch.checkpoint import by_name, mapped_weights
 from hfpatch.cli import app
 from hfpatch.core import transaction
-from hfpatch.core.mapped import MAPPED, read_into_memory, released
+from hfpatch.core.mapped import MAPPED, read_into_memory, unload_after_forward
 from hfpatch.errors import FingerprintWarning, FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.errors import CheckpointError
@@ -131,7 +131,7 @@ def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
     contents = {path: path.read_bytes() for path in folder.iterdir()}
     model, expected = stored(folder), by_name.open_model(str(folder), None, False)
     assert in_files(model) == [name for name, _ in model.named_parameters()]
-    with released(model):
+    with unload_after_forward(model):
         for one in (model, expected):
             hfpatch.patch_model(one, norm="rms")
         vars(model)[MAPPED].release()
@@ -299,7 +299,7 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     buffers = dict(memory.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in lazy.named_buffers())
-    with released(lazy):
+    with unload_after_forward(lazy):
         found = seeded_outputs(lazy, given)
     for name, value in expected.items():
         assert torch.equal(found[name].nan_to_num(), value.nan_to_num()), name

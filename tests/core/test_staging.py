@@ -227,7 +227,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, 
 
 
 def test_what_somebody_else_wrote_meanwhile_stays(place: Path) -> None:
-    with pytest.raises(PatchError, match="empty"), staging.staged_folder(place / "out"):
+    with pytest.raises(PatchError, match="empty"), staging.stage_folder(place / "out"):
         write_older(place / "out")
     assert (place / "out/notes.txt").read_text() == "mine"
     assert len(contents(place)) == 3

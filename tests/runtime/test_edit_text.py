@@ -119,7 +119,7 @@ def test_the_places_that_hold_a_module_follow_what_is_replaced() -> None:
                 del parent._modules[child]
             else:
                 parent._modules[child] = new
-        tree.replaced(old, new)
+        tree.update_holders(old, new)
         for parent in model.modules():
             for child in parent._modules:
                 assert set(tree.holders(parent, child)) == set(Tree(model).holders(parent, child))

@@ -24,7 +24,7 @@ from zoo_overrides import OVERRIDES, Override
 
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.randomness import own_randomness, randomise
-from hfpatch.measure.shrink import shrunk
+from hfpatch.measure.shrink import shrink
 
 
 class Unbuildable(Exception):  # noqa: N818
@@ -91,7 +91,7 @@ def _made(make: Any, config: PretrainedConfig) -> PreTrainedModel:
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default configuration of this type, shrunk, with the changes of its override applied."""
     changes = {name: override.config for name, override in OVERRIDES.items()}
-    return shrunk(CONFIG_MAPPING[model_type](), changes.get(model_type, {}), changes)
+    return shrink(CONFIG_MAPPING[model_type](), changes.get(model_type, {}), changes)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
