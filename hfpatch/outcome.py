@@ -115,12 +115,12 @@ def _positions_run(
     changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
     require_same_frequencies(model, [change.row.module for change in changes if change.changes])
     moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
-    if plan.losses("pos") and scheme.any_length and not moved and not _sets_length_alone(plan.record):
+    if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
         require_moved(model, original, changes, f"pos={str(scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)
 
 
-def _sets_length_alone(record: Record) -> bool:
+def _only_sets_length(record: Record) -> bool:
     """Return whether the newest position scheme is the one before it with another length, said in the config alone."""
     *earlier, newest = (part.scheme for part in record.pos)
     lengths = {"max_positions": newest.max_positions, "original_max_positions": newest.original_max_positions}

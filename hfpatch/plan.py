@@ -34,7 +34,7 @@ from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import Record, Request, SchemeRequest
 from .swap.config_diff import Setting
-from .swap.planners import Planned, planner_of
+from .swap.planners import PlannerResult, planner_of
 from .swap.written_config import require_valid_config
 
 
@@ -80,11 +80,11 @@ class Plan(Result):
 
     model_name: str
     before: Record
-    planned: Mapping[str, Planned] = field(default_factory=dict)
+    planned: Mapping[str, PlannerResult] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, before: Record, planned: Mapping[str, Planned]) -> Plan:
+    def of(cls, model: nn.Module, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
         """The plan that carries out what the planners found."""
         return cls(type(model).__name__, before, planned, _phases(model, planned))
 
@@ -120,7 +120,7 @@ class Plan(Result):
         """The patch record that the model's config will hold."""
         record = self.before
         for kind, found in self.planned.items():
-            record = record.plus(kind, found.part)
+            record = record.with_request(kind, found.part)
         return record.with_edits(self.edits)
 
     @property
@@ -254,7 +254,7 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
     _require_same_init(request.parts, record)
     _require_order(parts, record)
-    planned: dict[str, Planned] = {}
+    planned: dict[str, PlannerResult] = {}
     for kind, part in parts.items():
         found = planner_of(part.scheme)(model, part, example_inputs)
         if found.changes and not _is_patched_already(found.changes):
@@ -270,7 +270,7 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     return plan
 
 
-def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ...]:
+def _phases(model: nn.Module, planned: Mapping[str, PlannerResult]) -> tuple[Phase, ...]:
     """The three phases of a plan, in the order in which they are carried out.
 
     1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
@@ -326,7 +326,7 @@ def _require_order(parts: dict[str, SchemeRequest], record: Record) -> None:
         )
 
 
-def _require_change(plan: Plan, kind: str, found: Planned) -> None:
+def _require_change(plan: Plan, kind: str, found: PlannerResult) -> None:
     """Refuse a scheme that changes no module.
 
     Raises:

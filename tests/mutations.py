@@ -271,7 +271,7 @@ FAULTS = [
     Fault(
         "a place inside a module that was replaced still counts as one of the model's",
         "runtime/apply.py",
-        "self._let_go_children(old)  # last",
+        "self._drop_children(old)  # last",
         "pass  # last",
         ("runtime/test_edit_text.py::test_the_places_that_hold_a_module_follow_what_is_replaced",),
     ),

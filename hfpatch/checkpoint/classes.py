@@ -29,7 +29,7 @@ from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
     VERSION_2_REPORT,
-    Saved,
+    DigestFile,
     compare,
     named_file,
     opens_weight_files,
@@ -48,10 +48,10 @@ from .files import (
     warn_of_lost_weights,
     weight_names,
 )
-from .remote_code import REMOTE, code_beside, wants_code
+from .remote_code import REMOTE, add_remote_code, wants_code
 from .stored_config import (
     OPENED,
-    Opened,
+    ConfigFile,
     checkpoint_name,
     config_digest,
     has_remote_code,
@@ -125,7 +125,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             config: Any = found[0] if isinstance(found, tuple) else found
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = Opened(
+            config.__dict__[OPENED] = ConfigFile(
                 config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict)
             )
             return found
@@ -201,7 +201,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     f"open: {first_line(error):.200}. Download or save it again."
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-            opened: Opened | None = vars(model.config).pop(OPENED, None)
+            opened: ConfigFile | None = vars(model.config).pop(OPENED, None)
             if opened is not None and opened.remote:
                 model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
@@ -261,7 +261,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
             token = _finish.set(finish)
             try:
-                with code_beside(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
+                with add_remote_code(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
                     for stale in (index, folder / PAGE, folder / VERSION_2_REPORT) if with_model else ():
                         stale.unlink(missing_ok=True)
                     options = {**size, "variant": variant, **kwargs}
@@ -340,12 +340,12 @@ def _is_own_config(config: Any, name: Any) -> bool:
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
-def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: Saved | None) -> bool:
+def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> bool:
     """Whether the config.json of a checkpoint isn't the one that was saved, as far as there are digests."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig) and name is not None:
         config = cls.config_class.from_pretrained(name, **options_of_place(options))
-    opened: Opened | None = vars(config).get(OPENED)
+    opened: ConfigFile | None = vars(config).get(OPENED)
     return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved and saved.config)
 
 

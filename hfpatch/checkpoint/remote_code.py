@@ -119,7 +119,7 @@ def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
 
 
 @contextmanager
-def code_beside(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
+def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
     """Write a patched model's code into a folder; meanwhile its config has the `auto_map` that belongs to it.
 
     Args:

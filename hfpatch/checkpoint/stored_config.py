@@ -20,7 +20,7 @@ from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `ConfigFile`
 # of a config: what changes no output in eval mode, or what loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
@@ -28,7 +28,7 @@ _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementati
 _HARMLESS |= {FILE}  # the file's name: what is in it is compared
 
 
-class Opened(NamedTuple):
+class ConfigFile(NamedTuple):
     """What a config that was read from disk knows of the file.
 
     Attributes:

@@ -125,7 +125,9 @@ class Transaction:
         if new.shape != old.shape:
             self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return
-        kept = old if disk is None or self._from_files else _Stored(disk.store(old), old.device, old.is_inference())
+        kept = (
+            old if disk is None or self._from_files else _SavedValues(disk.store(old), old.device, old.is_inference())
+        )
         self._record(_undo_values, module, name, kept)
         parameter.data = new
         if disk is not None and self._from_files:
@@ -163,7 +165,7 @@ class Transaction:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _SavedValues:
     """Old values on disk, with the device that they were on, and whether they were an inference tensor."""
 
     values: Tensor
@@ -226,8 +228,8 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
     _undo_item(target.__dict__, name, old, None)
 
 
-def _undo_values(module: nn.Module, name: str, old: Tensor | _Stored) -> None:
+def _undo_values(module: nn.Module, name: str, old: Tensor | _SavedValues) -> None:
     parameter = module._parameters[name]
     if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
         return
-    parameter.data = (old.read() if isinstance(old, _Stored) else old).to(parameter.device, parameter.dtype)
+    parameter.data = (old.read() if isinstance(old, _SavedValues) else old).to(parameter.device, parameter.dtype)

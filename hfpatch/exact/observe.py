@@ -20,7 +20,7 @@ _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean s
 
 
 @dataclass
-class Observed:
+class RecordedCall:
     """A recorded call of a module.
 
     Attributes:
@@ -47,8 +47,8 @@ class Forward:
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, list[Observed]] = field(default_factory=dict)
-    returned: dict[str, list[Observed]] = field(default_factory=dict)
+    means: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    returned: dict[str, list[RecordedCall]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     calls: int = 0
 
@@ -82,13 +82,13 @@ def observe(
         if x.numel():
             seen.calls += 1
             rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
-            seen.means.setdefault(norm, []).append(Observed(seen.calls, x.mean(channel_axes(known[norm])), rms))
+            seen.means.setdefault(norm, []).append(RecordedCall(seen.calls, x.mean(channel_axes(known[norm])), rms))
 
     def returned(module: str, output: Any) -> None:
         seen.calls += 1
         seen.called.add(module)
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(module, []).append(Observed(seen.calls, output.clone()))
+            seen.returned.setdefault(module, []).append(RecordedCall(seen.calls, output.clone()))
 
     with (
         observe_calls({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),

@@ -14,7 +14,7 @@ from ..core.transaction import Transaction
 from ..measure.copies import copy_of, unpatched_config
 from ..measure.float64 import host_errors
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import fitting
+from ..measure.quiet_forward import cast_for_model
 from ..measure.snapshot import NormInput
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
@@ -155,7 +155,7 @@ class Conversion:
         norms = [name for name in self.approximate if self.compensates(name)]
         if not norms or self.on_meta:
             return
-        inputs = fitting(self.model, self.inputs or {})
+        inputs = cast_for_model(self.model, self.inputs or {})
         biases = {fold.pattern for fold in self.centring.folds if fold.pattern.endswith(".bias")}
         writers = [
             name.removesuffix(".bias")

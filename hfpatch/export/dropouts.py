@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import fitting, inference_state
+from ..measure.quiet_forward import cast_for_model, inference_state
 
 EMBEDDINGS, ATTENTION, BRANCHES = "embeddings", "attention scores", "branches"
 
@@ -49,7 +49,7 @@ def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, flo
     with inference_state(copied):
         copied.train()
         with recorder:
-            copied(**fitting(copied, inputs))
+            copied(**cast_for_model(copied, inputs))
     attention = next((i for i, (what, _) in enumerate(recorder.found) if what == ATTENTION), 0)
     found = ((EMBEDDINGS if i < attention else what, p) for i, (what, p) in enumerate(recorder.found))
     return Counter((what, p) for what, p in found if p > 0)

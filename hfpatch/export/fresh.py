@@ -1,6 +1,6 @@
 """Script `fresh.py JOB ANSWER`: opens a checkpoint in a process that can't import hfpatch, and saves its outputs.
 
-The job is a file that `remote.answer_of` writes; the answer has the outputs of what was opened, and of what was saved
+The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, and of what was saved
 from there and opened again, or an error. A job about the plugin form does import hfpatch.
 """
 
@@ -45,7 +45,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
     sys.path.append(str(Path(__file__).parents[1]))  # what measures outputs needs nothing else of the package
     from measure.outputs import outputs_of, outputs_of_texts  # type: ignore[import-not-found]
-    from measure.quiet_forward import fitting  # type: ignore[import-not-found]
+    from measure.quiet_forward import cast_for_model  # type: ignore[import-not-found]
 
     sys.path.pop()
     torch.set_num_threads(job["threads"])
@@ -64,7 +64,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             if "texts" in job:
                 found.append(outputs_of_texts(model, job["texts"]))
             else:
-                found.append(outputs_of(model, fitting(model, job["inputs"])))
+                found.append(outputs_of(model, cast_for_model(model, job["inputs"])))
     return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ..core.holders import tokenizer_owner
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, noise_floor, outputs_of_texts
-from ..measure.quiet_forward import fitting, inference_state
+from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.text_batches import tokenizer_of
 from ..runtime.errors import UnsupportedError, describe_error
-from .equality import TOLERANCE, Measured
-from .remote import compare_elsewhere
+from .equality import TOLERANCE, OutputComparison
+from .remote import compare_in_subprocess
 from .tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], 
     return replace(exported, embeddings=_compare(holder, model, folder, exported))
 
 
-def _compare(holder: Any, model: Any, folder: Path, exported: Exported) -> Measured:
+def _compare(holder: Any, model: Any, folder: Path, exported: Exported) -> OutputComparison:
     """The embeddings of a holder beside those of what opens from a folder in another process, and is saved from there.
 
     Raises:
@@ -97,6 +97,6 @@ def _compare(holder: Any, model: Any, folder: Path, exported: Exported) -> Measu
         "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
         "texts": TEXTS,
     }
-    allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, fitting(model, example_inputs(model)))
-    worst = compare_elsewhere(model, kind, folder, job, outputs, allowed)
-    return Measured(worst, allowed, len(TEXTS), "what it makes of texts")
+    allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, cast_for_model(model, example_inputs(model)))
+    worst = compare_in_subprocess(model, kind, folder, job, outputs, allowed)
+    return OutputComparison(worst, allowed, len(TEXTS), "what it makes of texts")

@@ -27,7 +27,7 @@ from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .dropouts import different_dropouts
-from .equality import Measured, batches, compare
+from .equality import OutputComparison, batches, compare
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
 from .runtimes import RUNTIMES, runtime_obstacle
@@ -52,7 +52,7 @@ class Candidate:
     model_type: str
     model: Any = None
     longest: int | None = None
-    measured: Measured | None = None
+    measured: OutputComparison | None = None
     reason: str | None = None
     training: str = ""
 
@@ -78,9 +78,9 @@ class Exported:
     folder: Path
     to: str
     architecture: str
-    measured: Measured | None = None
+    measured: OutputComparison | None = None
     longest: int | None = None
-    embeddings: Measured | None = None
+    embeddings: OutputComparison | None = None
     training: str = ""
 
     def __str__(self) -> str:

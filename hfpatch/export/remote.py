@@ -25,7 +25,7 @@ from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import max_error, outputs_of
-from ..measure.quiet_forward import device_of, fitting, inference_state
+from ..measure.quiet_forward import cast_for_model, device_of, inference_state
 from ..runtime.errors import UnsupportedError
 from . import fresh
 
@@ -73,7 +73,10 @@ def verify_remote(
     Raises:
         VerificationError: one doesn't open, or gives other outputs.
     """
-    inputs, kind = fitting(model, random_inputs(model) if example_inputs is None else example_inputs), type(model)
+    inputs, kind = (
+        cast_for_model(model, random_inputs(model) if example_inputs is None else example_inputs),
+        type(model),
+    )
     with inference_state(model):
         torch.manual_seed(0)
         outputs = outputs_of(_call_with_aligned_weights(model), inputs)
@@ -83,10 +86,10 @@ def verify_remote(
         "home": "transformers_modules.",
         "inputs": send_to_device(inputs, "cpu"),
     }
-    compare_elsewhere(model, kind.__name__, folder, job, outputs)
+    compare_in_subprocess(model, kind.__name__, folder, job, outputs)
 
 
-def compare_elsewhere(
+def compare_in_subprocess(
     model: Any, what: str, folder: Path, job: Mapping[str, Any], outputs: Mapping[str, Tensor], allowed: float = 0.0
 ) -> float:
     """The larger difference to the outputs of what a folder opens as in another process, and of what that one saves.
@@ -101,7 +104,7 @@ def compare_elsewhere(
     Raises:
         VerificationError: one doesn't open, or differs more.
     """
-    answer = answer_of(model, folder, job)
+    answer = run_job(model, folder, job)
     if "error" in answer:
         why = answer["error"].strip().rstrip(".")
         raise VerificationError(f"{what}: the export doesn't open in another process: {why}. It was deleted.", why)
@@ -115,7 +118,7 @@ def compare_elsewhere(
     return worst
 
 
-def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """What a process of `fresh.py` answers that opens a folder, with what the model inside computes by now."""
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway

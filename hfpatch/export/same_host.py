@@ -97,7 +97,7 @@ def _without_dropped_rotations(model: Any) -> Any:
     for rotation in find_rotations(model):
         if not rotation.is_dropped:
             continue
-        if rotation.path is None or rotation.theta_alone:
+        if rotation.path is None or rotation.reads_only_theta:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
         part: Any = reduce(getattr, rotation.path, config)
         kept = {name: value for name, value in rotation.settings.items() if name not in SCALING_OPTIONS}

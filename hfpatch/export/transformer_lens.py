@@ -42,7 +42,7 @@ from ..errors import UnsupportedError
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, last_bit, max_error, noise_floor, outputs_of
-from ..measure.quiet_forward import fitting
+from ..measure.quiet_forward import cast_for_model
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import CENTRED, LENS, SCALED
 from ..runtime.norms import HALF, AffineNorm, affine
@@ -238,7 +238,7 @@ class Reference:
         if not any(parameter.is_meta for parameter in model.parameters()):
             # without the mask, of ones: TransformerLens takes that of GPT-1, patched or not, for a causal one
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
-            self.inputs = fitting(model, inputs)
+            self.inputs = cast_for_model(model, inputs)
             self.outputs = self._outputs()
             self.floor = noise_floor(copy_of(model, share=True), self.inputs)
 

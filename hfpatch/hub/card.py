@@ -82,9 +82,9 @@ class CardFacts:
     eval_results: tuple[EvalResult, ...] = ()
 
     @property
-    def parts(self) -> list[tuple[str, SchemeRequest]]:
+    def requests(self) -> list[tuple[str, SchemeRequest]]:
         """Every part of the patch record with its kind."""
-        return [] if self.checkpoint.record is None else self.checkpoint.record.parts
+        return [] if self.checkpoint.record is None else self.checkpoint.record.requests
 
     def licence(self) -> dict[str, Any]:
         """Return the metadata about the licence: the caller's, or else the base model's."""
@@ -184,7 +184,7 @@ def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) 
     tags = [tags] if isinstance(tags, str) else tags
     if has_section:  # schemes of an earlier push, which may have been of another patch
         tags = [tag for tag in tags if not any(tag in kind.registry for kind in KINDS.values())]
-    data["tags"] = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in facts.parts)]))
+    data["tags"] = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in facts.requests)]))
     if results := facts.eval_results:
         kept = [old for old in data.get("eval_results") or [] if not any(map(old.is_equal_except_value, results))]
         data["eval_results"] = [*kept, *results]
@@ -197,7 +197,7 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
     yield _summary(facts, data.base_model)
     if record is not None:
         yield "## What was patched"
-        calls = [f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts]
+        calls = [f"hfpatch.patch_model(model, {part.to_text(kind)})" for kind, part in facts.requests]
         if isinstance(data.base_model, str):
             opened = f"model = {auto}.from_pretrained({json.dumps(data.base_model)})"
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
@@ -232,7 +232,7 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
         kind = config.get("model_type")
         return f"{of}, patched by hfpatch and exported as a stock `{kind}` model, which transformers opens by itself."
     schemes: dict[str, list[str]] = {}
-    for kind, part in facts.parts:
+    for kind, part in facts.requests:
         schemes.setdefault(_NOUNS[kind], []).append(f"`{part.scheme.name}`")
     changes = ", ".join(f"its {noun} are {' and '.join(dict.fromkeys(names))}" for noun, names in schemes.items())
     version = str(config.get("transformers_version"))

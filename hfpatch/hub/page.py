@@ -199,7 +199,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
     Requests of different kinds with the same globs and start go together.
     """
     steps: list[dict[str, SchemeRequest]] = []
-    for kind, part in sorted(record.parts, key=lambda item: item[0] != "placement"):
+    for kind, part in sorted(record.requests, key=lambda item: item[0] != "placement"):
         if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
             steps.append({})
         steps[-1][kind] = part

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.errors import PatchError, UnsupportedError
 from .outputs import Outputs
 from .quiet_forward import cast
-from .randomness import own_randomness
+from .randomness import seed_deterministically
 
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
@@ -73,6 +73,6 @@ def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str,
         UnsupportedError: the forward fails.
     """
     inputs = cast(inputs, torch.device("cpu"), torch.float64)
-    with own_randomness(0), torch.no_grad(), Float64(), host_errors():
+    with seed_deterministically(0), torch.no_grad(), Float64(), host_errors():
         returned = model(**inputs)
     return {name: x.double() if x.is_floating_point() else x for name, x in Outputs.of(returned).tensors.items()}

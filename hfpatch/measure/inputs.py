@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.errors import UnsupportedError, describe_error
 from .quiet_forward import cast, inference_state
-from .randomness import own_randomness
+from .randomness import seed_deterministically
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
 _GRID = (1, 4, 4)  # frames, rows and columns of patches
@@ -38,7 +38,7 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise UnsupportedError(f"{type(model).__name__} has no transformers config. Pass example_inputs={{...}}.")
     try:
-        with own_randomness(seed), torch.device("cpu"):
+        with seed_deterministically(seed), torch.device("cpu"):
             inputs = make_inputs(model, {}, tokens, batch)
             return _for_head(model, inputs)
     except (ValueError, TypeError) as error:
@@ -303,7 +303,7 @@ class _Medium:
         if not isinstance(token, int):
             raise ValueError(f"no token stands for {self.argument}")
         given: dict[str, Any] = {}
-        with own_randomness(seed), torch.device("cpu"):
+        with seed_deterministically(seed), torch.device("cpu"):
             if "image_grid_thw" in inspect.signature(encode).parameters:  # images that come cut into patches
                 given = {self.argument: _patches(make), "image_grid_thw": torch.tensor([_GRID] * make.batch)}
             else:

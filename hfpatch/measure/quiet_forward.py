@@ -62,7 +62,7 @@ def inference_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[None]:
+def use_attention(implementation: str, model: nn.Module) -> Iterator[None]:
     """All attentions of a model computed by one implementation: "sdpa", or "eager", which can return its maps."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
@@ -107,7 +107,7 @@ def is_library_hook(hook: Any) -> bool:
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 
 
-def fitting(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def cast_for_model(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs on the model's device, floats in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return cast(inputs, device_of(model), like.dtype)

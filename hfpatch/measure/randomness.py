@@ -67,7 +67,7 @@ def seed_everything(seed: int, devices: Iterable[torch.device] = ()) -> Iterator
 
 
 @contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
+def seed_deterministically(seed: int) -> Iterator[None]:
     """`seed_everything`, with deterministic algorithms; memory left uninitialised is NaN inside."""
     with seed_everything(seed):
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -28,7 +28,7 @@ from .outputs import (
     not_a_number,
     outputs_of,
 )
-from .quiet_forward import fitting
+from .quiet_forward import cast_for_model
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
 
@@ -88,7 +88,7 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
     """
     try:
         made = inputs()
-        return {} if made is None else run(copy_of(model, share=True), fitting(model, made), {}).outputs
+        return {} if made is None else run(copy_of(model, share=True), cast_for_model(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
     except Exception as error:  # whatever a forward may raise
@@ -178,7 +178,7 @@ class Snapshot:
             self.why_not = "weights aren't in memory"
             return
         try:
-            self.inputs = fitting(model, inputs())
+            self.inputs = cast_for_model(model, inputs())
             copied = copy_of(model, share=True)
             before = run(copied, self.inputs, self.norms)
         except OUT_OF_MEMORY:

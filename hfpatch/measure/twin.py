@@ -15,7 +15,7 @@ from .copies import copy_of
 from .float64 import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
-from .randomness import own_randomness, randomise
+from .randomness import randomise, seed_deterministically
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
 
@@ -40,7 +40,7 @@ def twin(
     structure, failures = _structure(model), []
     for what, size in _candidates(model, example_inputs is None):
         try:
-            with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
+            with seed_deterministically(seed), default_device(torch.device("cpu")), torch.no_grad():
                 with host_errors():
                     small = copy_of(model, size=size, dtype=torch.float64, device="cpu")
                 _draw(small, seed)

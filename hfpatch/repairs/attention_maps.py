@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..measure.copies import copy_of
 from ..measure.hooks import Call, first_tensor
-from ..measure.quiet_forward import attention_computed_by
+from ..measure.quiet_forward import use_attention
 from .report import FittedValues
 
 FITS = ("qk", "bias")
@@ -97,7 +97,7 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
         The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
     """
     work = copy_of(module, dtype=torch.float32)
-    with attention_computed_by("eager", work):
+    with use_attention("eager", work):
         fitted = [example for example in examples if example.fitted.any()]
         chosen = _moving(work, fitted[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
         return _descend(work, examples, chosen, f"KL divergence; {fit}") if chosen else None

@@ -84,8 +84,8 @@ class BlockReplay:
             inputs = rows_of(inputs, rows, self.batches.count_of(index))
         return cast(inputs, self.device, self.model.dtype)
 
-    def forward_kept(self, index: int, row: Tensor | None) -> Any:
-        """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""
+    def forward_and_store(self, index: int, row: Tensor | None) -> Any:
+        """Run one sequence and store what `forward_from_store` needs; the first call also tests that."""
 
         def keep(name: str, value: Any) -> None:
             self.freeze(name, _place(index, row), value)
@@ -95,12 +95,12 @@ class BlockReplay:
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
             if self.ends:
-                again = self.forward_again(index, row)
+                again = self.forward_from_store(index, row)
                 self.replays_ends = max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
         return output
 
-    def forward_again(self, index: int, row: Tensor | None) -> Any:
-        """What `forward_kept` returned, without running blocks if that can be."""
+    def forward_from_store(self, index: int, row: Tensor | None) -> Any:
+        """Return what `forward_and_store` returned, without running blocks if possible."""
         replaying = self._replaying(_place(index, row), ends=True) if self.replays_ends else contextlib.nullcontext()
         with replaying:
             return self.forward(index, row)
@@ -157,7 +157,7 @@ class BlockReplay:
         for index in range(len(self.batches)):
             self._path(block, index).unlink(missing_ok=True)
 
-    def give_up(self, block: str) -> None:
+    def free_weights(self, block: str) -> None:
         """Free a frozen block's own weights: it can't run again. What shares their memory keeps them."""
         inside = set(self.modules[block].modules())
         others = (module for module in self.modules.values() if module not in inside)

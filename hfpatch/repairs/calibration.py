@@ -17,7 +17,7 @@ from ..core.bare import has_weights
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
-from ..measure.quiet_forward import fitting, free_unused_memory, inference_state
+from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
@@ -246,7 +246,7 @@ def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel)
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
     with inference_state(model):
         try:
-            model(**fitting(model, first), **few)
+            model(**cast_for_model(model, first), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
     free_unused_memory()

@@ -21,7 +21,7 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
         new, old: the patched model and the original.
         again: for a second time; then the original's blocks may have been given up.
     """
-    original = old.forward_again if again else old.forward_kept
+    original = old.forward_from_store if again else old.forward_and_store
     found, measure = [], ""
     for i in new.batches.held_out_batches():
         for row in new.batches.single_rows(i):

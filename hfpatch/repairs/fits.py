@@ -19,7 +19,7 @@ from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
-from ..measure.quiet_forward import attention_computed_by, free_unused_memory
+from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
@@ -161,7 +161,7 @@ class Fitter:
         for i in range(len(self.batches)):
             if held_out and fitted and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
                 break
-            with attention_computed_by("eager", self.old.model):
+            with use_attention("eager", self.old.model):
                 call = self.old.observe(i, inputs=[original]).get(("in", original))
                 target = None if call is None else map_of(self.old.modules[original], call)
             if target is None:
@@ -176,7 +176,7 @@ class Fitter:
         module, decoder = self.new.modules[name], self.roles.in_decoder(name)
         examples = []
         for i in range(self.mapped[name]):
-            with attention_computed_by("eager", self.new.model):
+            with use_attention("eager", self.new.model):
                 call = self.new.observe(i, inputs=[name])["in", name]
             target = self.old.load_saved(f"{name} map", i)
             rows = target[:, 0].shape
@@ -194,7 +194,7 @@ class Fitter:
 
         def error() -> float:
             work = copy_of(module, dtype=torch.float32)
-            with attention_computed_by("eager", work):
+            with use_attention("eager", work):
                 return held_out_divergence(work, examples)
 
         return self._keep_if_nearer(name, "maps", fit, write, error, _NOTHING_MOVES)

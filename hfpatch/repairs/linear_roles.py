@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import attention_computed_by
+from ..measure.quiet_forward import use_attention
 from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.norms import describe
-from ..sites.stream import find_sum, is_read_by_these_alone, read_same_tensor, reads_norm
+from ..sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
 from .stacked import Axes, reading_axes, writing_axes
@@ -98,7 +98,7 @@ class Roles:
             for norm in points:
                 shift, maps = self._own_shift(norm), [calls[name] for name in group]
                 reads = shift and reads_norm(block, calls[norm], maps[0])
-                if shift and reads and is_read_by_these_alone(block, calls[norm], maps):
+                if shift and reads and is_read_only_by(block, calls[norm], maps):
                     roles.shifts[first] = norm, shift
         ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
@@ -152,7 +152,7 @@ class Roles:
 
         inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
         with (
-            attention_computed_by("eager", self.replay.model),
+            use_attention("eager", self.replay.model),
             self.replay.observe_calls(inside, after=record_attention),
         ):
             self.replay.run(0, outputs=[segment.block])

@@ -239,7 +239,7 @@ class _Repairer:
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
         if self.gives_up and self.old.replays_ends:
-            self.old.give_up(block)
+            self.old.free_weights(block)
         if stack in self.latest:
             self.new.discard(self.latest[stack])
             self.old.discard(self.latest[stack])

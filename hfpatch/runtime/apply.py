@@ -159,7 +159,7 @@ class Tree:
             for parent, name in places:
                 self._hold(parent, name, new)
         if old not in self._holders:  # unless the new module holds it
-            self._let_go_children(old)  # last: children may have moved from one to the other
+            self._drop_children(old)  # last: children may have moved from one to the other
 
     def _hold(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         places = self._holders.setdefault(module, {})
@@ -172,14 +172,14 @@ class Tree:
             if child is not None:
                 self._hold(module, name, child)
 
-    def _let_go_children(self, module: nn.Module) -> None:
+    def _drop_children(self, module: nn.Module) -> None:
         """Drop the places inside a module that nothing holds any more, and inside the children that were its alone."""
         for name, child in module._modules.items():
             if child is not None and (places := self._holders.get(child)):
                 places.pop((module, name), None)
                 if not places:
                     del self._holders[child]
-                    self._let_go_children(child)
+                    self._drop_children(child)
 
 
 def _has(module: nn.Module, name: str) -> bool:

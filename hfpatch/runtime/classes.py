@@ -29,7 +29,16 @@ from .gated import initialise_fresh
 from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk, warn_of_fixed
+from .record import (
+    ARCHITECTURE,
+    FOREIGN,
+    KEY,
+    MODEL_TYPE,
+    ON_DISK,
+    edits_of,
+    names_on_disk,
+    warn_of_ineffective_overrides,
+)
 from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
 from .tables import ComputedPositions
 
@@ -167,7 +176,7 @@ class PatchedModel(UnlimitedGeneration):
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
-            warn_of_fixed(saved, model.config, str(name))
+            warn_of_ineffective_overrides(saved, model.config, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

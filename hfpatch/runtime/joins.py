@@ -129,13 +129,15 @@ class Joins:
                 put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
-            put(tree, join.norm, StandIn(first_at(module, join.norm), _pass_sum if join.readers else branch.read))
+            put(
+                tree, join.norm, StandIn(first_at(module, join.norm), _pass_sum if join.readers else branch.read_stream)
+            )
             for name in join.readers:
                 readers[name] = _reading(first_at(module, name), branch)
                 put(tree, name, readers[name])
         for name, by_call in outlets.items():
             outlet = readers.get(name) or first_at(module, name)
-            put(tree, name, _by_call(outlet, {call: branch.meet for call, branch in by_call.items()}))
+            put(tree, name, _by_call(outlet, {call: branch.merge for call, branch in by_call.items()}))
         return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
@@ -153,7 +155,7 @@ class _Branch:
         self.stream: Tensor | None = None
         self.of_stream: Tensor | None = None
 
-    def read(self, norm: Any, hidden_states: Tensor) -> Tensor:
+    def read_stream(self, norm: Any, hidden_states: Tensor) -> Tensor:
         """r, in the place of the norm that the branch reads through, given the stream; once for all that read it."""
         if self.of_stream is None or hidden_states is not self.stream:
             self.stream = hidden_states
@@ -161,7 +163,7 @@ class _Branch:
             self.of_stream = own(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
         return self.of_stream
 
-    def meet(self, f: Tensor) -> Tensor:
+    def merge(self, f: Tensor) -> Tensor:
         """g, given the branch's output f."""
         join, x = self.join, self.stream
         if join.dropout:
@@ -191,9 +193,9 @@ def _reading(module: Any, branch: _Branch) -> StandIn:
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            return module(branch.read(module, args[0]), *args[1:], **kwargs)
+            return module(branch.read_stream(module, args[0]), *args[1:], **kwargs)
         name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return module(**{**kwargs, name: branch.read(module, kwargs[name])})
+        return module(**{**kwargs, name: branch.read_stream(module, kwargs[name])})
 
     return StandIn(module, call)
 

@@ -75,7 +75,7 @@ def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
     return parse_edits(stored["edits"], where)
 
 
-def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
+def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: str) -> None:
     """Warn of settings overridden at opening that edits fix: the eps of norms, rotations.
 
     Args:

@@ -135,7 +135,7 @@ class SchemeRequest(Generic[S]):
         """The request without the options that follow from `init`."""
         return replace(self, scheme=self.scheme.without_defaults(self.init))
 
-    def written(self, kind: str) -> str:
+    def to_text(self, kind: str) -> str:
         """The request as arguments of `patch_model`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.as_requested.to_json(kind).items())
 
@@ -214,7 +214,7 @@ class Record:
         """Whether the newest request of this kind is the same."""
         return getattr(self, kind)[-1:] == (part,)
 
-    def plus(self, kind: str, part: SchemeRequest) -> Record:
+    def with_request(self, kind: str, part: SchemeRequest) -> Record:
         """The record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
@@ -236,14 +236,14 @@ class Record:
         )
 
     @property
-    def parts(self) -> list[tuple[str, SchemeRequest]]:
+    def requests(self) -> list[tuple[str, SchemeRequest]]:
         """Every request with its kind."""
         return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
 
     def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, Outcome]:
         """Outcomes by request, as arguments of `patch_model`; of all, or of the newest of these kinds."""
-        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.parts
-        return {part.written(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
+        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.requests
+        return {part.to_text(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
 
     def with_edits(self, edits: Iterable[Edit]) -> Record:
         """The record with further edits; earlier ones that they overwrite are left out."""
@@ -254,7 +254,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         requests = [
             {**part.to_json(kind), **({"outcome": part.outcome.to_json()} if part.outcome else {})}
-            for kind, part in self.parts
+            for kind, part in self.requests
         ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
@@ -272,8 +272,8 @@ class Record:
         record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
         record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
         for index, item in enumerate(stored["request"]):
-            kind, part = _part(item, f"{where}: request {index} of its patch record")
-            record = record.plus(kind, part)
+            kind, part = _read_request(item, f"{where}: request {index} of its patch record")
+            record = record.with_request(kind, part)
         return record
 
     def require_readable(self) -> None:
@@ -287,9 +287,9 @@ class Record:
             again = type(self).from_json(stored, "what config.json would hold")
         except CheckpointError as error:
             raise UnsupportedError(f"the patched model couldn't be opened again: {error}") from error
-        written = [*map(str, self.edits), *(part.to_json(kind) for kind, part in self.parts)]
-        read = [*again.edits, *again.parts]
-        for text, one, other in zip(written, [*self.edits, *self.parts], read, strict=True):
+        written = [*map(str, self.edits), *(part.to_json(kind) for kind, part in self.requests)]
+        read = [*again.edits, *again.requests]
+        for text, one, other in zip(written, [*self.edits, *self.requests], read, strict=True):
             if one != other:
                 raise UnsupportedError(f"the patched model couldn't be opened again: {text!r:.200} reads as another.")
 
@@ -300,7 +300,7 @@ class Record:
         return cls.from_json(stored) if stored else cls(config.model_type)
 
 
-def _part(stored: Any, where: str) -> tuple[str, SchemeRequest]:
+def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
     if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
         raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")

@@ -294,12 +294,12 @@ def _run(
 ) -> Flow:
     flow, function = Flow(), getattr(owner, attribute)
 
-    def see(module: nn.Module, args: tuple, output: Any) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> Any:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             flow.projections.append((module, args[0], output))
         return (output, output) if module is pair else None
 
-    def see_activation(x: Any) -> Tensor:
+    def record_activation(x: Any) -> Tensor:
         flow.paired = isinstance(x, tuple)
         x = x[0] if flow.paired else x
         y = function(x)
@@ -309,9 +309,9 @@ def _run(
     with ExitStack() as changes:
         for module in root.modules():
             if is_projection(module):
-                changes.enter_context(module.register_forward_hook(see))
+                changes.enter_context(module.register_forward_hook(record))
         children = {name: child for name, child in owner._modules.items() if name != attribute}
-        changes.enter_context(_attributes(owner, {"_modules": children, attribute: see_activation}))
+        changes.enter_context(_attributes(owner, {"_modules": children, attribute: record_activation}))
         if stubs:
             changes.enter_context(_attributes(root, {"_modules": _stub_children(root, owner, stubs, flow)}))
         try:

@@ -58,12 +58,12 @@ class NativeRotation:
     def settings(self) -> Settings:
         """What its config says, as transformers' `rope_parameters`."""
         config: Any = self.module.config
-        if self.theta_alone:
+        if self.reads_only_theta:
             return {"rope_theta": config.rope_theta, "rope_type": "default"}
         return config.rope_parameters if self.layer_type is None else config.rope_parameters[self.layer_type]
 
     @property
-    def theta_alone(self) -> bool:
+    def reads_only_theta(self) -> bool:
         """Whether the module reads nothing but `config.rope_theta`."""
         return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
 

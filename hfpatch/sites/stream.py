@@ -32,7 +32,7 @@ def find_sum(
     """
     base = block.base
     streams = {point: base.points[point] for point in points}
-    noise = drown_out(block.noise(base.outputs[source], 0), streams.values())
+    noise = loud_noise(block.noise(base.outputs[source], 0), streams.values())
     if not noise.numel():
         return None
     after, added = block.run({source: noise}, held).points, rows(noise)
@@ -43,7 +43,7 @@ def find_sum(
     return None
 
 
-def drown_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
+def loud_noise(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
     """Noise so loud that the rounding of its sum with any of the streams is small beside it, in half precision too."""
     loudest = max((float(stream.abs().max()) for stream in streams if stream.numel()), default=0.0)
     loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
@@ -60,7 +60,7 @@ def reads_norm(block: Block, norm: CallKey, reader: CallKey) -> bool:
     return torch.equal(rows(block.base.outputs[norm]), rows(block.base.inputs[reader]))
 
 
-def is_read_by_these_alone(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
+def is_read_only_by(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
     """Whether noise on a norm's output reaches nothing of the block while these calls are held."""
     noise = block.noise(block.base.outputs[norm], 0)
     after = block.run({norm: noise}, readers).points

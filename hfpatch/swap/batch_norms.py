@@ -20,10 +20,10 @@ from ..runtime.lens import lens_of
 from ..schemes.request import SchemeRequest
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
 from .norms import plan_norms
-from .planners import Planned
+from .planners import PlannerResult
 
 
-def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
     """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
 
     Raises:
@@ -52,7 +52,7 @@ def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapp
             why = "its stack is causal, or gets no padding mask"
             kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
             change.row, change.edits, change.starts = kept, (), ()
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None) -> dict[str, bool]:

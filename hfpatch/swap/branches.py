@@ -35,12 +35,12 @@ from ..sites.branches import (
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
 from .norms import norm_text, starting_values
-from .planners import Planned
+from .planners import PlannerResult
 
 
 def plan_placement(
     model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
-) -> Planned:
+) -> PlannerResult:
     """How each branch of the model will meet its stream; nothing is changed yet.
 
     Raises:
@@ -57,7 +57,7 @@ def plan_placement(
     for site in sites:
         if site.branch.placement == part.scheme.name:
             site.reason = site.reason or f"is {part.scheme.name} already"
-    return Planned(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
+    return PlannerResult(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
 
 
 def _require_strict(branch: Branch, found: StackBranches) -> None:
@@ -100,7 +100,9 @@ def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequ
 # DeepNorm
 
 
-def plan_deepnorm(model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_deepnorm(
+    model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
     """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
 
     Raises:
@@ -119,7 +121,7 @@ def plan_deepnorm(model: nn.Module, part: SchemeRequest[DeepNorm], example_input
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
         change = _change(model, site, sites, part, alpha)
         changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:

@@ -32,7 +32,7 @@ Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, th
 
 
 @dataclass
-class Derived:
+class ConfigDiff:
     """Attributes as (module, name, present value, new value), and buffers as (module, name, new value)."""
 
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Derived:
                 edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
 
 
-def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> Derived:
+def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
     """The attributes and buffers that a model of this class has under other settings of its config.
 
     Args:
@@ -63,12 +63,12 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
         UnsupportedError: the class can't be built with these settings, or they change the shape of other weights.
     """
     if not settings:
-        return Derived()
+        return ConfigDiff()
     what, places = _text(settings), _places(edits)
     before, after = host_with(model, []), host_with(model, settings)
     _require_same_weights(model, what, places, before, after)
     old, new = (dict(host.named_modules()) for host in (before, after))
-    derived = Derived()
+    derived = ConfigDiff()
     for name, module in model.named_modules():
         if name in old and name in new and not _is_replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]

@@ -28,7 +28,7 @@ from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
 from .norms import plan_norms
-from .planners import Planned
+from .planners import PlannerResult
 
 _TOLERANCE = 1e-6  # relative, in float64; some hosts compute a part in float32
 
@@ -54,7 +54,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
     """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
@@ -88,7 +88,7 @@ def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[
         )
     changes = _norms(model, part, attentions)
     scales = _scales(model, unscaled) if any(change.changes for change in changes) else ()
-    return Planned(part, [*changes, *scales])
+    return PlannerResult(part, [*changes, *scales])
 
 
 def _norms(model: nn.Module, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:

@@ -21,10 +21,12 @@ from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projecti
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
-from .planners import Planned
+from .planners import PlannerResult
 
 
-def plan_mlp_request(model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_mlp_request(
+    model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
     """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
 
     Raises:
@@ -46,7 +48,7 @@ def plan_mlp_request(model: nn.Module, part: SchemeRequest[MLP], example_inputs:
             f"{type(model).__name__} has no MLP of a form that hfpatch finds (a projection, an activation that is an "
             f"attribute, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
         )
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _names(site: MLPSite) -> tuple[str, ...]:

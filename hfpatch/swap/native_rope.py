@@ -133,7 +133,7 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
     if _has_axes(rotation) and scheme.scaling is not None:
         row.reason = "its positions have several axes, which no scaling for longer text fits"
         return Change(row)
-    if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
+    if rotation.reads_only_theta and not (scheme.scaling is None and scheme.partial in (None, 1)):
         raise UnsupportedError(f"{rotation.name}: {row.now} reads theta alone: no scaling, no partial.")
     if scheme.pairing is not None:
         raise UnsupportedError(

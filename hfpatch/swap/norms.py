@@ -19,7 +19,7 @@ from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import SchemeRequest
 from ..sites.norms import describe, looks_like_norm, size_of
-from .planners import Planned, not_exact
+from .planners import PlannerResult, not_exact
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -51,10 +51,12 @@ class _Site:
     otherwise: str | None = None
 
 
-def plan_norm_request(model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None) -> Planned:
+def plan_norm_request(
+    model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
     """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
     changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
-    return Planned(part if conversion is None else conversion.to_record(), changes, conversion)
+    return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
 def plan_norms(model: nn.Module, part: SchemeRequest[Norm]) -> list[Change]:

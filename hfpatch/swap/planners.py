@@ -14,11 +14,11 @@ from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
 from ..schemes.request import KINDS, SchemeRequest
-from .config_diff import Derived
+from .config_diff import ConfigDiff
 
 
 @dataclass
-class Planned:
+class PlannerResult:
     """Result of a planner: what one requested scheme changes in one model.
 
     Attributes:
@@ -36,9 +36,9 @@ class Planned:
     changes: list[Change]
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
-    derived: Derived = field(default_factory=Derived)
+    derived: ConfigDiff = field(default_factory=ConfigDiff)
 
-    def inexact(self, measured: str) -> Planned:
+    def inexact(self, measured: str) -> PlannerResult:
         """The same without its exact conversion, which failed its check on the model: norms alone change.
 
         Args:
@@ -71,7 +71,9 @@ class Planner(Protocol):
         PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
-    def __call__(self, model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> Planned: ...
+    def __call__(
+        self, model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None
+    ) -> PlannerResult: ...
 
 
 def planner_of(scheme: Scheme) -> Planner:

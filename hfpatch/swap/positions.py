@@ -26,7 +26,7 @@ from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reas
 from .config_diff import Setting, derive
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, plan_native, settings_of_rotations
-from .planners import Planned
+from .planners import PlannerResult
 from .tables import loses_order, removal, table_change
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
@@ -34,17 +34,17 @@ LENGTH = "max_position_embeddings"  # transformers' name, which configs with ano
 
 def plan_position_request(
     model: Any, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None
-) -> Planned:
+) -> PlannerResult:
     """Planner of position schemes: changes of modules and of configs."""
     part = _with_table_length(model, part)
     if Record.of(model.config).has("pos", part):
-        return Planned(part, [])
+        return PlannerResult(part, [])
     changes = plan_positions(model, part, example_inputs)
     if not any(change.changes for change in changes):
-        return Planned(part, changes)
+        return PlannerResult(part, changes)
     lengths = _config_lengths(model, part)
     derived = derive(model, lengths, [edit for change in changes for edit in change.edits])
-    return Planned(part, changes, lengths=lengths, derived=derived)
+    return PlannerResult(part, changes, lengths=lengths, derived=derived)
 
 
 def plan_positions(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 from hfpatch.exact.compensate import norm_inputs
-from hfpatch.measure.quiet_forward import fitting, inference_state
+from hfpatch.measure.quiet_forward import cast_for_model, inference_state
 from hfpatch.measure.snapshot import Snapshot, Verdict, run
 
 LM = "AutoModelForCausalLM"
@@ -112,5 +112,7 @@ def test_means_are_relative_to_the_standard_deviation() -> None:
 
 def test_inputs_are_moved_and_cast_to_the_models_dtype() -> None:
     model = tiny("vit").bfloat16()
-    found = fitting(model, {"pixel_values": torch.zeros(1), "ids": torch.zeros(1, dtype=torch.long), "flag": True})
+    found = cast_for_model(
+        model, {"pixel_values": torch.zeros(1), "ids": torch.zeros(1, dtype=torch.long), "flag": True}
+    )
     assert (found["pixel_values"].dtype, found["ids"].dtype, found["flag"]) == (torch.bfloat16, torch.long, True)

@@ -4,13 +4,13 @@ import contextlib
 
 from tiny_models import inputs, tiny
 
-from hfpatch.measure.quiet_forward import attention_computed_by, inference_state
+from hfpatch.measure.quiet_forward import inference_state, use_attention
 
 
 def test_the_implementation_of_attention_is_put_back_after_an_error() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     before = model.config._attn_implementation
-    with contextlib.suppress(ZeroDivisionError), attention_computed_by("eager", model):
+    with contextlib.suppress(ZeroDivisionError), use_attention("eager", model):
         assert model.config._attn_implementation == "eager" != before
         raise ZeroDivisionError
     assert model.config._attn_implementation == before

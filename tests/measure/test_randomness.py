@@ -13,7 +13,7 @@ import torch
 from tiny_models import norms_of, patch, tiny
 
 from hfpatch.measure.quiet_forward import inference_state
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import outcomes
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.norms import RMSNorm
@@ -65,15 +65,15 @@ def test_two_threads_by_turns() -> None:
 
     def second() -> None:
         inside.wait()
-        with own_randomness(1):
+        with seed_deterministically(1):
             entered.set()
 
     thread = threading.Thread(target=second)
     thread.start()
-    with own_randomness(0):
+    with seed_deterministically(0):
         inside.set()
         assert not entered.wait(0.1), "it waits"
-        with own_randomness(2):  # as often as it likes on one thread
+        with seed_deterministically(2):  # as often as it likes on one thread
             pass
     thread.join()
     assert entered.is_set()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.sites.blocks import OUTPUT, Block
-from hfpatch.sites.stream import find_sum, is_read_by_these_alone, read_same_tensor, reads_norm
+from hfpatch.sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 
 TOLERANCE = 1e-5
 
@@ -78,5 +78,5 @@ def test_who_reads_a_norm(leaks: bool) -> None:
     assert not reads_norm(block, norm, ("down", 0))
     assert read_same_tensor(block, *readers)
     assert not read_same_tensor(block, ("up", 0), ("last", 0))
-    assert is_read_by_these_alone(block, norm, readers) is not leaks
-    assert not is_read_by_these_alone(block, norm, readers[:1])
+    assert is_read_only_by(block, norm, readers) is not leaks
+    assert not is_read_only_by(block, norm, readers[:1])

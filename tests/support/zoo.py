@@ -23,7 +23,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from zoo_overrides import OVERRIDES, Override
 
 from hfpatch.measure.inputs import make_inputs
-from hfpatch.measure.randomness import own_randomness, randomise
+from hfpatch.measure.randomness import randomise, seed_deterministically
 from hfpatch.measure.shrink import shrink
 
 
@@ -53,7 +53,7 @@ def tiny(
     if override.reason:
         raise Unbuildable(model_type, override.reason)
     try:
-        with own_randomness(seed):
+        with seed_deterministically(seed):
             config = tiny_config(model_type)
             for name, value in settings.items():
                 setattr(config, name, value)
@@ -72,7 +72,7 @@ def untrained(model_type: str) -> PreTrainedModel:
     if reason := OVERRIDES.get(model_type, Override()).reason:
         raise Unbuildable(model_type, reason)
     try:
-        with own_randomness(0):
+        with seed_deterministically(0):
             config = tiny_config(model_type)
             return _made(_class_of(model_type, config, None), config).float().eval()
     except Unbuildable:
