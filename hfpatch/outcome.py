@@ -1,4 +1,4 @@
-"""Outcomes: what each request of a patch came to, measured on the model and kept in its record."""
+"""Outcomes: the measured result of each request of a patch, stored in its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`patch_model`, `unpatch_model` and `repair_report`: a plan is carried out in one transaction, or rolled back."""
+"""`patch_model`, `unpatch_model` and `repair_report`: a plan is applied in one transaction, or rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan_patch`: what a request changes in one model, and in which order. The model isn't changed.
+"""`plan_patch`: plans what a request changes in a model, and in which order, without changing it.
 
 Whatever can be foreseen to fail is raised here, before anything changes.
 """

@@ -1,4 +1,4 @@
-"""Looks up transformers' Auto classes: which ones open a class of models, and which class a config asks for."""
+"""Look-ups in transformers' Auto classes: which ones open a model class, and which class a config selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens a model as the command line names it: a Hub id, a folder, or config:FAMILY for random weights."""
+"""Loads models by the names of the command line: a Hub id, a folder, or config:FAMILY for random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of patched models and configs, generated from the host's, and their registration with the Auto classes.
+"""Generated classes of patched models and configs, and their registration with the Auto classes.
 
 The *host* is the transformers class that is patched. What these classes share with those of exported code
 (trust_remote_code) is in runtime/classes.py; here are checks on loading, digests on saving, and the registration.

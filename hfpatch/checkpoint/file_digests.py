@@ -1,4 +1,4 @@
-"""The file beside a checkpoint's weights: digests of them and of config.json, and the report of the latest repair.
+"""Digest file of a checkpoint (hfpatch_weights.json): digests of weights and config.json, and the latest repair report.
 
 `save_pretrained` writes `hfpatch_weights.json` (of a variant `hfpatch_weights.fp16.json`) from the files that it wrote:
 

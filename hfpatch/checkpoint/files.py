@@ -1,4 +1,4 @@
-"""Weight files and the names in them: what is refused before a file is opened, and what is told after it was.
+"""Checks of weight files and tensor names: before a checkpoint is opened, and warnings after loading.
 
 transformers opens whatever file an index names, pickled ones and those outside the folder included.
 """

@@ -1,4 +1,4 @@
-"""Opens a checkpoint with its weights mapped from the files, and writes it tensor by tensor into the shards of before.
+"""Memory-mapped loading of checkpoints, and saving tensor by tensor into the same shards.
 
 `hfpatch patch` opens models so: of their weights that is in memory which one module's forward or one weight change
 reads. transformers' own loading puts them in place, so names are as ever; weights that it computes from those of the

@@ -1,4 +1,4 @@
-"""Gives a patched model a config of its own, with the patch record and the new lengths, and takes it back."""
+"""Gives a model a patched copy of its config, with the patch record and the new lengths, and restores the original."""
 
 from __future__ import annotations
 

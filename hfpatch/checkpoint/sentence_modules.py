@@ -1,4 +1,4 @@
-"""The other modules of a folder of sentence-transformers (pooling, prompts): carried along without that package.
+"""Keeps the other modules of a sentence-transformers folder (pooling, prompts) without importing that package.
 
 Its modules.json lists them. Of the folder's own files only the transformers model and its tokenizer change by a patch.
 """

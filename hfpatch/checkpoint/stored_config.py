@@ -1,4 +1,4 @@
-"""Checks what stands in a patched checkpoint's config.json before it is believed; the digest of it."""
+"""Validation of a patched checkpoint's config.json on load, and its digest."""
 
 from __future__ import annotations
 

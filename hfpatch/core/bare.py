@@ -1,4 +1,4 @@
-"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), in which a patch couldn't replace modules."""
+"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), whose modules a patch couldn't replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Globs of only= and keep= over module names, which match with or without the base model's prefix."""
+"""Matching of only= and keep= globs against module names, with or without the base model's prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holders: objects of sentence-transformers, which hold a transformers model among modules of their own.
+"""Holders: objects of sentence-transformers that contain a transformers model.
 
 That package is imported to look up one list (`_opens_patched`), and never else: a holder is what has the property
 `transformers_model`, as `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.

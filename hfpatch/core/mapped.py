@@ -1,4 +1,4 @@
-"""Tensors whose values are in a file and mapped into memory: read when they are used, given back by `release`."""
+"""Tensors that are memory-mapped from files: pages are read on use and freed by `release`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a printed plan and the changes behind them; rows that differ in layer numbers alone become one line."""
+"""Rows of a printed plan and the changes behind them; rows that differ only in layer numbers are one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of schemes and architectures: one registry each, filled by decorator or by entry point."""
+"""Registries of schemes and architectures by name; entries come from decorators or entry points."""
 
 from __future__ import annotations
 

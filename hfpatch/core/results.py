@@ -1,4 +1,4 @@
-"""What plans and reports share: one list of parts that is printed and shown as HTML, JSON, and a pandas dataframe."""
+"""Base classes of plans and reports: text, HTML, JSON, and pandas dataframes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of schemes: a frozen dataclass whose fields are its options, and the text that stands for one."""
+"""Base class of schemes: a frozen dataclass whose fields are its options, written as "name:option=value"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a folder or a file completely or not at all: beside its place first, then moved there by renaming."""
+"""Atomic replacement of a folder or file: it is written next to its target, then renamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suggestions in messages for names that are misspelt."""
+""" "Did you mean" suggestions for misspelt names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transaction: changes a model and logs the inverse of each change, so that all of them can be undone."""
+"""Transaction: changes a model and logs the inverse of each change, so that all can be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight changes: what a plan does to the values of Parameters, as data that is printed, applied and undone."""
+"""Weight changes: changes of Parameters' values as data that can be printed, applied and undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Post-norm models: subtracts the constant part of the mean at norms whose input can't be made zero-mean exactly.
+"""Corrects the bias before norms in post-norm models, so that their input has nearly zero mean.
 
 The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
 writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and

@@ -1,4 +1,4 @@
-"""What is centred so that a model's LayerNorms may become RMSNorms, and how that is carried out.
+"""Centres the weights that write to the residual stream, so that LayerNorms may become RMSNorms.
 
 LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: if everything that writes to the
 residual stream is zero-mean over the channels, then C x = x and the two norms are the same function.

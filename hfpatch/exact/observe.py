@@ -1,4 +1,4 @@
-"""Runs a model once in float64 and records its outputs, its modules' outputs and the means at its norms' inputs."""
+"""Runs a model once in float64 and records outputs, module outputs and the means at norm inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probe: adds constants to a small model's Parameters or module outputs and measures which norms and outputs change."""
+"""Probe: adds constants to a small model's Parameters or outputs and measures which norms and outputs change."""
 
 from __future__ import annotations
 

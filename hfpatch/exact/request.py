@@ -1,4 +1,4 @@
-"""Exact norm swaps (LayerNorm to RMSNorm) of one request: search, changes, and the check on the model's outputs."""
+"""Exact conversion of LayerNorms to RMSNorms for one request: search, weight changes, and check on the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds what to centre so that a model's LayerNorms may become RMSNorms, by measuring on a small model of its class.
+"""Search for the weights to centre so that LayerNorms may become RMSNorms, measured on a small model of the class.
 
 A Parameter is a *writer* of the residual stream if values that are constant along one of its axes, and random over the
 others, can be added to it so that the mean over channels of some norm's input changes and no output of the model does.

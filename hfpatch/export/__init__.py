@@ -1,4 +1,4 @@
-"""Exports: the plugin's own checkpoints, remote code (trust_remote_code) and stock architectures."""
+"""Export to hfpatch checkpoints, remote code (trust_remote_code=True) and stock transformers architectures."""
 
 from __future__ import annotations
 

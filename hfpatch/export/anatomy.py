@@ -1,5 +1,6 @@
-"""A stack of transformer blocks as plain weights by role, whatever class they came from, and the algebra that moves
-constants, means, gains and orders of channels between weights that meet without anything nonlinear in between.
+"""A stack of transformer blocks as plain weights by role, independent of its class, and exact rewrites of them.
+
+A rewrite moves constants, means, gains and orders of channels between weights without a nonlinearity between them.
 """
 
 from __future__ import annotations

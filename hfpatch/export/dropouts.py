@@ -1,4 +1,4 @@
-"""What two models drop in training, read off one forward of each: configs don't say it, classes share their settings.
+"""Compares which dropouts two models apply in a training forward; configs don't say it.
 
 GPT-2 has a dropout of its embeddings with a setting of its own; GPT-NeoX's goes by that of its branches.
 """

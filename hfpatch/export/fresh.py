@@ -1,4 +1,4 @@
-"""Script `fresh.py JOB ANSWER`: opens a checkpoint in a process that can't import hfpatch, and saves its outputs.
+"""Script `fresh.py JOB ANSWER`: opens a checkpoint in a process without hfpatch, and saves its outputs.
 
 The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, and of what was saved
 from there and opened again, or an error. A job about the plugin form does import hfpatch.

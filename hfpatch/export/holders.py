@@ -1,4 +1,4 @@
-"""Exports of a holder (a SentenceTransformer): it saves itself, and where it saves its model, a form is written.
+"""Export of sentence-transformers models: the holder saves itself, and the exported model replaces its inner one.
 
 So its modules, prompts and settings lie where its library wants them, in whatever layout that has. What was written is
 opened in another process, and its embeddings are compared.

@@ -1,5 +1,6 @@
-"""Tables of 33 families: paths of the norms, projections and heads around and in their blocks, the names that configs
-have for sizes and options, and the stock architectures that a patched model may equal. Data only.
+"""Layouts of 33 families, as data: module paths, config names, and stock architectures for native export.
+
+Paths are those of the norms, projections and heads around and in blocks; config names those of sizes and options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a patched model into an `Anatomy` by its family's layout; refuses by name what the layout doesn't know of."""
+"""Reads a patched model into an `Anatomy` by its family's layout, and refuses what the layout doesn't describe."""
 
 from __future__ import annotations
 

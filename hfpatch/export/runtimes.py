@@ -1,4 +1,4 @@
-"""Table of the runtimes besides transformers that take a stock model, and the check of a model against it.
+"""Other runtimes (llama.cpp, ONNX, ...) and the stock models that they support, with the check of a model.
 
 Runtimes go by the name of the class in config.json, and some compute a part of it in one way whatever the config says:
 a model that differs there would be served wrongly without a word. An entry says what a runtime computes of a class.

@@ -1,4 +1,4 @@
-"""Writes a patched model as the stock class that it was patched from, by other weights or settings.
+"""Export as the stock class that was patched, if other weights or settings give the same outputs.
 
 That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
 for all where positions were dropped), settings of a rotation (`NO_ROTATION` where it was dropped), a stream without a

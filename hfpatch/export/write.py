@@ -1,4 +1,4 @@
-"""Writes an `Anatomy` as a stock model of another architecture; what has no place there is refused by name."""
+"""Writes an `Anatomy` as a stock model of another architecture, and refuses what that can't represent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a patch changed, module by module: a patched model against its own class without the patch, on the meta device.
+"""Table of the modules that a patch changed, compared with the unpatched class on the meta device.
 
 No weights are compared, so what a patch wrote into them alone (centred projections) isn't seen; `verify` sees it.
 """

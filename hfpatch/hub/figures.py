@@ -1,4 +1,4 @@
-"""The error of a model's stream layer by layer as plain shapes, which the report page's template writes as SVG."""
+"""Plot of the error layer by layer as SVG path data for the report page."""
 
 from __future__ import annotations
 

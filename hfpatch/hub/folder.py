@@ -1,4 +1,4 @@
-"""Reads and checks the checkpoint folder that a push uploads, and chooses which of its files are uploaded."""
+"""Reads and checks the checkpoint folder of a push, and selects the files to upload."""
 
 from __future__ import annotations
 

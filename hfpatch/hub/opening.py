@@ -1,4 +1,4 @@
-"""How people open a checkpoint: code for readers with and without hfpatch, for model cards and report pages."""
+"""Code snippets that open a checkpoint, with and without hfpatch, for model cards and report pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTML file about a patched checkpoint: what changed, what that came to, how to open it and how to make it again.
+"""HTML report about a patched checkpoint: its changes, the measured outcomes, how to open and reproduce it.
 
 The file holds its styles and figures and loads nothing; it has no scripts.
 """

@@ -1,4 +1,4 @@
-"""Sketches of a model's repeated blocks before and after a patch: which norm, attention and MLP meet the stream where.
+"""Sketches of a model's repeated blocks before and after a patch: norms, attentions, MLPs and the residual stream.
 
 How branches meet the residual stream is measured on a small model of the unpatched class (sites/anatomy.py); what the
 patch made of them is read from the patched model's modules and lenses. A stack of which that isn't known isn't drawn.

@@ -1,4 +1,4 @@
-"""Reads the data that users have (texts, rows, batches) into inputs of a model's forward."""
+"""Converts user data (texts, rows, batches) to batches of model inputs."""
 
 from __future__ import annotations
 

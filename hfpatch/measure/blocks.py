@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, found by its lists of modules."""
+"""Finds the repeated blocks of a model in its module lists."""
 
 from __future__ import annotations
 

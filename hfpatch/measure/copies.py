@@ -1,4 +1,4 @@
-"""Copies of models and modules, which may be changed and run while the original stays as it is."""
+"""Copies of models and modules that may be changed and run without changing the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the forward of a small model in float64 throughout."""
+"""Runs the forward of a small model entirely in float64."""
 
 from __future__ import annotations
 

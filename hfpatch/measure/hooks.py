@@ -1,4 +1,4 @@
-"""Functions that are called before and after modules of a model, for the time of a context."""
+"""Hooks before and after module calls, removed at the end of a context."""
 
 from __future__ import annotations
 

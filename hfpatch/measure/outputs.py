@@ -1,4 +1,4 @@
-"""What a forward returns: its tensors by name, how far they are from another forward's, and what rounding explains."""
+"""Output tensors of a forward by name, their deviation from another forward's, and the rounding noise in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward of a user's model that leaves no trace: no hook of the user's runs, no mode or random stream changes."""
+"""Runs a forward without side effects: eval mode, no gradients, no user hooks, random state restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of hfpatch's own: generators are put back, and what is of the whole process changes under one lock."""
+"""Random numbers without side effects: generators and global settings are restored, under one lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshot of what a model computes before a patch: one forward's inputs and outputs, to compare the result with."""
+"""Snapshot of a model's inputs and outputs before a patch, for comparison afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as token ids: the tokenizer that comes with a checkpoint, and what it makes of texts and of text files."""
+"""Tokenization of texts and text files with a checkpoint's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small twins: random float64 models of a model's class, on which properties of the class are measured quickly."""
+"""Twins: small random float64 models of a model's class, on which its properties are measured fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits an attention's queries and keys to the original's attention maps, after a change of positions.
+"""Fits an attention's queries and keys to the original's attention maps after a change of positions.
 
 Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
 average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),

@@ -1,4 +1,4 @@
-"""Block replay: runs single blocks of a model on calibration batches; earlier blocks return outputs cached on disk.
+"""Block replay: runs single blocks of a model on calibration batches, with earlier outputs cached on disk.
 
 A block is an element of an `nn.ModuleList` that runs once in a forward. To record activations inside one, the model's
 own forward is run with every earlier block replaced by its cached output, and is left by an exception as soon as all

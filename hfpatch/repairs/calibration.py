@@ -1,4 +1,4 @@
-"""Calibration inputs of a repair: checked, stored on disk, and divided into fitted and held-out sequences."""
+"""Calibration inputs of a repair: checked, stored on disk, and split into fitted and held-out sequences."""
 
 from __future__ import annotations
 

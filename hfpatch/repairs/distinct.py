@@ -1,4 +1,4 @@
-"""Divides calibration sequences into those that are fitted and those that judge, so that none of them is on both sides.
+"""Splits calibration sequences into fitted and held-out ones without near duplicates across the two.
 
 Two sequences count as nearly equal if one holds at least four fifths of the other's runs of four tokens, or, where they
 are numbers (images, sound), if they differ by less than a tenth of their distance from the mean of all.

@@ -1,4 +1,4 @@
-"""Fits single modules of a patched model: what is fitted is written, and kept if the written model is nearer.
+"""Fits single modules of a patched model, and keeps a fit if it brings the model nearer to the original.
 
 Each fit computes values; they are written to the Parameters in their dtype, and the error on the held-out sequences is
 measured before and after, by running the model. So the errors that a report gives are those of the model that the user

@@ -1,4 +1,4 @@
-"""Streamed least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
+"""Streamed least squares: sums over batches, solved in float64, judged on held-out sequences.
 
 The rows held out are kept on disk, so that any candidate can be judged on data it hasn't seen without another pass.
 """

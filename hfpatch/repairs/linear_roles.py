@@ -1,4 +1,4 @@
-"""Finds by running a block which of its linear layers write to the residual stream and which read the same tensor."""
+"""Finds which linear layers of a block write to the residual stream and which read the same tensor."""
 
 from __future__ import annotations
 

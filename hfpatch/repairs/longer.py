@@ -1,4 +1,4 @@
-"""Judges a repair on sequences that are longer than those of the calibration, made of tokens that it holds out."""
+"""Judges a repair on sequences longer than the calibration, joined from held-out sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fits a norm to the original's output: gain and shift by least squares per channel, scalars (alpha, s) by search."""
+"""Fits a norm to the original's output: gain and shift by least squares, scalars (alpha, s) by search."""
 
 from __future__ import annotations
 

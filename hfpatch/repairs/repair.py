@@ -1,4 +1,4 @@
-"""Repair of a patched model: its Parameters are fitted to the original's activations, without labels or training.
+"""Repair of a patched model: fits its Parameters to the original's activations, without labels or training.
 
 The fits go through the patched model in forward order. Each one uses the model's own activations, with all earlier fits
 done, so that it also corrects the errors that are left of those. Except for the attention maps they have closed forms,

@@ -1,4 +1,4 @@
-"""Calibration data without a data set: sequences that the language model generates."""
+"""Calibration without a data set: sequences sampled from the language model itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies edits to a model (`apply`), and merges edits of single places into few at patterns (`condense`)."""
+"""Applies edits to a model (`apply`), and merges edits of single places into patterns (`condense`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The lens on an attention: queries and keys leave their projections rotated, its mask carries a bias, causal masks fit
-any length."""
+"""AttentionLens: rotates queries and keys, adds a bias to the attention mask, extends causal masks to any length."""
 
 from __future__ import annotations
 

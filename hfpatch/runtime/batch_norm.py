@@ -1,4 +1,4 @@
-"""Batch normalisation of sequences (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2), padding left out.
+"""Batch normalisation of sequences without padding (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2).
 
 The norm needs the attention mask for that: a lens on the module around it passes the mask on.
 """

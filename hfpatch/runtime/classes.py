@@ -1,4 +1,4 @@
-"""Patched classes: a host's config with a patch record in it, and a host's model that is patched when it is built.
+"""Base classes of patched configs and models: a record in the config, applied when the model is built.
 
 In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
 On disk the model type is a sentence that starts with "hfpatch" (in an export with code of its own just that) and the

@@ -1,4 +1,4 @@
-"""Module classes that aren't the host's own: `register_patch_mapping` and kernels put them there.
+"""Finds module classes that other libraries put into a model (`register_patch_mapping`, kernels).
 
 They go by a class's name, for every model of the process, and a checkpoint has their weights alone: who opens it where
 they aren't registered gets the host's own classes. (Those of `fusion_config=` are transformers' own: they compute the

@@ -1,4 +1,4 @@
-"""The two modules of a gated MLP: projections that return a pair, and the activation that multiplies the pair."""
+"""Modules of a gated MLP: gate and up projections as one module, and the activation that multiplies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stack's owner hands down to its attentions in a forward: positions, and the place for what they compute once.
+"""Passes position_ids to attention layers that the host doesn't pass them to, and a cache for what they compute once.
 
 Attentions see a line of tokens. So a lens on the owner, which is given `position_ids` or pixels, adds keyword arguments
 to its forward, which most hosts hand on to their attentions as they do all they don't know. For other hosts the owner's

@@ -1,4 +1,4 @@
-"""A host's own rotary modules: made again with other settings, or made to hand out no rotation."""
+"""Rotary modules of the host with other settings, or without rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lenses on a block that change where a branch's norm stands: pre, post, olmo2, sandwich, DeepNorm.
+"""Lenses on a block that move the norm of a residual branch: pre, post, olmo2, sandwich, DeepNorm.
 
 A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
 its branch's last module; one that computes norm(x + f(x)) does once its norm hands on what it is given, and r is what

@@ -1,5 +1,7 @@
-"""Lenses that lift the limits of a removed table's length: arguments are filled or refused, tables seen with other
-numbers of rows, lengths counted on the input, and methods that would fit a table to an image answer with the constant.
+"""Lenses that lift the length limit of a removed position table.
+
+Arguments are filled or refused, tables seen with other numbers of rows, lengths counted on the input, and methods that
+would fit a table to an image answer with the constant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What depends on positions alone, computed once in a forward of a stack rather than in each of its attentions.
+"""Computes values that depend on positions only once per forward of a stack, not in each attention.
 
 cos and sin, ALiBi's biases and causal masks are equal in all attentions of a stack. In each forward the stack's owner
 hands an empty `Once` down (handing_down.py); the attention that first needs a value computes it, the others find it

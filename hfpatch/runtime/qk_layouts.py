@@ -1,4 +1,4 @@
-"""Layouts of q and k: which output channels of an attention's projections belong to which head.
+"""Layouts of queries and keys: which output channels of a projection belong to which head.
 
 A layout applies a function to each head of queries and keys at the output of their projections (`turns` them) and
 leaves all other channels unchanged.

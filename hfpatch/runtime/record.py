@@ -1,4 +1,4 @@
-"""The patch record in config.json: what opening a checkpoint needs of it, checked before it is believed."""
+"""The patch record in config.json: its keys, and validation on load."""
 
 from __future__ import annotations
 

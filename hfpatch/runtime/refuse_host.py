@@ -1,4 +1,4 @@
-"""Makes the host's own class refuse a patched checkpoint, which it would otherwise open without the patch.
+"""Makes the host's own class refuse a patched checkpoint, which it would otherwise open unpatched.
 
 `GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
 But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence

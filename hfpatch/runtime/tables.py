@@ -1,4 +1,4 @@
-"""Position tables whose rows are computed by a rule (sinusoidal); their host goes on counting positions."""
+"""Position tables whose rows are computed by a rule (sinusoidal); the host still counts positions."""
 
 from __future__ import annotations
 

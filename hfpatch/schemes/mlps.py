@@ -1,4 +1,4 @@
-"""MLP schemes (SwiGLU, GeGLU, ReGLU): their width, and how a gated MLP starts from a trained one."""
+"""MLP schemes (SwiGLU, GeGLU, ReGLU): their width, and the initial values of a gated MLP."""
 
 from __future__ import annotations
 

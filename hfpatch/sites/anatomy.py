@@ -1,4 +1,4 @@
-"""Finds a model's residual branches and their placement by running its blocks, not from a list of architectures.
+"""Finds residual branches and their norm placement by running a model's blocks, not from a list of architectures.
 
 A block's stream x is observed at *points*: the inputs of its norms, and its output. A module is *held* if its output is
 replaced by that of the undisturbed run. With all modules that have a matrix held, only sums, dropouts and layer scales

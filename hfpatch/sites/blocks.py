@@ -1,4 +1,4 @@
-"""Runs a model's repeated blocks one by one, with some of their modules' outputs changed or held fixed.
+"""Runs a model's repeated blocks one by one, with some module outputs changed or fixed.
 
 All measurements of this folder are made with `Block.run`. An output is *moved* if a tensor is added to it, and *held*
 if it is replaced by that of the undisturbed run.

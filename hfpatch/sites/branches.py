@@ -1,4 +1,4 @@
-"""Residual branches of the user's model: finds them on a small model of its class and checks that they can change."""
+"""Finds the residual branches of a model on a small model of its class, and checks that they can be changed."""
 
 from __future__ import annotations
 

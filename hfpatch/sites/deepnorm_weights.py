@@ -1,4 +1,4 @@
-"""Finds the weights that DeepNorm scales at the start: feed-forward networks, values and outputs of attentions.
+"""Finds the weights that DeepNorm scales at initialisation: MLPs, and values and outputs of attentions.
 
 An attention's output is linear in its values and in its output projection's output, and not in queries and keys: so
 the outputs of a fused projection in which it is linear are the values.

@@ -1,4 +1,4 @@
-"""Finds a model's MLPs by running their modules rather than by names.
+"""Finds a model's MLPs by running their modules, not by names.
 
 An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
 d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two

@@ -1,4 +1,4 @@
-"""Finds what a norm module computes (kind, eps, gain, shift) by running it rather than by its name.
+"""Measures what a norm module computes (kind, eps, gain, shift) by running it.
 
 transformers holds some thirty LayerNorm classes: subclasses of `nn.LayerNorm` with another gain (Nemotron's 1 + w),
 modules without parameters (OLMo), per-head gains (Cohere), channels-first ones (ConvNeXt). Each is read by feeding a

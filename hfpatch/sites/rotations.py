@@ -1,4 +1,4 @@
-"""Finds the rotary modules of models that have RoPE themselves (Llama), and their settings.
+"""Finds the rotary modules of models with built-in RoPE (Llama), and their settings.
 
 transformers' rotary modules follow one convention: a module holds its config, reads `config.rope_parameters` and keeps
 frequencies (`inv_freq`, or one buffer for each type of layer) from which its forward makes cos and sin.

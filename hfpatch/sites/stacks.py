@@ -1,4 +1,4 @@
-"""Finds the stacks of a model: the positions that architecture records name, and the attentions that they reach."""
+"""Finds the stacks of a model that architecture records describe, and the attentions that their positions reach."""
 
 from __future__ import annotations
 

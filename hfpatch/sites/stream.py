@@ -1,4 +1,4 @@
-"""Who writes to the residual stream of a block, and who reads its norms, measured by running the block.
+"""Finds which modules of a block write to the residual stream and which read its norms, by running the block.
 
 Repairs ask it of the user's own blocks, in any dtype, and `anatomy` of a small model's. What *may be* centred, because
 norms alone read it, is another question: `exact/search.py` asks it of a whole model and all of its outputs.

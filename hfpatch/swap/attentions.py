@@ -1,4 +1,4 @@
-"""What a position scheme does to one attention."""
+"""Changes of a single attention by a position scheme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner of BatchNorm: which norms may see a whole batch, and how padding is left out of its statistics."""
+"""Planner of BatchNorm: which norms may see a whole batch, and how padding is excluded from statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planners of what changes how residual branches meet the stream: placements of norms, and DeepNorm."""
+"""Planners of norm placements and DeepNorm."""
 
 from __future__ import annotations
 

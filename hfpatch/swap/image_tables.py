@@ -1,4 +1,4 @@
-"""Tables of positions with other rows; those on a grid of patches are interpolated for images of another size."""
+"""Resizing of position tables; tables on a grid of patches are interpolated to another image size."""
 
 from __future__ import annotations
 

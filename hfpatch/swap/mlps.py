@@ -1,4 +1,4 @@
-"""Planner of MLP schemes: which MLPs become gated and which are kept, each with its reason."""
+"""Planner of MLP schemes: which MLPs become gated and which are kept, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner for models that have RoPE themselves (Llama): other RoPE settings, or no rotation.
+"""Planner for models with built-in RoPE (Llama): other RoPE settings, or no rotation.
 
 Other settings are applied by building the model's own rotary class from a config that has them, so that its arithmetic,
 its rule for growing inputs and its axes stay, and unchanged settings give the same bits. `config_diff` finds what else

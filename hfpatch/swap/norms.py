@@ -1,4 +1,4 @@
-"""Planner of norm schemes: which norms of a model are replaced and which are kept, each with its reason."""
+"""Planner of norm schemes: which norms of a model are replaced and which are kept, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planners: functions from one requested scheme and a model to a list of changes; each scheme names its planner."""
+"""Planner interface: a function from one requested scheme and a model to changes; each scheme names its planner."""
 
 from __future__ import annotations
 

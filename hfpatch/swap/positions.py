@@ -1,4 +1,4 @@
-"""Planner of position schemes: which tables and biases go, which attentions change, and what configs say of lengths."""
+"""Planner of position schemes: changes of tables, biases, attentions and config lengths."""
 
 from __future__ import annotations
 

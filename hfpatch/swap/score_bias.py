@@ -1,4 +1,4 @@
-"""The bias on attention scores that a position scheme attaches, and which attentions would lose it: tried on a copy."""
+"""Checks on a copy which attentions would lose the score bias of a position scheme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans what happens to a table of positions: removed (a constant stays), resized, or computed by a rule."""
+"""Plans the change of a position table: removed (a constant remains), resized, or computed by a rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries a model whose positions were changed: it runs at its full length and image size, and its outputs moved.
+"""Trial run after a change of positions: the model runs at full length and image size, and its outputs changed.
 
 What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
 text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens

@@ -1,4 +1,4 @@
-"""Checks in a plan that the config which a save will write is valid, and says the same when it is read again."""
+"""Checks in a plan that the config to be saved is valid and reads the same when it is loaded."""
 
 from __future__ import annotations
 

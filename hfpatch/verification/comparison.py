@@ -1,4 +1,4 @@
-"""Runs two models on the same batches, dtype after dtype, and sums how far their outputs are from the truth."""
+"""Runs two models on the same batches in several dtypes and accumulates the errors of their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a model in copies, each in one dtype, so that the model itself stays as it is."""
+"""Runs copies of a model in other dtypes."""
 
 from __future__ import annotations
 

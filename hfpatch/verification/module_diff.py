@@ -1,4 +1,4 @@
-"""Compares a patched model with its original module by module; the edits of the patch record name what was added."""
+"""Compares a patched model with its original module by module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulates errors and agreement of one run's outputs against the truth, without holding two batches at once."""
+"""Accumulates errors and agreement of outputs against the reference in float64, batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public `verify`: measures a patched model against its original in float64, output by output and layer by layer."""
+"""`verify`: measures a patched model against its original in float64, output by output and layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of architecture records: where a family keeps its positions, and the edits that take them out. Data only.
+"""Architecture records: where a family keeps its positions, and the edits that remove them. Data only.
 
 A family is one row in the table `FAMILIES` of the file for its kind (decoders.py, encoders.py, vision.py, ...):
 
