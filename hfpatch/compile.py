@@ -95,7 +95,7 @@ def uncompile_model(model: M) -> M:
 
 
 def compiled_calls(model: nn.Module) -> dict[str, int]:
-    """How often each compiled region was called as compiled code; empty for a model that isn't compiled.
+    """Return how often each compiled region was called as compiled code; empty for a model that isn't compiled.
 
     Wrappers and hooks that go past a module's `__call__` make compiled code be ignored in silence: zeros show it.
     """
@@ -104,7 +104,7 @@ def compiled_calls(model: nn.Module) -> dict[str, int]:
 
 
 def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a model repeats, by name.
+    """Return the blocks that a model repeats, by name.
 
     Raises:
         UnsupportedError: there are none.

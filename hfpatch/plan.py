@@ -49,7 +49,7 @@ class Phase:
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
-        """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
+        """Return the phase made of these changes, their single-place edits condensed into few at patterns of names."""
         edits = condense((edit for change in changes for edit in change.edits), model)
         values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
         return cls(values, edits, starts, [one for change in changes for one in change.then])
@@ -85,11 +85,11 @@ class Plan(Result):
 
     @classmethod
     def of(cls, model: nn.Module, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
-        """The plan that carries out what the planners found."""
+        """Return the plan that carries out what the planners found."""
         return cls(type(model).__name__, before, planned, _phases(model, planned))
 
     def inexact(self, model: nn.Module, measured: str) -> Plan:
-        """The plan without its exact conversion of norms, which failed its check on the model.
+        """Return the plan without its exact conversion of norms, which failed its check on the model.
 
         Args:
             model: that of this plan, as it was before.
@@ -169,7 +169,7 @@ class Plan(Result):
         return to_json_value({**about, "rows": rows, "weights": weights})
 
     def to_dataframe(self) -> Any:
-        """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
+        """Return the rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
 
         Raises:
             MissingPackageError: pandas isn't installed.
@@ -245,7 +245,7 @@ def plan_patch(
 
 
 def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:
-    """`plan_patch` for a request; its arguments and what it raises are the same."""
+    """Return `plan_patch` for a request; its arguments and what it raises are the same."""
     require_bare(model)
     require_unquantized(model)
     require_outermost(model)

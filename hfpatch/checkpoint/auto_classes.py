@@ -21,7 +21,7 @@ USUAL = (
 
 
 def auto_classes() -> Iterator[Any]:
-    """Every Auto class of transformers that opens models."""
+    """Yield every Auto class of transformers that opens models."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -33,7 +33,7 @@ def auto_classes() -> Iterator[Any]:
 
 
 def model_classes_of(auto: Any, config_class: type) -> tuple[Any, ...]:
-    """The model classes that an Auto class opens for a config's class."""
+    """Return the model classes that an Auto class opens for a config's class."""
     try:
         found = auto._model_mapping.get(config_class, ())
     except ValueError:  # transformers names a class there that it doesn't have
@@ -47,7 +47,7 @@ def _several(found: Any) -> tuple[Any, ...]:
 
 
 def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Every Auto class that opens a config's class, with the model classes that it opens for it."""
+    """Yield every Auto class that opens a config's class, with the model classes that it opens for it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_types = [one for one, name in CONFIG_MAPPING_NAMES.items() if name == config_class.__name__]
@@ -60,7 +60,7 @@ def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def model_types_of(class_name: str) -> set[str]:
-    """The model types for which an Auto class opens a class of this name."""
+    """Return the model types for which an Auto class opens a class of this name."""
     found = set()
     for auto in auto_classes():
         mapping = auto._model_mapping

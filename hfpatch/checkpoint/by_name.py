@@ -31,12 +31,12 @@ _MOST_NAMED = 3
 
 
 def is_config(model: str) -> bool:
-    """Whether a name stands for a family with random weights."""
+    """Return whether a name stands for a family with random weights."""
     return model.startswith(_RANDOM)
 
 
 def config_of(model: str, trust: bool) -> Any:
-    """The config of a model by its name.
+    """Return the config of a model by its name.
 
     Args:
         trust: whether code of the repository may be run.
@@ -72,7 +72,7 @@ def random_weights(config: Any, head: str | None, trust: bool) -> Any:
 def open_model(
     model: str, head: str | None, trust: bool, strongest: bool = False, stored: bool = False, **options: Any
 ) -> Any:
-    """A model by its name, in the dtype that it was saved in.
+    """Return a model by its name, in the dtype that it was saved in.
 
     Args:
         head: as in `random_weights`.

@@ -72,7 +72,7 @@ class HfpatchConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config of a patched checkpoint, in the patched config class of its host.
+        """Return the config of a patched checkpoint, in the patched config class of its host.
 
         Raises:
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
@@ -101,7 +101,7 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
 
 @functools.cache
 def patched_config_class(host: Any) -> type[PreTrainedConfig]:
-    """The config class of patched models of one family."""
+    """Return the config class of patched models of one family."""
 
     class Patched(PatchedConfig, host):
         __qualname__, __doc__ = host.__qualname__, host.__doc__
@@ -350,7 +350,7 @@ def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: DigestFi
 
 
 def with_loading_info(load: Callable[..., Any]) -> Any:
-    """A loaded model and what transformers says of its weights; the model alone where its host can't say that.
+    """Return a loaded model and what transformers says of its weights; the model alone where its host can't say that.
 
     `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
     """

@@ -194,7 +194,7 @@ def compare(
 
 
 def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
-    """The file of all weights, if the config names one; name and options are as in `from_pretrained`."""
+    """Return the file of all weights, if the config names one; name and options are as in `from_pretrained`."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
@@ -203,12 +203,12 @@ def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `from_pretrained` that say where files are."""
+    """Return the options of `from_pretrained` that say where files are."""
     return {key: options[key] for key in _WHERE if options.get(key) is not None}
 
 
 def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
-    """What finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
+    """Return what finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
 
     def find(file: str) -> Path | None:
         found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
@@ -289,7 +289,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Any:
-    """A tensor's memory as an array of bytes, which numpy can read in every dtype."""
+    """Return a tensor's memory as an array of bytes, which numpy can read in every dtype."""
     return flat.cpu().view(torch.uint8).numpy()
 
 

@@ -75,7 +75,7 @@ def weight_names(variant: str) -> tuple[str, str]:
 
 
 def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]:
-    """The files that transformers opens, the single one before shards, as `find` finds them; [] without any.
+    """Return the files that transformers opens, the single one before shards, as `find` finds them; [] without any.
 
     Raises:
         CheckpointError: one is missing that the index names, or the index isn't sound.
@@ -101,7 +101,7 @@ def listed_files(index: Path) -> list[str]:
 
 
 def read_json(path: Path, read: Callable[[Any], T]) -> T:
-    """What `read` makes of what is stored in a file.
+    """Return what `read` makes of what is stored in a file.
 
     Raises:
         CheckpointError: it can't be read, or `read` fails on what is in there.
@@ -113,12 +113,12 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def is_plain_name(file: Any) -> bool:
-    """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
+    """Return whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
 
 
 def printable(text: str) -> str:
-    """A text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
+    """Return a text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 

@@ -48,7 +48,7 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
 
 
 def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """A model whose large weights stay in their files, and what transformers says of loading it.
+    """Return a model whose large weights stay in their files, and what transformers says of loading it.
 
     Args:
         files: as `files_of` found them.

@@ -58,7 +58,7 @@ class {name}(PatchedModel, host.{name}{lensed}):
 
 
 def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
-    """The class of a model's family that each Auto class opens; those that open its own class come first.
+    """Return the class of a model's family that each Auto class opens; those that open its own class come first.
 
     Raises:
         UnsupportedError: the model isn't patched, or its class isn't transformers' own.

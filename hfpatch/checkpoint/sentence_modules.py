@@ -63,7 +63,7 @@ class StoredModules(nn.Module):
 
 
 def module_kinds(listed: Path) -> dict[str, str]:
-    """The folders of modules that a modules.json names, with the class of each; the transformers model's is "".
+    """Return the folders of modules that a modules.json names, with the class of each; the transformers model's is "".
 
     Raises:
         CheckpointError: it can't be read, or one leads out of the checkpoint's folder.

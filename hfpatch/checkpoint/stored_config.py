@@ -110,7 +110,7 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
 
 
 def has_remote_code(stored: Mapping[str, Any]) -> bool:
-    """Whether a config.json names an export's code."""
+    """Return whether a config.json names an export's code."""
     return any(own_code(reference) is not None for reference in (stored.get("auto_map") or {}).values())
 
 
@@ -123,12 +123,12 @@ def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_name(config_dict: dict[str, Any]) -> Any:
-    """A checkpoint's name for error texts."""
+    """Return a checkpoint's name for error texts."""
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
 def without_disk_only_entry(stored: Any) -> Any:
-    """A patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
+    """Return a patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
     return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
 
 

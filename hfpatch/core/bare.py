@@ -60,7 +60,7 @@ def require_bare(model: object) -> None:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether weights of a model are another library's, or too short to be floating-point numbers."""
+    """Return whether weights of a model are another library's, or too short to be floating-point numbers."""
     foreign = (type(p).__module__.partition(".")[0] != "torch" or p.dtype.itemsize < 2 for p in model.parameters())
     return getattr(model, "hf_quantizer", None) is not None or any(foreign)
 

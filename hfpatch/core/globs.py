@@ -17,7 +17,7 @@ from .suggest import did_you_mean
 
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    """`only` or `keep` as a tuple of globs; one string is one glob.
+    """Return `only` or `keep` as a tuple of globs; one string is one glob.
 
     Raises:
         OptionError: something in it is no non-empty string, or `only` is an empty list.
@@ -61,17 +61,17 @@ class Names:
         return cls(prefix, bool(prefix) and prefix in model._modules, headed)
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A name unchanged, and with the base model's prefix added or removed."""
+        """Return a name unchanged, and with the base model's prefix added or removed."""
         if not self.prefix:
             return (name,)
         return (name, name.removeprefix(f"{self.prefix}.") if self.has_prefix else f"{self.prefix}.{name}")
 
     def in_head(self, name: str) -> bool:
-        """Whether a module belongs to a head rather than to a base model."""
+        """Return whether a module belongs to a head rather than to a base model."""
         return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
 
     def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
-        """Why a module of these names stays, going by the request's globs; None where they leave it to change."""
+        """Why a module of these names stays, going by the request's globs; None if they leave it to change."""
         if any(self.matches(glob, names) for glob in keep):
             return "keep"
         if only and not any(self.matches(glob, names) for glob in only):
@@ -95,7 +95,7 @@ class Names:
         return found
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
-        """Whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
+        """Return whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 
 

@@ -26,7 +26,7 @@ _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5Encoder
 
 
 def model_inside(candidate: Any) -> Any:
-    """The transformers model of a holder; anything else as it is.
+    """Return the transformers model of a holder; anything else as it is.
 
     Raises:
         UnsupportedError: a holder has none, or several, or one that its library couldn't open again.
@@ -70,7 +70,7 @@ def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
 
 
 def tokenizer_owner(holder: nn.Module) -> nn.Module:
-    """The module of a holder that has its transformers model as a child, and the tokenizer."""
+    """Return the module of a holder that has its transformers model as a child, and the tokenizer."""
     model = model_inside(holder)
     return next(one for one in holder.modules() if any(child is model for child in one.children()))
 

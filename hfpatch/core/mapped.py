@@ -57,7 +57,7 @@ class Mappings:
 
 
 def map_tensor(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
-    """The tensor that lies in a mapped file from a byte on."""
+    """Return the tensor that lies in a mapped file from a byte on."""
     count = math.prod(shape)
     return torch.frombuffer(file, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
 
@@ -82,7 +82,7 @@ def unload_after_forward(model: nn.Module) -> Iterator[None]:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor whose elements lie side by side in memory, in some order of its axes."""
+    """Return whether it is a plain tensor whose elements lie side by side in memory, in some order of its axes."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

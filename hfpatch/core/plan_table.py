@@ -107,7 +107,7 @@ class Change:
     otherwise: str | None = None
 
     def inexact(self, measured: str) -> Change:
-        """The same change where nothing is centred for it, since that failed its check.
+        """Return the same change where nothing is centred for it, since that failed its check.
 
         Args:
             measured: how it failed, in words.
@@ -156,7 +156,7 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
 def group_rows(
     rows: list[R], words: Callable[[R], tuple[object, ...]], name: Callable[[R], str] = lambda row: row.module
 ) -> list[tuple[list[R], str]]:
-    """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
+    """Return rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
 
     `words` gives what the rows of one line must have in common besides the words of their names.
     """

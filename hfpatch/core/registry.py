@@ -57,7 +57,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries.pop(name, None)
 
     def name_of(self, entry: object) -> str:
-        """The name under which `entry` is registered.
+        """Return the name under which `entry` is registered.
 
         Raises:
             UnknownNameError: it isn't.
@@ -125,6 +125,6 @@ def name_in_records(cls: type) -> str:
 
 
 def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """The record of a module's class, or of the nearest class that it derives from."""
+    """Return the record of a module's class, or of the nearest class that it derives from."""
     names = map(name_in_records, type(module).__mro__)
     return next((records[name] for name in names if name in records), None)

@@ -48,7 +48,7 @@ class Table:
         return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
     def html(self) -> str:
-        """The same cells as an HTML table."""
+        """Return the same cells as an HTML table."""
         sides = [_SIDES[side] for side in self.sides]
         head, *body = (
             "".join(
@@ -65,7 +65,7 @@ class Result:
     """Base of results for people: `str(result)` and a console show text, a notebook the same as HTML tables."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
-        """The parts of the text, between which is an empty line; each is lines and tables."""
+        """Return the parts of the text, between which is an empty line; each is lines and tables."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class SavedResult(Result):
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
-        """The report that `to_json` wrote.
+        """Return the report that `to_json` wrote.
 
         Raises:
             OptionError: it is none, or of a later version.
@@ -116,7 +116,7 @@ class SavedResult(Result):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """The report that `save` wrote.
+        """Return the report that `save` wrote.
 
         Raises:
             OptionError: the file holds none, or one of a later version.
@@ -158,7 +158,7 @@ def _dtype(expected: Any) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """A value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
+    """Return a value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
     if isinstance(value, Mapping):
         return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -167,7 +167,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(expected: Any, value: Any, where: str) -> Any:
-    """A JSON value as a dataclass, list or plain value of the expected type.
+    """Return a JSON value as a dataclass, list or plain value of the expected type.
 
     Raises:
         OptionError: it is of another type, or lacks fields.

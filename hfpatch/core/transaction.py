@@ -46,7 +46,7 @@ class Transaction:
 
     @classmethod
     def on(cls, model: nn.Module) -> Transaction:
-        """The transaction of a change of a model that can't be undone once it has succeeded."""
+        """Return the transaction of a change of a model that can't be undone once it has succeeded."""
         weights: Mappings | None = vars(model).get(MAPPED)
         return cls(weights or Mappings(), weights is not None)
 

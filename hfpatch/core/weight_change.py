@@ -41,7 +41,7 @@ class WeightChange:
         return _text(self.operand)
 
     def to_json(self) -> dict[str, Any]:
-        """The change as plain JSON values, a tensor as its shape."""
+        """Return the change as plain JSON values, a tensor as its shape."""
         operand = self.operand if isinstance(self.operand, int | float | None) else _text(self.operand)
         return {"parameter": self.parameter, "op": self.op, "operand": operand, "axis": self.axis}
 

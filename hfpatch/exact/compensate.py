@@ -77,7 +77,7 @@ def compensate(
 
 
 def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
-    """The inputs of norms, by name, as `measure.snapshot.run` measures their means."""
+    """Return the inputs of norms, by name, as `measure.snapshot.run` measures their means."""
     found = {name: describe(model.get_submodule(name)) for name in norms}
     return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
 

@@ -125,7 +125,7 @@ class _Place:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
     def row(self, becomes: str, exact: str = _CENTRED) -> Row:
-        """The plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
+        """Return the plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             row = Row("stream", self.name, "Parameter")
         else:
@@ -163,7 +163,7 @@ def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
 
 
 def same_layer(scale: str, writer: str) -> bool:
-    """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
+    """Return whether the numbers in a layer-scale's name are the first ones in a writer's."""
     own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
     return others[: len(own)] == own
 

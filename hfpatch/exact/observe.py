@@ -53,7 +53,7 @@ class Forward:
     calls: int = 0
 
     def numbers(self) -> dict[str, Tensor]:
-        """All outputs and means, by name."""
+        """Return all outputs and means, by name."""
         means = {f"{name} {one.index}": one.value for name, calls in self.means.items() for one in calls}
         return {**self.outputs, **means}
 
@@ -100,7 +100,7 @@ def observe(
 
 
 def channel_axes(facts: NormFacts) -> tuple[int, ...]:
-    """The axes of its input that a norm normalises."""
+    """Return the axes of its input that a norm normalises."""
     return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
 
 

@@ -156,7 +156,7 @@ class Probe:
                     parameter.copy_(old)  # bit for bit
 
     def scale_of(self, writer: Axis, name: str) -> Tensor | None:
-        """The layer-scale in the same layer as one of the writer's Parameters."""
+        """Return the layer-scale in the same layer as one of the writer's Parameters."""
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
@@ -178,7 +178,7 @@ class Probe:
     # --- what modules return ------------------------------------------------------------------------------------------
 
     def axis_of(self, module: str) -> int | None:
-        """The axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
+        """Return the axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
         seen = self.base.returned.get(module, [])
         for axis in (-1, 1):
             if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
@@ -186,11 +186,11 @@ class Probe:
         return None
 
     def axis_of_pattern(self, pattern: str) -> int:
-        """`axis_of` of the first module of a pattern that has one."""
+        """Return `axis_of` of the first module of a pattern that has one."""
         return next(axis for name in self.names_by_pattern[pattern] if (axis := self.axis_of(name)) is not None)
 
     def is_layer_or_branch(self, name: str) -> bool:
-        """Whether a module has no children, or at least no norm inside."""
+        """Return whether a module has no children, or at least no norm inside."""
         holds_norms = not name or any(norm.startswith(f"{name}.") for norm in self.norms)
         return not self.modules[name]._modules or not holds_norms
 
@@ -238,6 +238,6 @@ def off_centre(forward: Forward) -> set[str]:
 
 
 def is_constant(change: Tensor, axis: int) -> bool:
-    """Whether a change is the same all along an axis, and not zero."""
+    """Return whether a change is the same all along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size

@@ -72,7 +72,7 @@ class Conversion:
         return bool(self.exact) or any(map(self.compensates, self.approximate))
 
     def compensates(self, name: str) -> bool:
-        """Whether the mean at the input of a norm that isn't exact is reduced by `compensate.py`."""
+        """Return whether the mean at the input of a norm that isn't exact is reduced by `compensate.py`."""
         return pattern_of(name) in self.centring.compensated
 
     def find(self) -> Conversion:
@@ -127,7 +127,7 @@ class Conversion:
             return copy_of(self.model, config=unpatched_config(self.model.config), device="meta")
 
     def why_not_exact(self, names: list[str]) -> str | None:
-        """Why a norm, given by all its names, isn't exact; None if it is."""
+        """Return why a norm, given by all its names, isn't exact; None if it is."""
         patterns = [pattern_of(name) for name in names]
         if any(pattern in self.centring.exact for pattern in patterns):
             return None
@@ -135,15 +135,15 @@ class Conversion:
         return found or self.centring.refused or "the search found no centring that makes its input zero-mean"
 
     def changes(self) -> list[Change]:
-        """The changes that centre the stream; none if no norm becomes exact or compensated."""
+        """Return the changes that centre the stream; none if no norm becomes exact or compensated."""
         return list(self.centres_by) if self.centres else []
 
     def to_record(self) -> SchemeRequest:
-        """The request as the patch record stores it: with init="copy" if nothing is centred."""
+        """Return the request as the patch record stores it: with init="copy" if nothing is centred."""
         return replace(self.part, init=self.part.init if self.centres else "copy")
 
     def to_check(self) -> dict[str, NormInput] | None:
-        """The inputs of the exact norms, by name, whose means a check measures; None where nothing can be checked."""
+        """The inputs of the exact norms, by name, whose means a check measures; None if nothing can be checked."""
         if self.on_meta or not self.centres:
             return None
         return norm_inputs(self.model, self.exact)

@@ -61,7 +61,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
 
 
 def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> Centring:
-    """`find_centring` on the small model itself: in float64, with random weights, and `inputs` of its forward.
+    """Return `find_centring` on the small model itself: in float64, with random weights, and `inputs` of its forward.
 
     The latest result for each class is cached, since `plan_patch` is often followed by `patch_model`. It is used again
     for a model with the same modules whose forward computes the same numbers.
@@ -133,7 +133,7 @@ class _Search:
     # --- writers ------------------------------------------------------------------------------------------------------
 
     def writers(self) -> dict[Axis, dict[str, int]]:
-        """The writers, each with the norms that it affects; without a layer-scale, then with one."""
+        """Return the writers, each with the norms that it affects; without a layer-scale, then with one."""
         found: dict[Axis, dict[str, int]] = {}
         rest = []
         for axis in self.candidates():
@@ -171,7 +171,7 @@ class _Search:
                 yield pattern
 
     def scale_fits(self, writer: Axis) -> bool:
-        """Whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
+        """Return whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
         assert writer.scale is not None
         shared = writer.scale.rpartition("*")[0]
         if writer.pattern == writer.scale or not writer.pattern.startswith(shared):
@@ -233,7 +233,7 @@ class _Search:
     # --- outputs centred in every forward -----------------------------------------------------------------------------
 
     def outputs(self, writers: Mapping[Axis, Any]) -> _Outputs:
-        """Modules to centre in every forward, since folding these writers leaves their outputs off-centre.
+        """Return modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
@@ -268,7 +268,7 @@ class _Search:
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
     def embeddings(self, centring: Centring) -> tuple[str, ...]:
-        """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () where nothing is lacking."""
+        """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () if nothing is lacking."""
         probe = self.probe
         taken: set[str] = set()
 
@@ -292,7 +292,7 @@ class _Search:
         return ()
 
     def with_random_embeddings(self) -> dict[str, Any] | None:
-        """The inputs with random embeddings in place of tokens; None where the model has no table of tokens."""
+        """Return the inputs with random embeddings in place of tokens; None if the model has no table of tokens."""
         probe, inputs = self.probe, dict(self.probe.inputs[""])
         table, takes = input_embedding(probe.model), inspect.signature(probe.model.forward).parameters
         names = [one for one in (EMBEDDINGS, f"decoder_{EMBEDDINGS}") if one in takes]
@@ -346,7 +346,7 @@ class _Search:
         return [one for one in dict.fromkeys(map(pattern_of, probe.norms)) if one in (found & off) - rest]
 
     def reasons(self, exact: list[str], compensated: list[str]) -> dict[str, str]:
-        """Why norms aren't exact, by pattern."""
+        """Return why norms aren't exact, by pattern."""
         found = {}
         for name in self.probe.norms:
             pattern = pattern_of(name)
@@ -365,7 +365,7 @@ class _Search:
         return found
 
     def refusal(self, reasons: dict[str, str]) -> str:
-        """Why no norm is exact: the commonest reason."""
+        """Return why no norm is exact: the commonest reason."""
         counts = Counter(reasons[pattern_of(name)] for name in self.probe.norms)
         return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {counts.most_common(1)[0][0]}"
 

@@ -29,7 +29,7 @@ class Affine:
     bias: Tensor | None = None
 
     def centre_output(self) -> Affine:
-        """The same without the mean of its output's channels."""
+        """Return the same without the mean of its output's channels."""
         bias = None if self.bias is None else self.bias - self.bias.mean()
         return Affine(self.weight - self.weight.mean(0, keepdim=True), bias)
 
@@ -43,7 +43,7 @@ class Affine:
         return Affine(self.weight * gain, self.bias)
 
     def rows(self, index: Tensor) -> Affine:
-        """The same with the channels of its output in another order."""
+        """Return the same with the channels of its output in another order."""
         return Affine(self.weight[index], None if self.bias is None else self.bias[index])
 
     def times(self, factor: float) -> Affine:
@@ -104,7 +104,7 @@ class Anatomy:
 
 
 def change_roles(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
-    """A copy of some parts with those of the roles changed that are there."""
+    """Return a copy of some parts with those of the roles changed that are there."""
     return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
 
 
@@ -117,7 +117,7 @@ def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
 
 
 def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
-    """The fused projection of a block's queries, keys and values."""
+    """Return the fused projection of a block's queries, keys and values."""
     parts = [block[role] for role in QKV]
     biases = [part.bias for part in parts if part.bias is not None]
     joined = Affine(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
@@ -142,14 +142,14 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
 
 
 def with_zero_mean_stream(anatomy: Anatomy) -> Anatomy:
-    """The same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
+    """Return the same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
     blocks = [change_roles(block, ("output", "down"), Affine.centre_output) for block in anatomy.blocks]
     stem = change_roles(anatomy.stem, ("embedding", "types"), Affine.centre_output)
     return replace(anatomy, blocks=blocks, stem=stem)
 
 
 def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
-    """A pre-norm stack whose blocks' norms have no shift: the layers that read them take it up.
+    """Return a pre-norm stack whose blocks' norms have no shift: the layers that read them take it up.
 
     Args:
         anatomy: the stack.

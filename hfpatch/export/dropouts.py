@@ -41,7 +41,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, float]]:
-    """How often a training forward drops which share of what; dropouts of nothing aside.
+    """Return how often a training forward drops which share of what; dropouts of nothing aside.
 
     What it drops before its first attention are embeddings.
     """
@@ -56,13 +56,13 @@ def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, flo
 
 
 def embedding_dropout(model: Any) -> float:
-    """The share of its embeddings that a model drops in training."""
+    """Return the share of its embeddings that a model drops in training."""
     found = dropouts_of(model, example_inputs(model))
     return max((p for what, p in found if what == EMBEDDINGS), default=0.0)
 
 
 def different_dropouts(model: Any, other: Any, inputs: Mapping[str, Any]) -> str:
-    """How two models of equal outputs differ in training, in words; "" where they drop the same.
+    """Return how two models of equal outputs differ in training, in words; "" if they drop the same.
 
     `inputs` are keyword arguments of one forward that both take.
     """

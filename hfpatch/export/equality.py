@@ -50,7 +50,7 @@ class OutputComparison:
 
 
 def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> OutputComparison:
-    """Every output of `model` against that of the same name of `other`, on inputs that both take.
+    """Return every output of `model` against that of the same name of `other`, on inputs that both take.
 
     Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
     the right. Outputs at padding aren't compared, nor those for a whole text that starts with it. Other inputs are
@@ -75,7 +75,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0)
 
 
 def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> OutputComparison | None:
-    """Float64 copies of two float32 models compared; None where they are too large or don't compute in it."""
+    """Float64 copies of two float32 models compared; None if they are too large or don't compute in it."""
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
@@ -112,7 +112,7 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
 
 
 def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Batch]:
-    """What two models are compared on."""
+    """Yield what two models are compared on."""
     takes, also = (inspect.signature(one.forward).parameters for one in (model, other))
     if model.main_input_name != "input_ids" or "decoder_input_ids" in takes:
         for draw in range(2):

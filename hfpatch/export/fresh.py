@@ -28,7 +28,7 @@ class Blocker(MetaPathFinder):
 
 
 def open_folder(job: Mapping[str, Any], folder: str) -> Any:
-    """What a folder opens as: a model by an Auto class, or a holder by its own."""
+    """Return what a folder opens as: a model by an Auto class, or a holder by its own."""
     import transformers
 
     if "auto" in job:

@@ -34,7 +34,7 @@ _HOMES = {"plugin": "", "remote": "transformers_modules.", "native": "transforme
 
 
 def can_be_measured(holder: Any) -> bool:
-    """Whether it computes something of texts."""
+    """Return whether it computes something of texts."""
     return hasattr(holder, "encode_query") or hasattr(holder, "predict")
 
 

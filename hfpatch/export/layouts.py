@@ -99,11 +99,11 @@ class FamilyLayout:
     pairing: str = "half"
 
     def at(self, roles: Iterable[str]) -> dict[str, str]:
-        """The paths of those of the roles that the family has."""
+        """Return the paths of those of the roles that the family has."""
         return {role: self.paths[role] for role in roles if role in self.paths}
 
     def channels(self, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-        """Which channels of a fused projection are queries, keys and values, each (heads * head_dim,)."""
+        """Return which channels of a fused projection are queries, keys and values, each (heads * head_dim,)."""
         if self.by_head:
             return tuple(torch.arange(3 * heads * head_dim).view(heads, 3, -1).transpose(0, 1).reshape(3, -1))
         sizes = [count * head_dim for count in (heads, kv_heads, kv_heads)]

@@ -119,7 +119,7 @@ def native_model(model: Any, architecture: str | None = None, serve: str | None 
 
 
 def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
-    """The first architecture that a model equals.
+    """Return the first architecture that a model equals.
 
     Raises:
         UnsupportedError: no architecture has what the model has; says for each what is missing.
@@ -190,7 +190,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
 
 
 def native_obstacle(model: Any) -> str | None:
-    """Why no architecture equals a patched model, whatever its weights are; None where an export has to measure it."""
+    """Why no architecture equals a patched model, whatever its weights are; None if an export has to measure it."""
     known, _ = _layout_of(model.config)
     host = host_class(type(model)).__name__
     try:

@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
-    """The model taken apart.
+    """Return the model taken apart.
 
     Args:
         model: a patched model or a stock one, in float32 or float64.
@@ -75,13 +75,13 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
 
 
 def setting(config: Any, fact: str, default: Any) -> Any:
-    """A config's value of a fact, under the first of its names that has one."""
+    """Return a config's value of a fact, under the first of its names that has one."""
     values = (getattr(config, name, None) for name in SETTINGS[fact].split())
     return next((value for value in values if value is not None), default)
 
 
 def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:
-    """Which setting makes a model another stack than its family's layout describes; None where none does.
+    """Return which setting makes a model another stack than its family's layout describes; None if none does.
 
     Windows are settings of which a comparison of short texts would see nothing.
     """

@@ -119,7 +119,7 @@ def compare_in_subprocess(
 
 
 def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process of `fresh.py` answers that opens a folder, with what the model inside computes by now."""
+    """Return what a process of `fresh.py` answers that opens a folder, with what the model inside computes by now."""
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     how = {

@@ -118,7 +118,7 @@ RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
 
 
 def runtime_obstacle(model: Any, runtime: str, host: str | None = None) -> str | None:
-    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
+    """Return why a runtime doesn't take a stock model, or would compute something else; None if it takes it.
 
     `host` is the `model_type` that the model was made from.
     """

@@ -37,7 +37,7 @@ _STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
 @torch.no_grad()
 def as_stock_host(model: Any) -> tuple[Any, int | None]:
-    """A stock model of the host's class, and the longest text that it takes where that is fewer than before.
+    """Return a stock model of the host's class, and the longest text that it takes where that is fewer than before.
 
     Args:
         model: a patched model, or a stock one, in float32 or float64.
@@ -64,14 +64,14 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
 
 
 def _longest_text(model: nn.Module) -> int | None:
-    """How many positions of a text the host's tables hold; None where it has none."""
+    """How many positions of a text the host's tables hold; None if it has none."""
     if "input_ids" not in inspect.signature(model.forward).parameters:
         return None
     return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
 
 
 def host_obstacle(module: nn.Module) -> str | None:
-    """Why a module can't be expressed by weights and settings of the host's class; None if it can."""
+    """Return why a module can't be expressed by weights and settings of the host's class; None if it can."""
     if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
         return f"is a {type(module).__name__}, which {{host}} doesn't have"
     if isinstance(module, GatedLinear):

@@ -58,22 +58,22 @@ _PLACED = ("hook_resid_mid", "hook_attn_out", "hook_mlp_out")  # what a placemen
 
 
 def is_patched(model: Any) -> bool:
-    """Whether hfpatch or an export of its code built a model."""
+    """Return whether hfpatch or an export of its code built a model."""
     return bool(getattr(model, "hfpatch_model", False))
 
 
 def is_own_norm(module: Any) -> bool:
-    """Whether a module is one of hfpatch's norms; exported code has classes of its own."""
+    """Return whether a module is one of hfpatch's norms; exported code has classes of its own."""
     return any(base.__name__ == AffineNorm.__name__ for base in type(module).__mro__)
 
 
 def has_lens(module: Any) -> bool:
-    """Whether a module's forward runs through a lens."""
+    """Return whether a module's forward runs through a lens."""
     return isinstance(module, nn.Module) and vars(module).get(LENS) is not None
 
 
 def is_changed(module: Any) -> bool:
-    """Whether a module isn't one of torch's or transformers', or does more than that."""
+    """Return whether a module isn't one of torch's or transformers', or does more than that."""
     marked = any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
     homes = {base.__module__.partition(".")[0] for base in type(module).__mro__}
     return marked or not homes <= {"torch", "transformers", "builtins"}
@@ -295,7 +295,7 @@ def _remove(component: Any, name: str) -> None:
 
 
 def _at(model: Any, path: str) -> Any:
-    """What is at a dotted path; None where nothing is."""
+    """What is at a dotted path; None if nothing is."""
     for name in path.split("."):
         model = getattr(model, name, None)
     return model

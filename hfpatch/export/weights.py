@@ -24,7 +24,7 @@ _OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, o
 
 
 def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """The blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
+    """Yield the blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
     body, blocks = body_of(model, layout), layout.paths["blocks"]
     for index, block in enumerate(body.get_submodule(blocks)):
         yield f"{blocks}.{index}.", block, layout.at(BLOCK)
@@ -45,13 +45,13 @@ class Weights:
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
 
     def names_left(self, layout: FamilyLayout) -> list[str]:
-        """Names of the Parameters that are left, apart from a table that the model's class computes."""
+        """Return names of the Parameters that are left, apart from a table that the model's class computes."""
         computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
         done = self.touched | {value.data_ptr() for value in computed}
         return [name for name, value in self.model.named_parameters() if value.data_ptr() not in done]
 
     def read(self, where: str, root: Any, paths: Mapping[str, str]) -> Parts:
-        """The parts of a section, by role; what isn't there is left out.
+        """Return the parts of a section, by role; what isn't there is left out.
 
         Raises:
             UnsupportedError: a norm is neither LayerNorm nor RMSNorm.
@@ -88,13 +88,13 @@ class Weights:
                 )
 
     def layer(self, module: nn.Module, output_bias: Tensor | None = None) -> Affine:
-        """A linear layer or embedding."""
+        """Return a linear layer or embedding."""
         values = self._values(_parameters_of_layer(module, output_bias))
         layer = Affine(values["weight"], values.get("bias"))
         return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer
 
     def norm(self, module: nn.Module, path: str) -> PlainNorm:
-        """A norm; its gain is 1 where it stores none.
+        """Return a norm; its gain is 1 if it stores none.
 
         Raises:
             UnsupportedError: it is neither LayerNorm nor RMSNorm.
@@ -121,7 +121,7 @@ class Weights:
         self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
     def value(self, *places: Tensor) -> Tensor:
-        """The value stored at the first of these places; the others are copies of it."""
+        """Return the value stored at the first of these places; the others are copies of it."""
         self.touched |= {place.data_ptr() for place in places}
         return places[0].detach().to(self.model.dtype)
 
@@ -172,7 +172,7 @@ def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | Non
 
 
 def module_at(root: Any, path: str) -> Any:
-    """The module at a path, or at the first of several, in a module or its base model; None where there is none."""
+    """The module at a path, or at the first of several, in a module or its base model; None if there is none."""
     if path == OUTPUT:
         output = root.get_output_embeddings()
         return module_at(root, "lm_head.decoder") if output is None else output
@@ -182,7 +182,7 @@ def module_at(root: Any, path: str) -> Any:
 
 
 def body_of(model: Any, layout: FamilyLayout) -> Any:
-    """The module that holds the stack."""
+    """Return the module that holds the stack."""
     return model.base_model.get_submodule(layout.paths.get("body", ""))
 
 

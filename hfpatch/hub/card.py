@@ -97,7 +97,7 @@ class CardFacts:
 
 
 def base_of(name: str, required: bool, api: HfApi) -> tuple[str | None, ModelCardData | None]:
-    """The base model's id on the Hub, and the metadata of its card, each None where it isn't known.
+    """Return the base model's id on the Hub, and the metadata of its card, each None if it isn't known.
 
     Args:
         name: an id or a folder; of a folder only the card is read, since its path means nothing to others.
@@ -120,7 +120,7 @@ def base_of(name: str, required: bool, api: HfApi) -> tuple[str | None, ModelCar
 
 
 def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
-    """The text of README.md, and notes for the caller.
+    """Return the text of README.md, and notes for the caller.
 
     Args:
         written: the card that is there already; its text stays, but for the section of an earlier push.
@@ -155,7 +155,7 @@ def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
 
 
 def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
-    """The Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
+    """Return the Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
     model_type = config.get("model_type")
     if model_type in MODEL_TYPES:
         model_type = config[KEY]["base_model_type"]

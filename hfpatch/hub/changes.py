@@ -19,12 +19,12 @@ HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of
 
 
 def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class and settings without the patch, on the meta device."""
+    """Return a model of the same class and settings without the patch, on the meta device."""
     return copy_of(model, config=unpatched_config(model.config), device="meta")
 
 
 def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
-    """Rows for the modules that a patch changed, and last for the norms that it kept.
+    """Return rows for the modules that a patch changed, and last for the norms that it kept.
 
     `model` may be on the meta device.
     """
@@ -32,7 +32,7 @@ def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
 
 
 def changes_by_config(config: Any) -> list[tuple[str, ...]]:
-    """A table of the same, headings first, from the config of a patched checkpoint.
+    """Return a table of the same, headings first, from the config of a patched checkpoint.
 
     [] where nothing changed in the structure, or the model can't be built from its config alone.
     """

@@ -43,7 +43,7 @@ def layer_figures(rows: list[LayerRow]) -> list[Figure]:
 
 
 def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
-    """None where no error has a logarithm."""
+    """None if no error has a logarithm."""
     powers = [math.log10(error) for line in lines.values() for error in line.values() if not math.isnan(error)]
     if not powers:
         return None

@@ -86,7 +86,7 @@ def write_page(
 
 
 def default_place(checkpoint: str) -> Path:
-    """Where the page of a checkpoint goes if nobody says: into its folder, where a push takes it along.
+    """Return where the page of a checkpoint goes if nobody says: into its folder, where a push takes it along.
 
     That of a Hub id goes into the working directory.
     """

@@ -67,7 +67,7 @@ class Sketches:
 
 
 def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow]) -> Sketches:
-    """The blocks of a patched model and of the same model without its patch.
+    """Return the blocks of a patched model and of the same model without its patch.
 
     Args:
         model: the patched model, of any device.

@@ -133,7 +133,7 @@ class _Reader:
         self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
 
     def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """All batches, in order."""
+        """Yield all batches, in order."""
         for number, item in enumerate(items):
             found = self._of(item, number)
             if isinstance(found, Mapping):
@@ -193,7 +193,7 @@ class _Reader:
         return columns
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
-        """The texts in a row, or in a batch of rows; None where it holds inputs.
+        """The texts in a row, or in a batch of rows; None if it holds inputs.
 
         Raises:
             OptionError: several columns could be meant.
@@ -361,12 +361,12 @@ def _add_decoder_inputs(batch: dict[str, Any], model: PreTrainedModel) -> dict[s
 
 
 def count_examples(batch: Batch) -> int:
-    """How many examples a batch holds."""
+    """Return how many examples a batch holds."""
     return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
 def count_tokens(batch: Batch) -> int:
-    """How many tokens of a batch aren't padding; 0 where its inputs aren't token ids."""
+    """Return how many tokens of a batch aren't padding; 0 if its inputs aren't token ids."""
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(tokens, Tensor):
         return 0

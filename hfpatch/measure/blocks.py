@@ -9,7 +9,7 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
+    """Yield the blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
 
     Where no two elements have the same shapes and they hold such lists themselves (stages of a vision model), theirs.
     """

@@ -20,7 +20,7 @@ _SIZES = {"shallow": shallow, "small": shrink}
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:
-    """A copy of a config as one of its host's class, without the record of a patch."""
+    """Return a copy of a config as one of its host's class, without the record of a patch."""
     plain = copy.deepcopy(config)
     vars(plain).pop(KEY, None)
     object.__setattr__(plain, "__class__", host_class(type(config)))

@@ -63,7 +63,7 @@ def host_errors(message: str = "{error}") -> Iterator[None]:
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The outputs of one forward by name, floats as float64; the random state is restored afterwards.
+    """Return the outputs of one forward by name, floats as float64; the random state is restored afterwards.
 
     Args:
         model: in float64, on the CPU.

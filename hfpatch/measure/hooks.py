@@ -42,7 +42,7 @@ def observe_calls(
 
 
 def first_tensor(value: Any) -> Tensor:
-    """A tensor, or the first one in a call, tuple, list or dictionary."""
+    """Return a tensor, or the first one in a call, tuple, list or dictionary."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Call):

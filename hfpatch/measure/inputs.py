@@ -21,7 +21,7 @@ _GRID = (1, 4, 4)  # frames, rows and columns of patches
 
 
 def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Random inputs for one forward of a transformers model: text, images, sound, or several of them.
+    """Return random inputs for one forward of a transformers model: text, images, sound, or several of them.
 
     Args:
         model: isn't run; its device doesn't matter, the inputs are on the CPU.
@@ -129,7 +129,7 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 def make_inputs(
     model: nn.Module, overrides: Mapping[str, Any], tokens: int | None = None, batch: int = BATCH
 ) -> dict[str, Any]:
-    """Inputs for one forward: required ones, text if it takes text, and those in `overrides`.
+    """Return inputs for one forward: required ones, text if it takes text, and those in `overrides`.
 
     Args:
         model: its forward's signature and its config are read.
@@ -168,7 +168,7 @@ def make_inputs(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
+    """Return the configuration of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous, as transformers says
@@ -176,7 +176,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def longest_text(model: PreTrainedModel) -> int | None:
-    """How many tokens one text of the model may have, None where its config says nothing.
+    """Return how many tokens one text of the model may have, None if its config says nothing.
 
     RoBERTa and its like count positions from the row behind the padding's, so a text is shorter than their tables.
     """
@@ -206,7 +206,7 @@ class Inputs:
         return _BY_NAME[name](self)
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that a part of the configuration has."""
+        """Return the first of these attributes that a part of the configuration has."""
         for name in names:
             for part in parts_of(self.config):
                 if (value := getattr(part, name, None)) is not None:
@@ -223,7 +223,7 @@ class Inputs:
         return allowed[torch.randint(len(allowed), shape)]
 
     def normal(self, *shape: int) -> Tensor:
-        """Random numbers whose mean isn't zero."""
+        """Return random numbers whose mean isn't zero."""
         return torch.randn(shape) + 0.1
 
     def states(self) -> Tensor:
@@ -333,7 +333,7 @@ _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def input_embedding(model: Any) -> nn.Embedding | None:
-    """A model's table of tokens; None where it has none, as models of images and sound."""
+    """Return a model's table of tokens; None if it has none, as models of images and sound."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # how models without one say so

@@ -64,7 +64,7 @@ class Outputs:
 
 
 def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All floating-point outputs of one forward, by name."""
+    """Return all floating-point outputs of one forward, by name."""
     return Outputs.of(model(**inputs)).floats
 
 
@@ -157,7 +157,7 @@ class Deviation:
 
 
 def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
-    """The deviation of every output; one that can't be compared where the names differ, or there are none.
+    """Return the deviation of every output; one that can't be compared where the names differ, or there are none.
 
     NaN in both counts as equal.
     """
@@ -176,7 +176,7 @@ def not_a_number(outputs: Mapping[str, Tensor]) -> str | None:
 
 
 def max_error(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> float:
-    """The largest `Deviation.max_error` of all outputs; infinite where they can't be compared."""
+    """Return the largest `Deviation.max_error` of all outputs; infinite if they can't be compared."""
     return max(deviation.max_error for deviation in deviations(truth, outputs))
 
 
@@ -204,14 +204,14 @@ def in_float64(x: Tensor) -> Tensor:
 
 
 def to_comparable(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Both `in_float64` on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
+    """Return both `in_float64` on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
     pair = (in_float64(x.detach().to(truth.device)) for x in (truth, output))
     t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
     return t, y
 
 
 def last_bit(model: nn.Module) -> float:
-    """The relative spacing (eps) of a model's coarsest dtype, or of float32 if that is coarser.
+    """Return the relative spacing (eps) of a model's coarsest dtype, or of float32 if that is coarser.
 
     Some families compute in float32 inside, whatever their weights are.
     """

@@ -87,7 +87,7 @@ def free_unused_memory() -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
+    """Return the device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
     hooks = (module.__dict__.get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((device for device in devices if device is not None), None)
@@ -102,13 +102,13 @@ def default_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def is_library_hook(hook: Any) -> bool:
-    """Whether a hook is torch's or transformers' own, part of what a module computes."""
+    """Return whether a hook is torch's or transformers' own, part of what a module computes."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 
 
 def cast_for_model(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs on the model's device, floats in its dtype."""
+    """Return inputs on the model's device, floats in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return cast(inputs, device_of(model), like.dtype)
 

@@ -18,13 +18,13 @@ _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows 
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer itself, or the one inside a processor; None if there is none."""
+    """Return the tokenizer itself, or the one inside a processor; None if there is none."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
 def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
-    """A checkpoint's tokenizer or processor, None where it has none that opens."""
+    """Return a checkpoint's tokenizer or processor, None if it has none that opens."""
     try:
         processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
@@ -36,7 +36,7 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
 
 
 def copy_tokenizer(processor: Any, option: str) -> Any:
-    """A copy of the tokenizer, since a call of one changes what it would save.
+    """Return a copy of the tokenizer, since a call of one changes what it would save.
 
     Raises:
         OptionError: there is none.
@@ -67,7 +67,7 @@ def encode(
 
 
 def lines_of(path: str | os.PathLike[str], most: int, option: str) -> list[str]:
-    """The first lines of a text file that aren't empty.
+    """Return the first lines of a text file that aren't empty.
 
     Raises:
         OptionError: there is no such file, or it isn't text in UTF-8.

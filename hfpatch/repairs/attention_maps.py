@@ -64,12 +64,12 @@ def require_fit(fit: Any) -> None:
 
 
 def map_of(module: nn.Module, call: Call) -> Tensor | None:
-    """The attention map (B, H, T, S) that a module returns after its output; None where it returns none."""
+    """Return the attention map (B, H, T, S) that a module returns after its output; None if it returns none."""
     return map_in(module(*call.args, **call.kwargs))
 
 
 def map_in(returned: Any) -> Tensor | None:
-    """The attention map in a module's result, after its output; None if there is none."""
+    """Return the attention map in a module's result, after its output; None if there is none."""
     for item in returned[1:] if isinstance(returned, tuple | list) else ():
         if isinstance(item, Tensor) and item.dim() == 4 and item.is_floating_point() and item.numel():
             sums = item.detach().float().sum(-1)

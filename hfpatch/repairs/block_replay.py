@@ -73,7 +73,7 @@ class BlockReplay:
     # Forwards
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
-        """The model's output for one batch, or for some of its sequences."""
+        """Return the model's output for one batch, or for some of its sequences."""
         with torch.no_grad():
             return self.model(**self.inputs(index, rows))
 
@@ -193,7 +193,7 @@ class BlockReplay:
         save_temporary(to_cpu(value), self._path(f"value {name}", index))
 
     def load_saved(self, name: str, index: int) -> Tensor:
-        """The tensor that `save` stored."""
+        """Return the tensor that `save` stored."""
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
 
     def delete_saved(self) -> None:
@@ -223,7 +223,7 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
+    """Return whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
     weight = module._parameters.get("weight")  # absent where it is parametrised
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 

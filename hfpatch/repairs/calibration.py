@@ -269,7 +269,7 @@ def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -
 
 
 def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
-    """How many sequences a batch holds, by its main input where that is a tensor."""
+    """Return how many sequences a batch holds, by its main input where that is a tensor."""
     tensors = [inputs.get(main), *inputs.values()]
     return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
@@ -316,5 +316,5 @@ def require_enough(outputs: int, batches: Batches) -> None:
 
 
 def to_cpu(value: Any) -> Any:
-    """A tensor in the form in which it is saved: on the CPU, without the memory of a larger base tensor."""
+    """Return a tensor in the form in which it is saved: on the CPU, without the memory of a larger base tensor."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

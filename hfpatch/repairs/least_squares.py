@@ -68,7 +68,7 @@ class Ridge:
         self.r += r.double().sum(0)
 
     def solve(self) -> FittedValues | None:
-        """The best "weight" (in, out) and "bias" (out,), once: the sums are used up.
+        """Return the best "weight" (in, out) and "bias" (out,), once: the sums are used up.
 
         None where X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
         """
@@ -125,7 +125,7 @@ class Ridge:
             self.disk.release()
 
     def _error(self, weight: Tensor | None, bias: Tensor) -> float:
-        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
+        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 if it is None."""
         total, count = bias.new_zeros(()), 0
         for stored_x, stored_r in self.held_out:
             residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)

@@ -66,7 +66,7 @@ class Roles:
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
-        """The roles in one segment, found by adding noise to the outputs of its maps one by one.
+        """Return the roles in one segment, found by adding noise to the outputs of its maps one by one.
 
         Outside of blocks only readers of a norm's output are found: a head.
 
@@ -141,7 +141,7 @@ class Roles:
         return facts.shift if plain and facts is not None and self.owns_parameters(norm) else None
 
     def attentions(self, segment: Segment, roles: BlockRoles) -> dict[str, str]:
-        """The last of the maps from which an attention's queries, keys and values come -> that attention."""
+        """Return the last of the maps from which an attention's queries, keys and values come -> that attention."""
         if segment.block is None:
             return {}
         found: list[str] = []
@@ -172,11 +172,11 @@ class Roles:
         return next((name for name, module in self.replay.modules.items() if module is encoder and name), "encoder")
 
     def in_decoder(self, name: str) -> bool:
-        """Whether a module is part of an encoder-decoder's decoder."""
+        """Return whether a module is part of an encoder-decoder's decoder."""
         return self.encoder is not None and not name.startswith(f"{self.encoder}.")
 
     def reads_encoder(self, name: str) -> bool:
-        """Whether a linear map of a decoder reads the encoder's output."""
+        """Return whether a linear map of a decoder reads the encoder's output."""
         if self.encoder is None or self.encoder not in self.replay.modules:
             return False
         seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])

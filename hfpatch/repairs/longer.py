@@ -23,7 +23,7 @@ _PLAIN = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def positions_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens that one text of a model may have; 0 where its config sets no limit."""
+    """Return the number of tokens that one text of a model may have; 0 if its config sets no limit."""
     return longest_text(model) or 0
 
 

@@ -21,7 +21,7 @@ Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
 def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
-    """The best gain, shift and scalars of a norm, which isn't changed.
+    """Return the best gain, shift and scalars of a norm, which isn't changed.
 
     Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
     and the share of saturated values.
@@ -64,7 +64,7 @@ def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step
 
 
 def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A norm's present gain and shift in float64; 1 and 0 where it has none."""
+    """A norm's present gain and shift in float64; 1 and 0 if it has none."""
     gain, shift = (getattr(module, name) for name in module.names)
     one = torch.ones((), dtype=torch.float64, device=device)
     present = [None if value is None else value.detach().to(device).to(one) for value in (gain, shift)]

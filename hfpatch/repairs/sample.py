@@ -86,7 +86,7 @@ def _refusal(model: PreTrainedModel, why: str) -> OptionError:
 
 
 def generates(model: PreTrainedModel) -> bool:
-    """Whether a model writes tokens after tokens."""
+    """Return whether a model writes tokens after tokens."""
     return model.can_generate() and model.main_input_name == "input_ids"
 
 

@@ -40,7 +40,7 @@ class LinearBias(nn.Module):
         return self
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The bias (B or 1, H, T, S) in float32, of positions (B or 1, T) of queries and (S,) of keys."""
+        """Return the bias (B or 1, H, T, S) in float32, of positions (B or 1, T) of queries and (S,) of keys."""
         distances = (queries[:, None, :, None] - keys).abs().float()
         return -self.slopes.to(distances.device)[:, None, None] * distances
 

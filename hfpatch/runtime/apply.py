@@ -105,7 +105,7 @@ class Tree:
         self._holders: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {}  # the places that hold a module
 
     def inside(self, name: str) -> str:
-        """A module's name inside the base model: "" is the base model itself."""
+        """Return a module's name inside the base model: "" is the base model itself."""
         if not self.base:
             return name
         if name == self.base or name.startswith(f"{self.base}."):
@@ -292,7 +292,7 @@ def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
 
 
 def _distinct_text(leaf: str, value: Any) -> str:
-    """What tells apart the values that one place may get one after another; "" where a later one overwrites."""
+    """What tells apart the values that one place may get one after another; "" if a later one overwrites."""
     if leaf == LENS_SLOT and value is not None:  # lenses of different kinds, and joins, add up
         return str(value) if hasattr(value._component(), "over") else value.name
     if isinstance(value, Call) and value.is_module():  # each may be built from the one before it

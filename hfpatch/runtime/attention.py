@@ -51,7 +51,7 @@ class Rotation:
         return self.rotary.rotate(in_line, phases).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
-        """The same of some of the tokens alone, slots (B, n)."""
+        """Return the same of some of the tokens alone, slots (B, n)."""
         return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots))
 
 
@@ -70,7 +70,7 @@ class Window:
     size: str = ""
 
     def mask(self, module: nn.Module, slots: Tensor, values: Once | None) -> StandIn:
-        """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
+        """Return the mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
         The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
         rows from the end of the keys are not.
@@ -95,7 +95,7 @@ class Window:
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of queries and keys that are made of hidden states of this dtype."""
+    """Return the dtype of queries and keys that are made of hidden states of this dtype."""
     # the meta device has no autocast, and raises; torch.compile of torch 2.11 can't ask whether a device has one
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else dtype
@@ -107,7 +107,7 @@ def attention_implementation(module: nn.Module) -> str:
 
 
 def no_bias(where: str, kind: str) -> str:
-    """Why an implementation of attention takes no bias, and what to do."""
+    """Return why an implementation of attention takes no bias, and what to do."""
     reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
     return (
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "

@@ -47,7 +47,7 @@ class MaskedBatchNorm(AffineNorm):
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
 
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
-        """h normalised; `keep` (B, T) is False where a position is padding."""
+        """h normalised; `keep` (B, T) is False if a position is padding."""
         if self.training:
             mean, var = self._statistics(h, keep)
         else:
@@ -85,7 +85,7 @@ class Padded:
     norms: tuple[str, ...]
 
     def over(self, present: Padded) -> Padded:
-        """Both."""
+        """Return both."""
         return Padded((*present.norms, *self.norms))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -125,7 +125,7 @@ def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
 
 
 def kept_positions(mask: Any) -> Tensor | None:
-    """Which positions (B, T) aren't padding; None where nothing says.
+    """Return which positions (B, T) aren't padding; None if nothing says.
 
     Args:
         mask: (B, T) with 0 for padding, or (B, H, T, T) that is True, an integer other than 0, or (added to logits)
@@ -148,5 +148,5 @@ def kept_positions(mask: Any) -> Tensor | None:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Whether a module's forward takes an attention mask."""
+    """Return whether a module's forward takes an attention mask."""
     return MASK in inspect.signature(type(module).forward).parameters

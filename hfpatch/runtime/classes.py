@@ -70,7 +70,7 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config in memory: the host's model type, and the record without what is on disk only."""
+        """Return the config in memory: the host's model type, and the record without what is on disk only."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = remove_guard(config_dict, where)
@@ -98,7 +98,7 @@ class PatchedConfig:
         return json.dumps(self.settings_on_disk(use_diff), indent=2, sort_keys=True) + "\n"
 
     def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
-        """What config.json holds."""
+        """Return what config.json holds."""
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
             stored["architectures"] = names_on_disk(stored["architectures"])
@@ -109,7 +109,7 @@ class PatchedConfig:
 
 
 def is_unlimited(model: Any) -> bool:
-    """Whether the config's length is a number that a table of positions left behind."""
+    """Return whether the config's length is a number that a table of positions left behind."""
     return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
 
 
@@ -274,7 +274,7 @@ def _without_host_code(auto_map: dict[str, Any]) -> dict[str, str]:
 
 
 def own_code(reference: str | Sequence[str | None]) -> str | None:
-    """The class of an export's own code that an entry of `auto_map` names; None for other code.
+    """Return the class of an export's own code that an entry of `auto_map` names; None for other code.
 
     The entry is a pair where the class has "Tokenizer" in its name.
     """
@@ -297,7 +297,7 @@ def patch_built(model: Any) -> None:
 
 
 def assigned_names(model: Any) -> set[str]:
-    """The full names of what the edits of a patched model assign."""
+    """Return the full names of what the edits of a patched model assign."""
     tree, names = Tree(model), {id(module): name for name, module in model.named_modules()}
     edits = edits_of(model.config, type(model).__name__)
     places = [(owner, leaf) for edit in edits for _, owner, leaf in tree.places(edit.at)]

@@ -39,7 +39,7 @@ class ConstantPositions(nn.Module):
     def replacing(
         cls, old: nn.Module | None, parent: nn.Module, first: int = 0, by_token: bool = False, more: int = 0
     ) -> ConstantPositions:
-        """What takes the place of a table; where that has a padding index, positions start after it."""
+        """Return what takes the place of a table; where that has a padding index, positions start after it."""
         assert old is not None
         padding: Any = getattr(old, "padding_idx", None)
         return cls(rows_of(old), first if padding is None else padding + 1, by_token, more, padding)
@@ -77,7 +77,7 @@ class NoPositions(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, answer: Answer) -> NoPositions:
-        """What takes the place of a module."""
+        """Return what takes the place of a module."""
         return cls(answer, getattr(old, "num_embeddings", 0), getattr(old, "embedding_dim", 0))
 
     @property
@@ -113,7 +113,7 @@ def mean_rows(table: Tensor, first: int = 0) -> Tensor:
 
 
 def rows_of(table: nn.Module | Tensor) -> Tensor:
-    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    """Return the rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
     if isinstance(table, Tensor):
         return table
     stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
@@ -129,7 +129,7 @@ def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a com
 
 
 def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
-    """A Parameter for a table of another size, which a patch or a checkpoint fills.
+    """Return a Parameter for a table of another size, which a patch or a checkpoint fills.
 
     Until then it has a host's initial values: of a host that is built with the config's new length or size, which has a
     table of this size, just those; otherwise random ones that are spread as the table's.

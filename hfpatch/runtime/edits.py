@@ -63,7 +63,7 @@ def register_component(component: Any) -> Any:
 
 
 def find_component(name: str) -> Any:
-    """The component registered under a name; if it is unknown, plugin packages are imported first.
+    """Return the component registered under a name; if it is unknown, plugin packages are imported first.
 
     Raises:
         CheckpointError: no component has that name.
@@ -83,7 +83,7 @@ def find_component(name: str) -> Any:
 
 
 def pattern_of(name: str) -> str:
-    """A module's or Parameter's name with `*` for every number between dots."""
+    """Return a module's or Parameter's name with `*` for every number between dots."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
@@ -120,7 +120,7 @@ class Call:
 
     @classmethod
     def of(cls, component: Any, *args: Any, **kwargs: Any) -> Call:
-        """A call of a registered component; arguments may be dataclasses that are components themselves."""
+        """Return a call of a registered component; arguments may be dataclasses that are components themselves."""
         name = component if isinstance(component, str) else component.__name__
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
@@ -130,7 +130,7 @@ class Call:
         return f"{self.name}({', '.join([*map(repr, self.args), *named])})"
 
     def make(self, *first: Any) -> Any:
-        """The result of the call; `first` are passed before its own arguments."""
+        """Return the result of the call; `first` are passed before its own arguments."""
         return self._component()(*first, *self._args(), **self._kwargs())
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
@@ -151,12 +151,12 @@ class Call:
         return component if isinstance(component, type) else None
 
     def is_module(self) -> bool:
-        """Whether its result is a module."""
+        """Return whether its result is a module."""
         component = self._component()
         return isinstance(component, type) and issubclass(component, nn.Module)
 
     def builds_on_old(self) -> bool:
-        """Whether its result is derived from the module, Parameter or tensor that it replaces."""
+        """Return whether its result is derived from the module, Parameter or tensor that it replaces."""
         return not self.is_module() or hasattr(self._component(), "replacing")
 
     def needs_old(self) -> bool:
@@ -174,7 +174,7 @@ class Call:
 
 
 def as_data(value: Any) -> Any:
-    """A value in the form that edits hold: plain values unchanged, registered dataclasses as `Call`s.
+    """Return a value in the form that edits hold: plain values unchanged, registered dataclasses as `Call`s.
 
     Raises:
         UnsupportedError: it is, or holds, anything else.
@@ -234,11 +234,11 @@ class Edit:
 
     @classmethod
     def of(cls, path: str, value: Any) -> Edit:
-        """An edit of one place; the value is converted by `as_data`."""
+        """Return an edit of one place; the value is converted by `as_data`."""
         return cls((path.strip("."),), as_data(value))
 
     def is_replaced_by(self, later: Edit) -> bool:
-        """Whether a later edit overwrites this one completely, so that a record needn't keep it."""
+        """Return whether a later edit overwrites this one completely, so that a record needn't keep it."""
         if not set(self.at) <= set(later.at):
             return False
         mine, other = self.value, later.value

@@ -25,5 +25,5 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException, longest: int | None = None) -> str:
-    """An error's type and the first line of its message, of which at most `longest` characters."""
+    """Return an error's type and the first line of its message, of which at most `longest` characters."""
     return f"{type(error).__name__}: {first_line(error)[:longest]}"

@@ -19,7 +19,7 @@ _LIBRARIES = {"torch", "transformers", __name__.partition(".")[0]}
 
 
 def foreign_classes(model: nn.Module) -> tuple[str, ...]:
-    """Names of the classes of a model's modules that are neither the host's nor a patch's, sorted."""
+    """Return names of the classes of a model's modules that are neither the host's nor a patch's, sorted."""
     known = _LIBRARIES | {_package(host_class(type(model)))}
     kinds = {host_class(type(module)) for module in model.modules()} - {host_class(type(model))}
     return tuple(sorted({kind.__name__ for kind in kinds if _is_foreign(kind, known)}))

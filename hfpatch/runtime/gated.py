@@ -41,7 +41,7 @@ class GatedLinear(nn.Module):
         *biases: bool,
         scale: float = 1.0,
     ) -> GatedLinear:
-        """What takes the place of a projection.
+        """Return what takes the place of a projection.
 
         Args:
             old, parent: the projection, and what it stands in.
@@ -104,7 +104,7 @@ class GatedActivation(nn.Module):
 
     @classmethod
     def replacing(cls, old: Any, parent: nn.Module, act: str | None = None) -> GatedActivation:
-        """What takes the place of an activation.
+        """Return what takes the place of an activation.
 
         Args:
             old, parent: the activation (a module or a function), and what it stands in.
@@ -125,13 +125,13 @@ class Projection(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, width: int, bias: bool) -> nn.Module:
-        """A fresh projection to what `old` projects to, from `width` channels."""
+        """Return a fresh projection to what `old` projects to, from `width` channels."""
         assert old is not None
         return new_projection(old, width, projection_sizes(old)[1], bias)
 
 
 def activation(name: str) -> nn.Module:
-    """An activation of torch, or a registered component that is made without arguments.
+    """Return an activation of torch, or a registered component that is made without arguments.
 
     Raises:
         ValueError: there is none of that name. `apply` adds the edit.
@@ -149,7 +149,7 @@ def activation(name: str) -> nn.Module:
 
 
 def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
-    """A fresh projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
+    """Return a fresh projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
     weight = like.weight
     with torch.device("meta" if weight.is_meta else "cpu"):
         new = Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
@@ -174,7 +174,7 @@ def projection_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def bare_copy(module: nn.Module) -> Any:
-    """A copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
+    """Return a copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
     new: Any = type(module).__new__(type(module))
     for name, value in module.__dict__.items():
         if isinstance(value, dict) and "hooks" in name:
@@ -186,5 +186,5 @@ def bare_copy(module: nn.Module) -> Any:
 
 
 def parameter_like(old: Any, value: Tensor) -> nn.Parameter:
-    """A Parameter of other values, where another one is, in its dtype, trained where that is."""
+    """Return a Parameter of other values, where another one is, in its dtype, trained where that is."""
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)

@@ -91,7 +91,7 @@ class Grid:
         return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
 
     def input_of(self, owner: nn.Module, arguments: Arguments) -> Tensor:
-        """The input that is cut into patches."""
+        """Return the input that is cut into patches."""
         pixels = arguments.get(self.argument)
         if not isinstance(pixels, Tensor):
             raise PositionError(
@@ -119,5 +119,5 @@ class Grid:
 
     @staticmethod
     def tokens(owner: Any, counts: tuple[int | str, ...]) -> int:
-        """How many tokens `before` or `after` stands for."""
+        """Return how many tokens `before` or `after` stands for."""
         return sum(count if isinstance(count, int) else getattr(owner.config, count) for count in counts)

@@ -54,7 +54,7 @@ class HandedDown:
     hfpatch_note: ClassVar[str] = "hands positions down"
 
     def bind(self, module: nn.Module) -> HandedDown:
-        """The lens with the names that its patterns stand for in a module; `*` is a number."""
+        """Return the lens with the names that its patterns stand for in a module; `*` is a number."""
         children, attentions = (
             tuple(name for pattern in patterns for name in _names_at(module, pattern))
             for patterns in (self.children, self.attentions)

@@ -52,7 +52,7 @@ class Gains:
         return self
 
     def over(self, present: Gains) -> Gains:
-        """Both."""
+        """Return both."""
         return Gains((*present.gains, *self.gains))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -113,7 +113,7 @@ class Joins:
         return self
 
     def over(self, present: Joins) -> Joins:
-        """Both; a later join of the same branch takes the place."""
+        """Return both; a later join of the same branch takes the place."""
         mine = {(one.outlet, one.call) for one in self.joins}
         return Joins((*(one for one in present.joins if (one.outlet, one.call) not in mine), *self.joins))
 

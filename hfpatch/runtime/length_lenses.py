@@ -207,7 +207,7 @@ class AnyImageSize(LengthLimit):
 
 
 def limit_beside_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
-    """The lens for a stack in which a table stays, so that positions must be counted; None where that isn't known.
+    """The lens for a stack in which a table stays, so that positions must be counted; None if that isn't known.
 
     Args:
         limit: the lens for a stack without a table.

@@ -185,13 +185,13 @@ class Lenses:
 
 
 def lens_of(module: nn.Module, kind: type) -> Any:
-    """The module's lens of one kind, None if it has none."""
+    """Return the module's lens of one kind, None if it has none."""
     lens = module.__dict__.get(LENS)
     return next((one for one in getattr(lens, "lenses", (lens,)) if isinstance(one, kind)), None)
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """The module's lens with this one added; it joins (`over`) or else replaces one of the same kind."""
+    """Return the module's lens with this one added; it joins (`over`) or else replaces one of the same kind."""
     present = module.__dict__.get(LENS)
     same = lens_of(module, type(lens))
     if same is not None and hasattr(lens, "over"):
@@ -294,7 +294,7 @@ def _is_method(host: type, name: str) -> bool:
 
 @functools.cache
 def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
+    """Return the generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
     body = {
         "forward": lensed_forward(host),
         "__module__": host.__module__,

@@ -26,7 +26,7 @@ ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's
 
 
 def validate_record(stored: Any, where: str) -> str:
-    """The `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
+    """Return the `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
 
     Raises:
         CheckpointError: it is malformed, or of another version.
@@ -64,7 +64,7 @@ def validate_record(stored: Any, where: str) -> str:
 
 
 def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
-    """The edits of a patched config.
+    """Return the edits of a patched config.
 
     Raises:
         CheckpointError: the config carries no usable record.
@@ -107,10 +107,10 @@ def _flatten(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
 
 
 def names_on_disk(architectures: Iterable[str]) -> list[str]:
-    """Names of model classes as a patched checkpoint has them."""
+    """Return names of model classes as a patched checkpoint has them."""
     return [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in architectures]
 
 
 def saved_from(config: Any) -> list[str]:
-    """Names of the host's classes that a config was saved from."""
+    """Return names of the host's classes that a config was saved from."""
     return [name.removeprefix(ARCHITECTURE) for name in config.architectures or []]

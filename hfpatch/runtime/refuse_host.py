@@ -118,7 +118,7 @@ def _is_setting(item: tuple[Any, Any]) -> bool:
 
 
 def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-    """The settings of a part of the config; None if there are none."""
+    """Return the settings of a part of the config; None if there are none."""
     for name in path:
         inner = settings.get(name)
         if not isinstance(inner, dict):
@@ -128,7 +128,7 @@ def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, An
 
 
 def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
-    """The config and those of its parts, by their path."""
+    """Yield the config and those of its parts, by their path."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):

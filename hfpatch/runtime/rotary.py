@@ -117,11 +117,11 @@ class RotaryEmbedding(nn.Module):
         return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
-        """The frequencies for these positions, on their device."""
+        """Return the frequencies for these positions, on their device."""
         return self.inv_freq.to(positions.device)
 
     def cast(self, phases: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returned, in the dtype of queries or keys x and where they are."""
+        """Return what `forward` returned, in the dtype of queries or keys x and where they are."""
         cos, sin = phases
         if cos.dtype == x.dtype and cos.device == x.device:
             return phases

@@ -59,7 +59,7 @@ class ComputedPositions(nn.Embedding):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
-        """What takes the place of a table; settings of the host's class are kept."""
+        """Return what takes the place of a table; settings of the host's class are kept."""
         assert isinstance(old, nn.Embedding)
         generated = computed_class(host_class(type(old)))
         new = generated.__new__(generated)
@@ -90,7 +90,7 @@ class ComputedPositions(nn.Embedding):
         return self
 
     def rows(self, indices: Tensor | slice) -> Tensor:
-        """The rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""
+        """Return the rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""
         if isinstance(indices, slice):
             indices = torch.arange(indices.start or 0, indices.stop, device=self.weight.device)
         positions = indices - self.first
@@ -106,7 +106,7 @@ class ComputedPositions(nn.Embedding):
 
 @functools.cache
 def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
-    """The class of a computed table in the place of one of class `host`, whose forward still says which rows."""
+    """Return the class of a computed table in the place of one of class `host`, whose forward still says which rows."""
     body: dict[str, Any] = {
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,

@@ -62,12 +62,12 @@ class Outcome:
         return f"{verdict}: {self.measured}" if self.measured else verdict
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that say something."""
+        """Return the fields that say something."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name))}
 
     @classmethod
     def from_json(cls, stored: Any) -> Outcome:
-        """The outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
+        """Return the outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
 
         Raises:
             ValueError: it is neither, or a text of it is no line of a bounded length.
@@ -84,7 +84,7 @@ class Outcome:
         return cls(**stored)
 
     def printable(self) -> Outcome:
-        """The outcome as a checkpoint may hold it: lines of a bounded length."""
+        """Return the outcome as a checkpoint may hold it: lines of a bounded length."""
         texts = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), str)}
         lines = {name: "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME] for name, text in texts.items()}
         return replace(self, **lines)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ class SchemeRequest(Generic[S]):
     outcome: Outcome | None = field(default=None, compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
-        """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
+        """Return the request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
         globs = {name: list(getattr(self, name)) for name in ("only", "keep") if getattr(self, name)}
         init = {} if self.init == "auto" else {"init": self.init}
         return {kind: str(self.scheme), **globs, **init}
@@ -136,7 +136,7 @@ class SchemeRequest(Generic[S]):
         return replace(self, scheme=self.scheme.without_defaults(self.init))
 
     def to_text(self, kind: str) -> str:
-        """The request as arguments of `patch_model`."""
+        """Return the request as arguments of `patch_model`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.as_requested.to_json(kind).items())
 
 
@@ -152,7 +152,7 @@ class Request:
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
-        """The request that arguments of `plan_patch` make.
+        """Return the request that arguments of `plan_patch` make.
 
         Args:
             schemes: scheme, its name or None, by kind.
@@ -211,15 +211,15 @@ class Record:
     foreign: tuple[str, ...] = ()
 
     def has(self, kind: str, part: SchemeRequest) -> bool:
-        """Whether the newest request of this kind is the same."""
+        """Return whether the newest request of this kind is the same."""
         return getattr(self, kind)[-1:] == (part,)
 
     def with_request(self, kind: str, part: SchemeRequest) -> Record:
-        """The record with one more request."""
+        """Return the record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
     def with_outcomes(self, outcomes: Mapping[str, Outcome]) -> Record:
-        """The record with the outcome of the newest request of each of these kinds."""
+        """Return the record with the outcome of the newest request of each of these kinds."""
         found = {}
         for kind, outcome in outcomes.items():
             *earlier, newest = getattr(self, kind)
@@ -246,7 +246,7 @@ class Record:
         return {part.to_text(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
 
     def with_edits(self, edits: Iterable[Edit]) -> Record:
-        """The record with further edits; earlier ones that they overwrite are left out."""
+        """Return the record with further edits; earlier ones that they overwrite are left out."""
         later = list(edits)
         kept = [one for one in self.edits if not any(one.is_replaced_by(other) for other in later)]
         return replace(self, edits=(*kept, *later))
@@ -263,7 +263,7 @@ class Record:
 
     @classmethod
     def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
-        """The record that `to_json` wrote.
+        """Return the record that `to_json` wrote.
 
         Raises:
             CheckpointError: it is malformed, of another version, or names what isn't registered here.
@@ -295,7 +295,7 @@ class Record:
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """The record of a model's config; an empty one where it isn't patched."""
+        """Return the record of a model's config; an empty one where it isn't patched."""
         stored = getattr(config, KEY, None)
         return cls.from_json(stored) if stored else cls(config.model_type)
 

@@ -83,7 +83,7 @@ class Branch:
 
 
 def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
-    """The residual branches of all blocks that the forward of these inputs runs, in forward order.
+    """Return the residual branches of all blocks that the forward of these inputs runs, in forward order.
 
     Args:
         model: a model in float64 and eval mode, small: every block runs some fifty times.
@@ -124,7 +124,7 @@ class _BranchFinder:
         self.carried = set(self.stream.outputs)
 
     def branches(self) -> list[Branch]:
-        """The branches, in the order in which they are added to the stream."""
+        """Return the branches, in the order in which they are added to the stream."""
         sources = [call for call, output in self.block.base.outputs.items() if self.block.fits(output)]
         self.moves = {call: self._measure_effect(call) for call in sources}
         found: list[Branch] = []

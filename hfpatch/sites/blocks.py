@@ -165,22 +165,22 @@ class Block:
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
     def differs(self, call: CallKey, run: Run[Tensor]) -> bool:
-        """Whether a call's output in this run differs from that of the undisturbed run."""
+        """Return whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 
     def depends(self, call: CallKey, source: CallKey, held: Collection[CallKey] = ()) -> bool:
-        """Whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
+        """Return whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
         return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
 
     def matrices_around(self, source: CallKey) -> set[CallKey]:
-        """The calls of all modules with a matrix, except for those that contain the source.
+        """Return the calls of all modules with a matrix, except for those that contain the source.
 
         With these held, only sums, dropouts and scales are left between the source and the points.
         """
         return {c for c in self.rank if c[0] in self.matrices and not source[0].startswith(f"{c[0]}.")}
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the stream's size and width."""
+        """Return whether a tensor has the stream's size and width."""
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
 
 
@@ -191,12 +191,12 @@ def measuring(model: nn.Module, consequence: str) -> AbstractContextManager[None
 
 
 def is_stream(value: Any) -> bool:
-    """Whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
+    """Return whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (3, 4)
 
 
 def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
-    """The blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
+    """Return the blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
     return [block for block in observe_blocks(model, inputs, list(_block_names(model))) if block.stream]
 
 
@@ -261,5 +261,5 @@ def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module itself, not its children, holds a Parameter of two dimensions or more."""
+    """Return whether a module itself, not its children, holds a Parameter of two dimensions or more."""
     return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())

@@ -34,7 +34,7 @@ _TOLERANCE = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 @dataclass
 class Site:
-    """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None where it changes."""
+    """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None if it changes."""
 
     branch: Branch
     block_name: str
@@ -50,7 +50,7 @@ class Site:
         return f"{self.block_name}.{self.branch.norm}"
 
     def join(self, form: str, alpha: float = 1.0) -> Edit:
-        """The edit that adds this branch to the stream in one of the forms of runtime/joins.py."""
+        """Return the edit that adds this branch to the stream in one of the forms of runtime/joins.py."""
         own = self.branch
         second = f"{own.norm}{SECOND_NORM_SUFFIX}" if form == "sandwich" else ""
         join = Join(form, own.norm, own.outlet, own.call, own.dropout, second, own.readers, alpha)
@@ -164,7 +164,7 @@ def _depths(model: nn.Module, branches: list[Branch], layers: list[Branch]) -> d
 
 
 def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
-    """Every block of the model with one of the branches, in the order of its modules."""
+    """Yield every block of the model with one of the branches, in the order of its modules."""
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}

@@ -70,7 +70,7 @@ class MLPSite:
 
 
 def find_mlps(model: nn.Module) -> list[MLPSite]:
-    """Every MLP of a model, those that can't be replaced with the reason. The model isn't changed.
+    """Return every MLP of a model, those that can't be replaced with the reason. The model isn't changed.
 
     Raises:
         UnsupportedError: something in the model can't be copied.
@@ -102,7 +102,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
 
 
 def mixtures(model: nn.Module) -> Iterator[str]:
-    """Names of modules that hold routed experts as stacked Parameters."""
+    """Yield names of modules that hold routed experts as stacked Parameters."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         routed = "Expert" in kind or _MIXTURE.search(kind)
@@ -180,12 +180,12 @@ def _mlp_site(parts: MLPParts, name: str, attribute: str, names: dict[int, str])
 
 
 def is_projection(module: object) -> bool:
-    """Whether a module is a Linear or a transposed Conv1D."""
+    """Return whether a module is a Linear or a transposed Conv1D."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_activation(function: Activation) -> bool:
-    """Whether each output depends on its own input alone, and isn't equal to it."""
+    """Return whether each output depends on its own input alone, and isn't equal to it."""
     if isinstance(function, nn.Identity | nn.modules.dropout._DropoutNd):
         return False
     try:
@@ -226,7 +226,7 @@ class Flow:
     paired: bool = False  # the activation took a pair
 
     def read(self) -> MLPParts | None:
-        """None if the activation isn't an MLP's."""
+        """Return None if the activation isn't an MLP's."""
         if len(self.activations) != 1:
             return None
         act_input, act_output = self.activations[0]

@@ -26,7 +26,7 @@ _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedd
 
 
 def describe(module: nn.Module) -> NormFacts | None:
-    """The facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
+    """Return the facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
     facts = module.__dict__.get("facts")
     if isinstance(facts, NormFacts):  # a norm of hfpatch's
         return facts
@@ -41,7 +41,7 @@ def describe(module: nn.Module) -> NormFacts | None:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Whether class or base class says LayerNorm: a module that a reader of the plan expects to find in it."""
+    """Return whether class or base class says LayerNorm: a module that a reader of the plan expects to find in it."""
     return isinstance(module, nn.LayerNorm) or "layernorm" in type(module).__name__.lower().replace("_", "")
 
 
@@ -117,7 +117,7 @@ def _declared_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _answer(module: nn.Module, shape: tuple[int, ...], layout: str, scale: float) -> tuple[Tensor, Tensor] | None:
-    """An input of this layout and a module's answer, both with the channels last; None where it gives none."""
+    """An input of this layout and a module's answer, both with the channels last; None if it gives none."""
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn((2, 3, 5, *shape), generator=generator, dtype=torch.float64) + 0.7) * scale
     shaped = x if layout == "images" else x.flatten(1, 2)

@@ -85,7 +85,7 @@ class NativeRotation:
         return found
 
     def rebuilt(self, settings: Settings) -> nn.Module:
-        """Another rotary module of the host's class, on the CPU."""
+        """Return another rotary module of the host's class, on the CPU."""
         return with_settings(self.module, settings, self.layer_type)
 
     def phases(self, module: nn.Module) -> Any:
@@ -96,7 +96,7 @@ class NativeRotation:
 
 
 def find_rotations(model: nn.Module) -> list[NativeRotation]:
-    """Every rotation of the model that follows transformers' convention."""
+    """Return every rotation of the model that follows transformers' convention."""
     found, paths = [], config_paths(getattr(model, "config", None))
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
@@ -116,7 +116,7 @@ def find_rotations(model: nn.Module) -> list[NativeRotation]:
 
 
 def rotations_of(model: nn.Module, module: nn.Module) -> list[NativeRotation]:
-    """All rotations of one rotary module."""
+    """Return all rotations of one rotary module."""
     return [rotation for rotation in find_rotations(model) if rotation.module is module]
 
 

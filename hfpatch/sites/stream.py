@@ -51,22 +51,22 @@ def loud_noise(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
 
 
 def read_same_tensor(block: Block, one: CallKey, other: CallKey) -> bool:
-    """Whether two calls take the same tensor."""
+    """Return whether two calls take the same tensor."""
     return torch.equal(rows(block.base.inputs[one]), rows(block.base.inputs[other]))
 
 
 def reads_norm(block: Block, norm: CallKey, reader: CallKey) -> bool:
-    """Whether a call takes a norm's output."""
+    """Return whether a call takes a norm's output."""
     return torch.equal(rows(block.base.outputs[norm]), rows(block.base.inputs[reader]))
 
 
 def is_read_only_by(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
-    """Whether noise on a norm's output reaches nothing of the block while these calls are held."""
+    """Return whether noise on a norm's output reaches nothing of the block while these calls are held."""
     noise = block.noise(block.base.outputs[norm], 0)
     after = block.run({norm: noise}, readers).points
     return all(torch.equal(after[point], before) for point, before in block.base.points.items())
 
 
 def rows(x: Tensor) -> Tensor:
-    """A tensor as rows of channels: some hosts run their MLP on (B T, d)."""
+    """Return a tensor as rows of channels: some hosts run their MLP on (B T, d)."""
     return x.flatten(0, -2)

@@ -24,7 +24,7 @@ from .planners import PlannerResult
 
 
 def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
-    """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
+    """Return what changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
 
     Raises:
         UnsupportedError: the model is causal, or its branches meet the stream through joins.
@@ -67,7 +67,7 @@ def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | 
 
 
 def _sees_later(block: Block) -> bool:
-    """Whether an earlier position's output moves with the last one's input; False where the outputs are no numbers."""
+    """Whether an earlier position's output moves with the last one's input; False if the outputs are no numbers."""
     stream = block.arguments[block.stream]
     if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
         return stream.dim() == 4

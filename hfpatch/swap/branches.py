@@ -41,7 +41,7 @@ from .planners import PlannerResult
 def plan_placement(
     model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """How each branch of the model will meet its stream; nothing is changed yet.
+    """Return how each branch of the model will meet its stream; nothing is changed yet.
 
     Raises:
         UnsupportedError: a branch has no norm of its own before it or behind the sum, or can't be seen through.

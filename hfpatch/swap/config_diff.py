@@ -52,7 +52,7 @@ class ConfigDiff:
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
-    """The attributes and buffers that a model of this class has under other settings of its config.
+    """Return the attributes and buffers that a model of this class has under other settings of its config.
 
     Args:
         model: the outermost model.

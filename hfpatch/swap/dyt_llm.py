@@ -37,7 +37,7 @@ _ALPHA_BY_WIDTH = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 
 
 
 def llm_alpha(width: int, attention: bool) -> float:
-    """The paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
+    """Return the paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
 
     At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond them as at the
     nearest.

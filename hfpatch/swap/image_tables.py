@@ -36,7 +36,7 @@ class Layout:
         return self.frames * self.rows * self.columns
 
     def resize(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
-        """A table (..., width) with other rows and columns of patches; `usual` is its host's method."""
+        """Return a table (..., width) with other rows and columns of patches; `usual` is its host's method."""
         flat = table.reshape(-1, table.shape[-1])
         first, last = self.before, self.before + self.patches
         grid = flat[first:last].reshape(self.frames, self.rows, self.columns, -1)
@@ -48,7 +48,7 @@ class Layout:
 
 
 def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) -> Change:
-    """What becomes of a table on a grid of patches; `row` is what the plan says of it so far.
+    """Return what becomes of a table on a grid of patches; `row` is what the plan says of it so far.
 
     Raises:
         UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
@@ -119,7 +119,7 @@ class _Redraw:
 def resize_table(
     item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
 ) -> tuple[list[Edit], tuple[WeightChange, ...]]:
-    """The edits that give a learned table another number of rows, and the change of its values before them.
+    """Return the edits that give a learned table another number of rows, and the change of its values before them.
 
     Args:
         resized: from the table's values to the new ones.
@@ -141,7 +141,7 @@ def resize_table(
 
 
 def new_size(item: FoundStack, scheme: Learned) -> Any:
-    """The config's new image size; None where the table keeps its size."""
+    """Return the config's new image size; None if the table keeps its size."""
     weight = _weight(item.table())
     if weight is None or (scheme.image_size is None and scheme.max_positions is None):
         return None
@@ -155,7 +155,7 @@ def _weight(table: Any) -> nn.Parameter | None:
 
 
 def layout_of(item: FoundStack, table: Tensor) -> Layout:
-    """How the rows of a stack's table lie.
+    """Return how the rows of a stack's table lie.
 
     Raises:
         UnsupportedError: the config and the record don't tell.

@@ -81,7 +81,7 @@ def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> li
 
 
 def changing_rotations(model: Any, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
-    """The model's own rotations that a part changes and a config describes, each with that config."""
+    """Yield the model's own rotations that a part changes and a config describes, each with that config."""
     names = Names.of(model)
     for rotation in find_rotations(model):
         if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):

@@ -205,7 +205,7 @@ def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
-    """A norm as plans print it: "LayerNorm(768)"."""
+    """Return a norm as plans print it: "LayerNorm(768)"."""
     return module._get_name() + size_of(facts)
 
 

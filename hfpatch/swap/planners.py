@@ -39,7 +39,7 @@ class PlannerResult:
     derived: ConfigDiff = field(default_factory=ConfigDiff)
 
     def inexact(self, measured: str) -> PlannerResult:
-        """The same without its exact conversion, which failed its check on the model: norms alone change.
+        """Return the same without its exact conversion, which failed its check on the model: norms alone change.
 
         Args:
             measured: how it failed, in words.
@@ -54,7 +54,7 @@ class PlannerResult:
 
 
 def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
-    """The error that a module's change isn't exact, with what it doesn't preserve."""
+    """Return the error that a module's change isn't exact, with what it doesn't preserve."""
     kind = next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
     return UnsupportedError(f"{name}: {kind}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that.")
 
@@ -77,5 +77,5 @@ class Planner(Protocol):
 
 
 def planner_of(scheme: Scheme) -> Planner:
-    """The planner that a scheme names ("module:function"), imported on first use."""
+    """Return the planner that a scheme names ("module:function"), imported on first use."""
     return pkgutil.resolve_name(scheme.planner)

@@ -50,7 +50,7 @@ def plan_position_request(
 def plan_positions(
     model: nn.Module, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
+    """Return what `part` does to each table and attention of the model's stacks; nothing is changed yet.
 
     Args:
         model: any module tree that contains a recorded stack.

@@ -32,7 +32,7 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """What the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
+    """Return what the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -79,7 +79,7 @@ def _num_heads(name: str, module: nn.Module) -> int:
 
 
 def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str | None:
-    """Why a bias on this attention's scores would be lost; None where it takes one.
+    """Why a bias on this attention's scores would be lost; None if it takes one.
 
     With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
     and it mustn't be where such a bias is in the first head alone, or is slight.

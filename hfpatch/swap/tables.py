@@ -186,7 +186,7 @@ class _Resize:
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
-    """Why a table can't be computed or resized in its place, None where it can."""
+    """Why a table can't be computed or resized in its place, None if it can."""
     stack = item.stack
     if _is_grid(item, table):
         return "holds a grid of patches, whose rows have two coordinates"
@@ -215,7 +215,7 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 
 
 def takes_any_length(model: nn.Module) -> bool:
-    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    """Return whether no table is left that would end somewhere, in a model that has or had one."""
     tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
     ending = [isinstance(table, Tensor | nn.Module) and not isinstance(table, ComputedPositions) for table in tables]
     return bool(tables) and not any(ending)

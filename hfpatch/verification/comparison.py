@@ -55,11 +55,11 @@ class Comparison:
             self.runs["model", dtype] = self._measure_run(self.model, dtype, exact)
 
     def output_rows(self) -> list[OutputRow]:
-        """Every output of every run."""
+        """Return every output of every run."""
         return [sums[name, None].output_row(name, *run) for name in self.names for run, sums in self.runs.items()]
 
     def layer_rows(self) -> list[LayerRow]:
-        """Every layer of every run but the truth's."""
+        """Return every layer of every run but the truth's."""
         return [
             LayerRow(stream, index, *run, layer.deviation.rms_error, layer.centred.rms_error)
             for run, sums in self.runs.items()
@@ -172,7 +172,7 @@ class Comparison:
 
 
 def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -> Tensor | None:
-    """Which positions of an output count: (B, T) from the attention mask of its side, None where all do."""
+    """Return which positions of an output count: (B, T) from the attention mask of its side, None if all do."""
     mask = batch.get(side_of(name, encoder_decoder))
     if not isinstance(mask, Tensor) or mask.dim() < 2:
         return None
@@ -182,7 +182,7 @@ def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -
 
 
 def side_of(name: str, encoder_decoder: bool) -> str:
-    """Which attention mask an output goes by."""
+    """Return which attention mask an output goes by."""
     of_decoder = encoder_decoder and not name.rpartition(".")[2].startswith("encoder")
     return "decoder_attention_mask" if of_decoder else "attention_mask"
 

@@ -36,7 +36,7 @@ class Subject:
         return f"the {self.role} ({type(self.model).__name__})"
 
     def copy(self, dtype: torch.dtype) -> nn.Module:
-        """A copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
+        """Return a copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
 
         A copy in float64 is on the CPU where the model's device has none.
 

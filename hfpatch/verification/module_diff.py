@@ -29,7 +29,7 @@ Edits = dict[str, list[tuple[str, Any]]]  # a module's name -> what of it edits 
 
 
 def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
-    """Rows for all modules that differ from `reference`, and for all norms that were kept."""
+    """Return rows for all modules that differ from `reference`, and for all norms that were kept."""
     new_modules, old_modules = dict(model.named_modules()), dict(reference.named_modules())
     facts = {module: describe(module) for module in (*new_modules.values(), *old_modules.values())}
     edits, old_edits = _edits(model), _edits(reference)

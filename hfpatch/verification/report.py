@@ -212,7 +212,7 @@ class Report(SavedResult):
 
 
 def title_of(class_name: str, record: Record) -> str:
-    """What a report calls a model: its class and the schemes of its patch, with their options."""
+    """Return what a report calls a model: its class and the schemes of its patch, with their options."""
     schemes = [f"{kind}={part.as_requested.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 

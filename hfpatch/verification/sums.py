@@ -52,7 +52,7 @@ class Sums:
         self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
 
     def output_row(self, name: str, role: str, dtype: str) -> OutputRow:
-        """An output's sums as a row of the report."""
+        """Return an output's sums as a row of the report."""
         found = {column: torch.cat(values) for column, values in self.columns.items()}
         mean = {column: float(values.mean()) for column, values in found.items() if len(values)}
         least = {column: float(values.min()) for column, values in found.items() if len(values)}
@@ -115,7 +115,7 @@ def _classes_last(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _cosines(t: Tensor, y: Tensor) -> Tensor:
-    """Cosines over the last axis; 1 between two zero vectors, 0 where one of the two is zero."""
+    """Cosines over the last axis; 1 between two zero vectors, 0 if one of the two is zero."""
     lengths = t.norm(dim=-1) * y.norm(dim=-1)
     both_zero = (t == 0).all(-1) & (y == 0).all(-1)
     return torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
