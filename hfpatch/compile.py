@@ -117,7 +117,7 @@ def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Region:
-    """Callable for a compiled module's call: runs its hooks uncompiled and its forward compiled, and counts calls.
+    """Callable for a compiled module: runs hooks uncompiled and the forward compiled, and counts calls.
 
     A block that is handed a cache, or inside which something is recorded, runs uncompiled.
     """

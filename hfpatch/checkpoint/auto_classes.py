@@ -72,7 +72,7 @@ def model_types_of(class_name: str) -> set[str]:
 
 
 def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
-    """Names of the public Auto classes that open this class, in this order, others behind them, AutoModel last."""
+    """Return the public Auto classes that open a class, in this order: known ones, others, AutoModel last."""
     first = list(order)
     found = [
         auto.__name__
@@ -84,7 +84,7 @@ def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] 
 
 
 def class_to_build(config: Any, head: str | None = None) -> Any:
-    """The Auto class called `head`, or else the class that the config was saved from, or the family's usual head.
+    """Return the Auto class `head`, else the class that the config was saved from, else the family's usual head.
 
     Raises:
         PatchError: transformers has no Auto class of that name.

@@ -62,7 +62,7 @@ def config_of(model: str, trust: bool) -> Any:
 
 
 def random_weights(config: Any, head: str | None, trust: bool) -> Any:
-    """A model with random weights, by the Auto class `head`; None is the class that the config was saved with."""
+    """Return a model with random weights, by the Auto class `head`, or (None) the class in the config."""
     cls = class_to_build(config, head)
     if hasattr(cls, "from_config"):
         return cls.from_config(config, trust_remote_code=trust).eval()
@@ -72,7 +72,7 @@ def random_weights(config: Any, head: str | None, trust: bool) -> Any:
 def open_model(
     model: str, head: str | None, trust: bool, strongest: bool = False, stored: bool = False, **options: Any
 ) -> Any:
-    """Return a model by its name, in the dtype that it was saved in.
+    """Load a model by its name, in the dtype that it was saved in.
 
     Args:
         head: as in `random_weights`.

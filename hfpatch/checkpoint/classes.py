@@ -66,7 +66,7 @@ _finish: ContextVar[Callable[[], None] | None] = ContextVar(
 
 
 class HfpatchConfig(PreTrainedConfig):
-    """Config class of a patched checkpoint's model type; `from_dict` returns a config of its host's patched class."""
+    """Config class of the model type "hfpatch"; `from_dict` returns a config of the host's patched class."""
 
     model_type = MODEL_TYPE
 
@@ -92,7 +92,7 @@ class HfpatchConfig(PreTrainedConfig):
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of patched models of one family, registered with every Auto class that knows the host's."""
+    """Return a family's patched config class, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
     answer_to_architectures()
@@ -142,7 +142,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
 
 
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
-    """The class of patched models of one host class: it builds the host, then applies the edits in the config's record.
+    """Return the patched class of a host class: it builds the host, then applies the edits in the config's record.
 
     Args:
         host: a transformers model class.
@@ -350,7 +350,7 @@ def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: DigestFi
 
 
 def with_loading_info(load: Callable[..., Any]) -> Any:
-    """Return a loaded model and what transformers says of its weights; the model alone where its host can't say that.
+    """Return a loaded model and its loading info; the model alone if its host has none.
 
     `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
     """
@@ -384,7 +384,7 @@ def _class_named_on_disk(name: str) -> Any:
 
 
 def answer_to_architectures() -> None:
-    """Let transformers answer to architectures of patched checkpoints; an entry point, called in vLLM's processes.
+    """Let transformers resolve architectures of patched checkpoints; an entry point that vLLM's processes call.
 
     Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """

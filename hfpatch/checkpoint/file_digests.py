@@ -55,7 +55,7 @@ DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: o
 
 
 class DigestFile(NamedTuple):
-    """What the file says.
+    """Content of the digest file.
 
     Attributes:
         path: the file.
@@ -73,7 +73,7 @@ class DigestFile(NamedTuple):
 
 
 class WeightComparison(NamedTuple):
-    """What was compared before a checkpoint is opened.
+    """Result of comparing weight files with their digests before they are opened.
 
     Attributes:
         tensors, size: how many tensors and bytes its weight files have.
@@ -194,7 +194,7 @@ def compare(
 
 
 def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the file of all weights, if the config names one; name and options are as in `from_pretrained`."""
+    """Return the file of all weights if the config names one; name and options are as in `from_pretrained`."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
@@ -208,7 +208,7 @@ def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
-    """Return what finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
+    """Return a function that finds a file of a checkpoint: in its folder, or in the Hub's cache after a download."""
 
     def find(file: str) -> Path | None:
         found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
@@ -280,7 +280,7 @@ def _hash(header: bytes, flat: Tensor) -> str:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Entries of a tensor, flat: all of a small one, else runs at evenly spaced places."""
+    """Return entries of a tensor, flat: all of a small one, else runs at evenly spaced places."""
     flat, n = tensor.detach().reshape(-1), tensor.numel()
     if n <= _WHOLE:
         return flat
@@ -289,7 +289,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Any:
-    """Return a tensor's memory as an array of bytes, which numpy can read in every dtype."""
+    """Return a tensor's memory as an array of bytes, for any dtype."""
     return flat.cpu().view(torch.uint8).numpy()
 
 

@@ -30,7 +30,7 @@ _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torc
 
 
 def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
-    """The safetensors files of a checkpoint whose weights may stay in them; None where opening it is more than that.
+    """Return the safetensors files that can be memory-mapped; None if opening the checkpoint needs more than that.
 
     It is for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed checkpoints,
     code of the repository, and files that config.json names.
@@ -48,7 +48,7 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
 
 
 def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """Return a model whose large weights stay in their files, and what transformers says of loading it.
+    """Load a model with its large weights memory-mapped, and the loading info.
 
     Args:
         files: as `files_of` found them.

@@ -120,7 +120,7 @@ def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
 
 @contextmanager
 def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
-    """Write a patched model's code into a folder; meanwhile its config has the `auto_map` that belongs to it.
+    """Write a patched model's code into a folder; in this context its config has the matching `auto_map`.
 
     Args:
         model, folder: as in `write_code`.
@@ -154,7 +154,7 @@ def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required:
 
 
 def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    """Write the modeling file and the files that it needs into a folder; the `auto_map` that belongs to them.
+    """Write the modeling file and the files that it needs into a folder, and return the matching `auto_map`.
 
     Raises:
         UnsupportedError: as in `classes_by_auto_class`; or a component's file needs more than torch, transformers and

@@ -29,7 +29,7 @@ _HARMLESS |= {FILE}  # the file's name: what is in it is compared
 
 
 class ConfigFile(NamedTuple):
-    """What a config that was read from disk knows of the file.
+    """Digests of a config.json that was read from disk, and whether remote code is next to it.
 
     Attributes:
         digest: of what it says.
@@ -44,11 +44,11 @@ class ConfigFile(NamedTuple):
     remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
-        """Whether it is the one that was saved, as far as that is known; `saved` is as in `require_unchanged`."""
+        """Return whether it is the saved one, as far as known; `saved` is as in `require_unchanged`."""
         return (saved or self.saved) in (None, self.digest)
 
     def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
-        """Report a config.json that isn't the one that was saved; many a change is meant, so by default as a warning.
+        """Report a config.json that isn't the saved one: by default as a warning, since many changes are intended.
 
         Args:
             name: of the checkpoint.
@@ -71,7 +71,7 @@ class ConfigFile(NamedTuple):
 
 
 def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
-    """Validates a patched config.json; returns it without an export's `auto_map` entries.
+    """Validate a patched config.json, and return it without an export's `auto_map` entries.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -115,7 +115,7 @@ def has_remote_code(stored: Mapping[str, Any]) -> bool:
 
 
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
+    """Return a config.json's dictionary without the `auto_map` entries of an export, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
     others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}
@@ -141,7 +141,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def config_digest(stored: Mapping[str, Any]) -> str:
-    """A digest of what config.json says of the model and its patch, but for what hfpatch 0.2 added of its own digests.
+    """Return a digest of config.json and its patch record, without the digests that hfpatch 0.2 added.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
     """

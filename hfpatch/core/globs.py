@@ -34,7 +34,7 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass
 class Names:
-    """A model's module names as globs see them: with and without the prefix of the base model.
+    """Module names as globs match them: with and without the base model's prefix.
 
     `transformer.h.0.*` written for GPT2LMHeadModel thus also names the modules of a bare GPT2Model, whose own names
     start at `h`, and the other way round.
@@ -71,7 +71,7 @@ class Names:
         return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
 
     def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
-        """Why a module of these names stays, going by the request's globs; None if they leave it to change."""
+        """Return why the request's globs keep a module of these names; None if they let it change."""
         if any(self.matches(glob, names) for glob in keep):
             return "keep"
         if only and not any(self.matches(glob, names) for glob in only):
@@ -79,7 +79,7 @@ class Names:
         return None
 
     def explicitly_selected(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
-        """Special modules, which are kept unless `only` names them, that a glob of `only` selects.
+        """Return the special modules that a glob of `only` selects; others of them are kept.
 
         A glob selects them if it matches special modules alone: `*` selects none.
 

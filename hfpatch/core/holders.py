@@ -76,7 +76,7 @@ def tokenizer_owner(holder: nn.Module) -> nn.Module:
 
 
 def unwrap_holders(function: F) -> F:
-    """Decorator of a function of models: a holder may stand for the model inside it, and is returned for that.
+    """Decorate a function of models: it takes a holder in place of the model inside, and returns the holder.
 
     If no `tokenizer` is passed, it is the holder's `tokenizer_owner`. Where new tensors are made on meta by default, as
     a model that is built there wants it, the function's own are not: it goes by the device of the model.

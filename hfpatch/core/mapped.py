@@ -19,7 +19,7 @@ MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from
 
 
 class Mappings:
-    """Files that are mapped into memory as long as tensors of them live.
+    """Files that stay memory-mapped while tensors of them live.
 
     A mapped tensor is an ordinary one. What is written in place to one of a checkpoint is lost by `release`, and never
     in the file.
@@ -38,7 +38,7 @@ class Mappings:
         return new
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Write a tensor to a temporary file that has no name (where TMPDIR says): a CPU tensor of the same strides.
+        """Write a tensor to an unnamed temporary file (in TMPDIR) and map it: a CPU tensor of the same strides.
 
         Raises:
             PatchError: the file can't be written; a full disk, for one.
@@ -50,20 +50,20 @@ class Mappings:
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def release(self) -> None:
-        """Let go of what was read: it is read again when it is used."""
+        """Free the pages that were read; they are read again on use."""
         for one in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
                 one.madvise(mmap.MADV_DONTNEED)
 
 
 def map_tensor(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
-    """Return the tensor that lies in a mapped file from a byte on."""
+    """Return a tensor of a mapped file, from a byte offset."""
     count = math.prod(shape)
     return torch.frombuffer(file, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
 
 
 def read_into_memory(model: nn.Module) -> None:
-    """Bring the weights of a model into memory, if they are mapped from files."""
+    """Read a model's memory-mapped weights into memory."""
     if vars(model).pop(MAPPED, None) is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
@@ -71,7 +71,7 @@ def read_into_memory(model: nn.Module) -> None:
 
 @contextmanager
 def unload_after_forward(model: nn.Module) -> Iterator[None]:
-    """Context in which mapped weights that a module's forward read are let go of when it ends."""
+    """Context in which a module's mapped weights are released after its forward."""
     mappings: Mappings | None = vars(model).get(MAPPED)
     hook = mappings and nn.modules.module.register_module_forward_hook(lambda *_: mappings.release())
     try:
@@ -82,7 +82,7 @@ def unload_after_forward(model: nn.Module) -> Iterator[None]:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Return whether it is a plain tensor whose elements lie side by side in memory, in some order of its axes."""
+    """Return whether it is a plain tensor whose elements are contiguous in memory, in some order of its axes."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

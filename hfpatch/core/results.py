@@ -62,7 +62,7 @@ class Table:
 
 
 class Result:
-    """Base of results for people: `str(result)` and a console show text, a notebook the same as HTML tables."""
+    """Base of printable results: `str(result)` and consoles show text, notebooks show HTML tables."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
         """Return the parts of the text, between which is an empty line; each is lines and tables."""
@@ -84,12 +84,12 @@ class Result:
 
 
 class SavedResult(Result):
-    """Base of reports, which are dataclasses: they are saved as JSON and read again."""
+    """Base of reports that are saved as JSON and loaded again; subclasses are dataclasses."""
 
     version: ClassVar[int] = 1  # of the JSON
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
+        """Return everything as plain JSON values; numbers that JSON lacks are "inf", "-inf" and "nan"."""
         return {"version": self.version, **to_json_value(asdict(self))}  # type: ignore[call-overload]  # a dataclass
 
     @classmethod
@@ -129,7 +129,7 @@ class SavedResult(Result):
 
 
 def dataframe(kind: type, rows: Sequence[Any], **more: type) -> Any:
-    """Rows, instances of a dataclass, as a pandas dataframe: a column for each field, numbers where they are numbers.
+    """Return dataclass instances as a pandas dataframe, with a column for each field.
 
     Args:
         kind: the dataclass; an empty dataframe has its columns too.
@@ -158,7 +158,7 @@ def _dtype(expected: Any) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
+    """Return a value of dictionaries, lists, texts and numbers with infinities and NaN as text."""
     if isinstance(value, Mapping):
         return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -167,7 +167,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def from_json_value(expected: Any, value: Any, where: str) -> Any:
-    """Return a JSON value as a dataclass, list or plain value of the expected type.
+    """Convert a JSON value to a dataclass, list or plain value of the expected type.
 
     Raises:
         OptionError: it is of another type, or lacks fields.

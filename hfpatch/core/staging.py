@@ -17,7 +17,7 @@ from ..runtime.errors import PatchError, first_line
 
 
 def require_free(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a file, a folder that isn't empty unless it is to be overwritten, and a place that can't be written.
+    """Refuse a file, a non-empty folder without `overwrite`, and a place that can't be written.
 
     Raises:
         PatchError: it is one of these.
@@ -30,7 +30,7 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
 
 
 def require_place(output: Path, kind: str = "place") -> None:
-    """Refuse an output in a place that can't be written; `kind` is what to choose another of.
+    """Refuse an output in a place that can't be written; `kind` is named in the error.
 
     Raises:
         PatchError: the nearest folder above that exists is a file or read-only.
@@ -97,7 +97,7 @@ def stage(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_files(folder: str | Path) -> Iterator[None]:
-    """Context in which temporary files are written to a folder; what goes wrong there says what to do.
+    """Context for temporary files in a folder, with errors that say what to do.
 
     Raises:
         PatchError: one can't be written.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 
 def nearest(word: str, known: Mapping[str, str] | Iterable[str], cutoff: float | None = None) -> str | None:
-    """The name that is spelt most like a word, without regard to case and punctuation; None if none is like it.
+    """Return the name spelt most like a word, ignoring case and punctuation; None if none is similar.
 
     The longest name that the word begins with comes first: of "bert-base" that is "bert", not "roberta".
 

@@ -29,7 +29,7 @@ _LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 
 
 class Transaction:
-    """Writes changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
+    """Applies changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
 
     A patch changes a model only through these methods. The log holds what was replaced, so it pickles and
     deep-copies together with the model.
@@ -46,7 +46,7 @@ class Transaction:
 
     @classmethod
     def on(cls, model: nn.Module) -> Transaction:
-        """Return the transaction of a change of a model that can't be undone once it has succeeded."""
+        """Return a transaction for a change that is irreversible once it has succeeded."""
         weights: Mappings | None = vars(model).get(MAPPED)
         return cls(weights or Mappings(), weights is not None)
 
@@ -64,7 +64,7 @@ class Transaction:
         self._record(_undo_item, target, key, old, place)
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
+        """Set a child module (None removes it); hooks of a replaced child move to the new one."""
         old = parent._modules.get(name)
         self._record_item(parent._modules, name)
         if new is None:
@@ -78,12 +78,12 @@ class Transaction:
         parent._modules[name] = new
 
     def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-        """Replace a Parameter; None leaves the name without one."""
+        """Set a Parameter (or None for a name without one)."""
         self._record_item(module._parameters, name)
         module._parameters[name] = new
 
     def set_buffer(self, module: nn.Module, name: str, new: Tensor) -> None:
-        """Replace a buffer; whether it is saved stays as it was."""
+        """Set a buffer; its persistence doesn't change."""
         self._record_item(module._buffers, name)
         module._buffers[name] = new
 
@@ -101,13 +101,13 @@ class Transaction:
             target.__class__ = new
 
     def drop_key(self, target: dict, key: Any) -> None:
-        """Remove a key from a dictionary, if it is there."""
+        """Remove a key from a dictionary, if present."""
         if key in target:
             self._record_item(target, key)
             del target[key]
 
     def write(self, root: nn.Module, change: WeightChange) -> None:
-        """Change a Parameter's values; what shares the old ones' memory keeps them.
+        """Change a Parameter's values; tensors that share the old memory keep the old values.
 
         It stays the same object, unless its shape changes.
 
@@ -134,7 +134,7 @@ class Transaction:
             disk.release()
 
     def find_detached(self, model: nn.Module) -> nn.Module | None:
-        """Return a module whose values `undo` would write back though it left the model since, or None."""
+        """Return a module whose values `undo` would restore although it is no longer in the model, or None."""
         back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
         known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}
         written = (arguments[0] for undo, arguments in self._log if undo is _undo_values)
@@ -155,7 +155,7 @@ class Transaction:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """While it is open, an error or Ctrl-C undoes the changes that were made since."""
+        """Context in which an error or Ctrl-C undoes the changes made inside."""
         length = len(self)
         try:
             yield
@@ -186,7 +186,7 @@ class _SavedValues:
 
 @dataclass
 class UndoRecord:
-    """What `unpatch_model` needs of a model whose patches are reversible.
+    """State that `unpatch_model` restores, of a model with reversible patches.
 
     Attributes:
         edits: the transaction of all of them.
@@ -201,7 +201,7 @@ class UndoRecord:
 
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
-    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
+    """Return a transaction that changes a model all or nothing, and that `unpatch_model` undoes with the patches."""
     kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
     edits = Transaction.on(model) if kept is None else kept.edits
     with edits.all_or_nothing():

@@ -16,7 +16,7 @@ _PIECE = 2**18  # elements converted to float64 at once
 
 @dataclass(frozen=True, eq=False)
 class WeightChange:
-    """A change of one Parameter's values x, computed in float64 and rounded to its dtype.
+    """Change of one Parameter's values x, computed in float64 and rounded to its dtype.
 
     Attributes:
         parameter: its name in the model.
@@ -48,7 +48,7 @@ class WeightChange:
     def apply(
         self, values: Tensor, operand: Tensor | None = None, copy: Callable[[Tensor], Tensor] = Tensor.clone
     ) -> Tensor:
-        """Return the new values, in memory of their own with the strides of the old ones.
+        """Return the new values in new memory, with the strides of the old ones.
 
         The arithmetic runs in pieces, so it takes little memory besides the result.
 

@@ -26,7 +26,7 @@ from .observe import channel_axes
 
 @dataclass(frozen=True)
 class Pair:
-    """A norm in the stream, the norm before it and the biased writer between the two, by name."""
+    """Names of a norm in the stream, of the norm before it, and of the writer with a bias between them."""
 
     norm: str
     earlier: str
@@ -36,7 +36,7 @@ class Pair:
 def find_pairs(
     model: nn.Module, inputs: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
 ) -> list[Pair]:
-    """For each norm the writer (a module whose bias was centred) and the norm that run last before it."""
+    """Return for each norm the writer (a module whose bias was centred) and the norm that ran last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
     with inference_state(model), observe_calls(modules, after=lambda name, _: order.append(name)):
@@ -53,7 +53,7 @@ def find_pairs(
 def compensate(
     model: nn.Module, inputs: Mapping[str, Any], pairs: list[Pair], transaction: Transaction
 ) -> dict[str, tuple[float, float]]:
-    """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
+    """Subtract the mean of the earlier norm's shift from the writer's bias, if that helps.
 
     A writer that feeds several norms (ALBERT runs one layer many times) takes the mean of what each of them needs.
 

@@ -78,7 +78,7 @@ def carry_out(
     transaction: Transaction,
     norms: Mapping[str, NormFacts] | None = None,
 ) -> None:
-    """Make everything that writes to the residual stream zero-mean over its channels, then put in RMSNorms.
+    """Make all writers of the residual stream zero-mean over its channels, then replace LayerNorms by RMSNorms.
 
     Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; a layer-scale
     goes into the linear before it first. What can't be folded (an embedding tied to the output head) has its output
@@ -106,7 +106,7 @@ def carry_out(
 
 
 def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
-    """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
+    """Return the changes that centre the stream, in order. Arguments and errors as in `carry_out`."""
     outputs = _centred_outputs(model, dict(centring.outputs))
     embeddings = _centred_embeddings(model, set(centring.embeddings))
     return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]

@@ -21,7 +21,7 @@ _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean s
 
 @dataclass
 class RecordedCall:
-    """A recorded call of a module.
+    """Recorded call of a module.
 
     Attributes:
         index: number of the call in the forward.
@@ -36,7 +36,7 @@ class RecordedCall:
 
 @dataclass
 class Forward:
-    """Record of one forward, or of several in turn.
+    """Record of one or several forwards.
 
     Attributes:
         outputs: the model's outputs, name -> tensor, floats as float64.
@@ -66,7 +66,7 @@ def observe(
     seen: Forward | None = None,
     name: str = "",
 ) -> Forward:
-    """Run a model once in float64, with the random generators' state restored afterwards.
+    """Run a model once in float64; the random state is restored.
 
     Args:
         model, inputs: as in `outputs_in_float64`.
@@ -105,12 +105,12 @@ def channel_axes(facts: NormFacts) -> tuple[int, ...]:
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to each one's root mean square; infinite where incomparable."""
+    """Return the largest difference of outputs, relative to each one's RMS; infinite if incomparable."""
     return max_error(original.outputs, other.outputs)
 
 
 def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:
-    """Norms whose input's mean differs between two forwards -> index of the first call in which it does."""
+    """Return norms whose input's mean differs between two forwards -> index of the first call in which it does."""
     found = {}
     for name, calls in original.means.items():
         others = other.means.get(name, [])
@@ -128,7 +128,7 @@ def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]
 def add_to_outputs(
     modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED
 ) -> Iterator[list[Tensor]]:
-    """Context in which random values, constant along an axis, are added to modules' outputs; yields them call by call.
+    """Context that adds random values, constant along an axis, to modules' outputs; yields them call by call.
 
     `size` is relative to the output's root mean square.
     """

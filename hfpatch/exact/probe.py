@@ -25,7 +25,7 @@ _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as
 
 @dataclass
 class Effect:
-    """Effect of a shift: of constants added to a Parameter or to a module's output.
+    """Effect of a shift: constants added to a Parameter or to a module's output.
 
     Attributes:
         error: largest relative change of a model output.
@@ -44,7 +44,7 @@ class Effect:
 
 
 class Probe:
-    """A small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
+    """Small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
 
     Attributes:
         norms: its LayerNorms, by name.
@@ -103,12 +103,12 @@ class Probe:
             changes.undo()
 
     def error_of(self, centring: Centring) -> float:
-        """Largest relative change of an output that a centring causes."""
+        """Return the largest relative change of an output under a centring."""
         with self.centre(centring):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:
-        """Norms whose input is zero-mean in every call once the model is centred."""
+        """Return the norms whose input is zero-mean in every call once the model is centred."""
         with self.centre(centring):
             after = self.forward()
         return set(after.means) - off_centre(after)
@@ -116,7 +116,7 @@ class Probe:
     # --- shifts ------------------------------------------------------------------------------------------------------
 
     def measure(self, shift: Callable[[float, int], AbstractContextManager[Any]]) -> Effect:
-        """Effect of shifts of several sizes, tried as long as none is seen in an output.
+        """Return the effect of shifts of increasing size, as long as no output shows one.
 
         One size can stay unseen by chance: where an attention or a gate is saturated, or a choice doesn't tip over.
 
@@ -136,7 +136,7 @@ class Probe:
 
     @contextmanager
     def shift(self, writer: Axis, size: float, seed: int) -> Iterator[None]:
-        """Context in which random values, constant along the writer's axis, are added to its Parameters."""
+        """Context that adds random values, constant along the writer's axis, to its Parameters."""
         generator, before = torch.Generator().manual_seed(seed), list[tuple[nn.Parameter, Tensor]]()
         with torch.no_grad():
             try:
@@ -161,7 +161,7 @@ class Probe:
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
     def centrable(self, pattern: str) -> dict[str, int]:
-        """Norms whose input changes if constants are added to the outputs of a pattern's modules, as `Effect.moved`.
+        """Return norms whose input changes if constants are added to a pattern's outputs, as `Effect.moved`.
 
         {} if an output of the model changes too: then these modules can't be centred.
         """
@@ -195,7 +195,7 @@ class Probe:
         return not self.modules[name]._modules or not holds_norms
 
     def last_carrier(self, module: str) -> str | None:
-        """Pattern of the last module before any norm whose output also changes by constants added to a module's output.
+        """Return the pattern of the last module before any norm whose output changes with a module's output.
 
         Only modules that can be centred count; None if there is none.
         """
@@ -215,7 +215,7 @@ class Probe:
         return next(filter(self.centrable, patterns), None)
 
     def sources(self, after: Forward) -> list[str]:
-        """Patterns of modules whose output isn't zero-mean, in the order of calls, those without children first."""
+        """Return patterns of modules whose output isn't zero-mean, in call order, those without children first."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis = self.axis_of(name)
@@ -229,7 +229,7 @@ class Probe:
 
 
 def off_centre(forward: Forward) -> set[str]:
-    """Norms whose input isn't zero-mean in every call."""
+    """Return the norms whose input isn't zero-mean in every call."""
     return {
         name
         for name, calls in forward.means.items()

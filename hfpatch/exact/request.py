@@ -27,7 +27,7 @@ from .search import find_centring
 
 @dataclass(frozen=True)
 class Conversion:
-    """Exact conversion of a model's norms to one that equals LayerNorm where the residual stream is zero-mean.
+    """Exact conversion of a model's norms to norms that equal LayerNorm if the residual stream is zero-mean.
 
     Attributes:
         model: the model to convert.
@@ -50,7 +50,7 @@ class Conversion:
     def of_request(
         cls, model: PreTrainedModel, part: SchemeRequest, inputs: Mapping[str, Any] | None
     ) -> Conversion | None:
-        """The conversion for a request, before the search; None if the request asks for a swap of the norms alone."""
+        """Return the conversion for a request, before the search; None if it asks to swap only the norms."""
         assert isinstance(part.scheme, Norm)
         if part.scheme.centring is None or part.init in ("copy", "reset"):
             return None
@@ -76,7 +76,7 @@ class Conversion:
         return pattern_of(name) in self.centring.compensated
 
     def find(self) -> Conversion:
-        """Search for what to centre; if the model can't be converted, `centring.refused` of the result says why.
+        """Search for what to centre; `centring.refused` of the result says why a model can't be converted.
 
         Raises:
             WrappedModelError: a module to centre carries a forward of its own, put there by another library.
@@ -127,7 +127,7 @@ class Conversion:
             return copy_of(self.model, config=unpatched_config(self.model.config), device="meta")
 
     def why_not_exact(self, names: list[str]) -> str | None:
-        """Return why a norm, given by all its names, isn't exact; None if it is."""
+        """Return why a norm isn't exact; None if it is."""
         patterns = [pattern_of(name) for name in names]
         if any(pattern in self.centring.exact for pattern in patterns):
             return None
@@ -143,7 +143,7 @@ class Conversion:
         return replace(self.part, init=self.part.init if self.centres else "copy")
 
     def to_check(self) -> dict[str, NormInput] | None:
-        """The inputs of the exact norms, by name, whose means a check measures; None if nothing can be checked."""
+        """Return the inputs of exact norms whose means a check measures; None if nothing can be checked."""
         if self.on_meta or not self.centres:
             return None
         return norm_inputs(self.model, self.exact)
