@@ -61,7 +61,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
 
 
 def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> Centring:
-    """Return `find_centring` on the small model itself: in float64, with random weights, and `inputs` of its forward.
+    """Search on the small model itself (float64, random weights); `inputs` are those of its forward.
 
     The latest result for each class is cached, since `plan_patch` is often followed by `patch_model`. It is used again
     for a model with the same modules whose forward computes the same numbers.
@@ -152,7 +152,7 @@ class _Search:
         return found
 
     def candidates(self) -> Iterator[Axis]:
-        """Axes that may be the stream's channels: as long as some norm is wide, of all Parameters outside norms."""
+        """Return axes that may be the stream's channels: as wide as some norm, of all Parameters outside norms."""
         probe = self.probe
         for pattern, named in probe.parameters.items():
             dims = {parameter.dim() for parameter in named.values()}
@@ -208,14 +208,14 @@ class _Search:
         return False
 
     def mask_lengths(self) -> list[int]:
-        """Possible lengths of the mask: the numbers of positions in the modules' outputs."""
+        """Return possible lengths of the mask: the numbers of positions in the modules' outputs."""
         shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.probe.base.returned.values() for one in calls)
         counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
         counts += [shape[1] for shape in shapes if len(shape) == 3]
         return list(dict.fromkeys(counts))[:12]
 
     def find_unreached(self) -> str | None:
-        """Reason to refuse: modules that may write to the stream didn't run, as inputs are missing; None if all ran."""
+        """Return a reason to refuse if modules that may write to the stream didn't run; None if all ran."""
         probe = self.probe
         takes = inspect.signature(probe.model.forward).parameters
         missing = [name for name in takes if _OTHER_INPUTS.search(name) and name not in probe.inputs[""]]
@@ -255,7 +255,7 @@ class _Search:
             found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
     def without_costly(self, writers: Mapping[Axis, Any], outputs: _Outputs) -> _Outputs:
-        """The outputs that are worth centring: each makes more norms exact than it adds centrings to a forward."""
+        """Return outputs worth centring: each makes more norms exact than it adds operations to a forward."""
         kept = dict(outputs)
         for one in outputs:
             fewer = {other: seen for other, seen in kept.items() if other != one}
@@ -268,7 +268,7 @@ class _Search:
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
     def embeddings(self, centring: Centring) -> tuple[str, ...]:
-        """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () if nothing is lacking."""
+        """Return the innermost modules whose `inputs_embeds` must be centred; () if none."""
         probe = self.probe
         taken: set[str] = set()
 
@@ -307,7 +307,7 @@ class _Search:
     # --- norms --------------------------------------------------------------------------------------------------------
 
     def exact(self, centring: Centring) -> list[str]:
-        """Patterns of norms that are exact as RMSNorms once the model is centred."""
+        """Return patterns of norms that are exact as RMSNorms once the model is centred."""
         probe = self.probe
         inexact = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(centring)}
         found = list(dict.fromkeys(one for name in probe.norms if (one := pattern_of(name)) not in inexact))
@@ -318,7 +318,7 @@ class _Search:
         return found if error(found) <= EXACT else []
 
     def find_compensated(self, centring: Centring) -> list[str]:
-        """Patterns of post-norms whose input's mean is, but for a small rest, the mean of an earlier norm's shift.
+        """Return patterns of post-norms whose input mean is nearly the mean of an earlier norm's shift.
 
         That norm's output is part of their input: a constant added to it changes their input's mean by just that.
         """

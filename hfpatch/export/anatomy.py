@@ -34,12 +34,12 @@ class Affine:
         return Affine(self.weight - self.weight.mean(0, keepdim=True), bias)
 
     def after(self, shift: Tensor) -> Affine:
-        """x -> weight (x + shift) + bias."""
+        """Return x -> weight (x + shift) + bias."""
         moved = self.weight @ shift
         return Affine(self.weight, moved if self.bias is None else self.bias + moved)
 
     def before(self, gain: Tensor) -> Affine:
-        """x -> weight (gain * x) + bias."""
+        """Return x -> weight (gain * x) + bias."""
         return Affine(self.weight * gain, self.bias)
 
     def rows(self, index: Tensor) -> Affine:
@@ -47,7 +47,7 @@ class Affine:
         return Affine(self.weight[index], None if self.bias is None else self.bias[index])
 
     def times(self, factor: float) -> Affine:
-        """x -> factor * (weight x + bias)."""
+        """Return x -> factor * (weight x + bias)."""
         return Affine(self.weight * factor, None if self.bias is None else self.bias * factor)
 
 
@@ -63,7 +63,7 @@ class PlainNorm:
 
 @dataclass(kw_only=True)
 class Anatomy:
-    """A stack of blocks, what feeds it and what reads it.
+    """A stack of blocks with its stem (embeddings) and head, as plain weights.
 
     Attributes:
         stem: "embedding" of tokens; "types" (of tokens), "embedding_norm" and "final_norm" as far as there are.
@@ -104,12 +104,12 @@ class Anatomy:
 
 
 def change_roles(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
-    """Return a copy of some parts with those of the roles changed that are there."""
+    """Return a copy of some parts with the named roles changed, if present."""
     return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
 
 
 def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
-    """Queries, keys and values of a fused projection."""
+    """Split a fused projection into queries, keys and values."""
     rows, width = fused.weight.shape
     head_dim = width // heads
     channels = layout.channels(heads, (rows // head_dim - heads) // 2, head_dim)
@@ -117,7 +117,7 @@ def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
 
 
 def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
-    """Return the fused projection of a block's queries, keys and values."""
+    """Fuse a block's queries, keys and values into one projection."""
     parts = [block[role] for role in QKV]
     biases = [part.bias for part in parts if part.bias is not None]
     joined = Affine(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
@@ -125,7 +125,7 @@ def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
 
 
 def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
-    """RoPE in its other order of a head's channels: rows of queries and keys change places."""
+    """Convert RoPE to its other channel order, by reordering rows of queries and keys."""
     scheme = anatomy.positions
     if not isinstance(scheme, RoPE) or scheme.pairing == pairing:
         return anatomy
@@ -142,14 +142,14 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
 
 
 def with_zero_mean_stream(anatomy: Anatomy) -> Anatomy:
-    """Return the same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
+    """Return the stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
     blocks = [change_roles(block, ("output", "down"), Affine.centre_output) for block in anatomy.blocks]
     stem = change_roles(anatomy.stem, ("embedding", "types"), Affine.centre_output)
     return replace(anatomy, blocks=blocks, stem=stem)
 
 
 def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
-    """Return a pre-norm stack whose blocks' norms have no shift: the layers that read them take it up.
+    """Fold the norms' shifts into the layers that read them (pre-norm only).
 
     Args:
         anatomy: the stack.

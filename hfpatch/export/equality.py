@@ -27,7 +27,7 @@ Batch = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """Two models compared.
+    """Measured difference of two models' outputs.
 
     Attributes:
         error: largest difference of an output, by that output's standard deviation.
@@ -50,7 +50,7 @@ class OutputComparison:
 
 
 def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> OutputComparison:
-    """Return every output of `model` against that of the same name of `other`, on inputs that both take.
+    """Compare outputs of the same name of two models, on inputs that both take.
 
     Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
     the right. Outputs at padding aren't compared, nor those for a whole text that starts with it. Other inputs are
@@ -112,7 +112,7 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
 
 
 def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Batch]:
-    """Yield what two models are compared on."""
+    """Yield the inputs on which two models are compared."""
     takes, also = (inspect.signature(one.forward).parameters for one in (model, other))
     if model.main_input_name != "input_ids" or "decoder_input_ids" in takes:
         for draw in range(2):

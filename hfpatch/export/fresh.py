@@ -20,7 +20,7 @@ BLOCKED = "hfpatch"
 
 
 class Blocker(MetaPathFinder):
-    """Lets no import of hfpatch through."""
+    """Import hook that blocks hfpatch."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] == BLOCKED:
@@ -28,7 +28,7 @@ class Blocker(MetaPathFinder):
 
 
 def open_folder(job: Mapping[str, Any], folder: str) -> Any:
-    """Return what a folder opens as: a model by an Auto class, or a holder by its own."""
+    """Open a folder: a model by an Auto class, or a holder by its own class."""
     import transformers
 
     if "auto" in job:
@@ -40,7 +40,7 @@ def open_folder(job: Mapping[str, Any], folder: str) -> Any:
 
 
 def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Open the checkpoint, save what was opened and open that again; run both."""
+    """Open the checkpoint, save it, open that again, and run both."""
     from transformers import PreTrainedModel
 
     sys.path.append(str(Path(__file__).parents[1]))  # what measures outputs needs nothing else of the package

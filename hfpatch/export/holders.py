@@ -34,12 +34,12 @@ _HOMES = {"plugin": "", "remote": "transformers_modules.", "native": "transforme
 
 
 def can_be_measured(holder: Any) -> bool:
-    """Return whether it computes something of texts."""
+    """Return whether a holder computes something from texts."""
     return hasattr(holder, "encode_query") or hasattr(holder, "predict")
 
 
 def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
-    """Save a holder to a folder, with `write` for the model inside it, and compare what opens from there.
+    """Save a holder with `write` for the model inside it, and compare it with what opens from the folder.
 
     Raises:
         UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for, or doesn't

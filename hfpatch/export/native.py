@@ -38,7 +38,7 @@ from .write import write
 
 @dataclass
 class Candidate:
-    """An architecture that a model might equal.
+    """Stock architecture that a model might equal.
 
     Attributes:
         model_type: transformers' name of it.
@@ -103,7 +103,7 @@ class Exported:
 
 
 def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
-    """Save a stock model, with the settings in its config under older names too where converters go by these."""
+    """Save a stock model; its config also has older names of settings that converters read."""
     known = {**vars(stock.config), **(getattr(stock.config, "rope_parameters", None) or {})}
     for older, name in OLDER_NAMES.get(stock.config.model_type, {}).items():
         setattr(stock.config, older, known[name])
@@ -140,7 +140,7 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
 
 
 def candidates(model: Any, architecture: str | None = None, serve: str | None = None) -> Iterator[Candidate]:
-    """Every architecture that the model might equal, with its measured error or the reason against it; likeliest first.
+    """Yield the architectures that the model might equal, likeliest first, with error or reason against it.
 
     Args:
         model: a patched transformers model with weights.
@@ -190,7 +190,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
 
 
 def native_obstacle(model: Any) -> str | None:
-    """Why no architecture equals a patched model, whatever its weights are; None if an export has to measure it."""
+    """Return why no architecture equals a patched model, whatever its weights; None if only a measurement can tell."""
     known, _ = _layout_of(model.config)
     host = host_class(type(model)).__name__
     try:

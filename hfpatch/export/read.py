@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
-    """Return the model taken apart.
+    """Read a model into an `Anatomy`.
 
     Args:
         model: a patched model or a stock one, in float32 or float64.
@@ -81,7 +81,7 @@ def setting(config: Any, fact: str, default: Any) -> Any:
 
 
 def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:
-    """Return which setting makes a model another stack than its family's layout describes; None if none does.
+    """Return the setting that makes a model another stack than its family's layout; None if none does.
 
     Windows are settings of which a comparison of short texts would see nothing.
     """

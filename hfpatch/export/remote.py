@@ -92,7 +92,7 @@ def verify_remote(
 def compare_in_subprocess(
     model: Any, what: str, folder: Path, job: Mapping[str, Any], outputs: Mapping[str, Tensor], allowed: float = 0.0
 ) -> float:
-    """The larger difference to the outputs of what a folder opens as in another process, and of what that one saves.
+    """Return the larger error of outputs after opening a folder in another process, and after saving it there.
 
     Args:
         model: the model inside what is opened.
@@ -119,7 +119,7 @@ def compare_in_subprocess(
 
 
 def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a process of `fresh.py` answers that opens a folder, with what the model inside computes by now."""
+    """Run `fresh.py` in a subprocess on a folder and return its answer."""
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     how = {

@@ -23,7 +23,7 @@ _SCALED = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RuntimeSupport:
-    """What a runtime computes of a class.
+    """What a runtime supports of a class.
 
     Attributes:
         evidence: "measured" (tests/ecosystem/test_gguf.py, test_onnx.py) or "read" (in the runtime's code; the table's
@@ -118,7 +118,7 @@ RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
 
 
 def runtime_obstacle(model: Any, runtime: str, host: str | None = None) -> str | None:
-    """Return why a runtime doesn't take a stock model, or would compute something else; None if it takes it.
+    """Return why a runtime doesn't support a stock model, or would compute something else; None if it supports it.
 
     `host` is the `model_type` that the model was made from.
     """

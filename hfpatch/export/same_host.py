@@ -37,7 +37,7 @@ _STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
 @torch.no_grad()
 def as_stock_host(model: Any) -> tuple[Any, int | None]:
-    """Return a stock model of the host's class, and the longest text that it takes where that is fewer than before.
+    """Return a stock model of the host's class, and its maximum length if that became shorter.
 
     Args:
         model: a patched model, or a stock one, in float32 or float64.

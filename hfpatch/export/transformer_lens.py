@@ -80,7 +80,7 @@ def is_changed(module: Any) -> bool:
 
 
 class OwnNorm:
-    """First base of a norm's component: a norm of hfpatch runs its own forward."""
+    """Mixin for norm components: a norm of hfpatch runs its own forward."""
 
     def set_original_component(self: Any, norm: nn.Module) -> None:
         super().set_original_component(norm)  # type: ignore[misc]
@@ -121,7 +121,7 @@ class OwnNorm:
 
 
 class OwnAttention:
-    """First base of an attention's component: an attention with a lens runs its own forward."""
+    """Mixin for attention components: an attention with a lens runs its own forward."""
 
     def set_original_component(self: Any, attention: nn.Module) -> None:
         super().set_original_component(attention)  # type: ignore[misc]
@@ -142,7 +142,7 @@ class OwnAttention:
 
 
 class OwnMLP:
-    """First base of an MLP's component: gate and up projections that a patch put there are `gate` and `in`."""
+    """Mixin for MLP components: a patched MLP's gate and up projections are `gate` and `in`."""
 
     def set_original_component(self: Any, mlp: nn.Module) -> None:
         super().set_original_component(mlp)  # type: ignore[misc]
@@ -154,7 +154,7 @@ class OwnMLP:
 
 
 class OwnBlock:
-    """First base of a block's component: without names that a patch gave another meaning."""
+    """Mixin for block components: without the names whose meaning a patch changed."""
 
     def set_original_component(self: Any, block: nn.Module) -> None:
         super().set_original_component(block)  # type: ignore[misc]
@@ -181,7 +181,7 @@ _OWN: Mapping[Any, Any] = {
 
 
 class PatchedAdapter(ArchitectureAdapter):
-    """First base of an adapter that runs what hfpatch put into a model; other models are its parent's."""
+    """Mixin for adapters that run hfpatch's modules; unpatched models are left to the parent class."""
 
     hfpatch_reference: Any = None
 
@@ -229,7 +229,7 @@ class PatchedAdapter(ArchitectureAdapter):
 
 
 class Reference:
-    """What a patched model computes, and how it is built, before TransformerLens puts its components into it."""
+    """Outputs and structure of a patched model before TransformerLens replaces its components."""
 
     def __init__(self, model: Any):
         self.model, self.name = model, type(model).__name__
@@ -256,7 +256,7 @@ class Reference:
         return {name: x - x.mean(-1, keepdim=True) if name == "logits" else x for name, x in found.items()}
 
     def require(self, bridge: Any) -> None:
-        """Refuse a bridge that computes something else; at its first check the model is put back.
+        """Refuse a bridge with other outputs; the first check also restores the model.
 
         Raises:
             UnsupportedError: it does, or it doesn't run.
@@ -315,7 +315,7 @@ def _with_base(parent: Any, own: Any) -> type:
 
 
 def register_adapters() -> None:
-    """Register an adapter for each architecture that TransformerLens has one for, also by the name on disk."""
+    """Register an adapter for each architecture of TransformerLens, also under its name on disk."""
     for name, parent in SUPPORTED_ARCHITECTURES.items():
         adapter: Any = _with_base(parent, PatchedAdapter)
         ArchitectureAdapterFactory.register_adapter(name, adapter)

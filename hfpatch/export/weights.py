@@ -24,7 +24,7 @@ _OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, o
 
 
 def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """Yield the blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
+    """Yield the blocks of a stack, its stem and its head: name, module, and paths by role."""
     body, blocks = body_of(model, layout), layout.paths["blocks"]
     for index, block in enumerate(body.get_submodule(blocks)):
         yield f"{blocks}.{index}.", block, layout.at(BLOCK)
@@ -33,7 +33,7 @@ def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str,
 
 
 class Weights:
-    """Reads or fills parts of one model, and remembers which Parameters it has touched.
+    """Reads or fills parts of a model, and tracks which Parameters were used.
 
     Args:
         model: a transformers model; what is read has its dtype.
@@ -45,13 +45,13 @@ class Weights:
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
 
     def names_left(self, layout: FamilyLayout) -> list[str]:
-        """Return names of the Parameters that are left, apart from a table that the model's class computes."""
+        """Return the names of unused Parameters, without tables that the class computes."""
         computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
         done = self.touched | {value.data_ptr() for value in computed}
         return [name for name, value in self.model.named_parameters() if value.data_ptr() not in done]
 
     def read(self, where: str, root: Any, paths: Mapping[str, str]) -> Parts:
-        """Return the parts of a section, by role; what isn't there is left out.
+        """Return the parts of a section by role; absent ones are left out.
 
         Raises:
             UnsupportedError: a norm is neither LayerNorm nor RMSNorm.
@@ -121,7 +121,7 @@ class Weights:
         self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
     def value(self, *places: Tensor) -> Tensor:
-        """Return the value stored at the first of these places; the others are copies of it."""
+        """Return the value stored at the first of these places; the others are copies."""
         self.touched |= {place.data_ptr() for place in places}
         return places[0].detach().to(self.model.dtype)
 
@@ -172,7 +172,7 @@ def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | Non
 
 
 def module_at(root: Any, path: str) -> Any:
-    """The module at a path, or at the first of several, in a module or its base model; None if there is none."""
+    """Return the module at the first of several paths that exists in a module or its base model, or None."""
     if path == OUTPUT:
         output = root.get_output_embeddings()
         return module_at(root, "lm_head.decoder") if output is None else output
@@ -187,7 +187,7 @@ def body_of(model: Any, layout: FamilyLayout) -> Any:
 
 
 def gains_of(model: nn.Module) -> dict[str, float]:
-    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
+    """Return the last linear layers of residual branches whose output is multiplied, with the factors.
 
     Raises:
         UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.

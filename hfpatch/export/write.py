@@ -31,7 +31,7 @@ _POSITIONS = {"none": "queries and keys without positions", "rope": "RoPE", "ali
 
 @torch.no_grad()
 def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
-    """Return a stock model, in the anatomy's dtype and in eval mode.
+    """Return a stock model in the anatomy's dtype and in eval mode.
 
     Args:
         anatomy: a model taken apart.
@@ -136,7 +136,7 @@ def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
 
 
 def facts_of(anatomy: Anatomy) -> dict[str, Any]:
-    """Return what configs contain of a model, by the names of `SETTINGS`."""
+    """Return a model's facts for configs, by the names in `SETTINGS`."""
     blocks, scheme, head, embedding = anatomy.blocks, anatomy.positions, anatomy.head, anatomy.stem["embedding"]
     width, vocabulary = embedding.weight.shape
 

@@ -61,7 +61,7 @@ _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "plac
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts that a model card is written from.
+    """Data of a model card.
 
     Attributes:
         checkpoint: what is pushed.

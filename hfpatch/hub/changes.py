@@ -24,7 +24,7 @@ def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
-    """Return rows for the modules that a patch changed, and last for the norms that it kept.
+    """Return rows for the changed modules, then for the norms that were kept.
 
     `model` may be on the meta device.
     """
@@ -32,7 +32,7 @@ def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
 
 
 def changes_by_config(config: Any) -> list[tuple[str, ...]]:
-    """Return a table of the same, headings first, from the config of a patched checkpoint.
+    """Return these rows as a table with headings, from a patched checkpoint's config.
 
     [] where nothing changed in the structure, or the model can't be built from its config alone.
     """

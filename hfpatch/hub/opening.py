@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) -> Iterator[tuple[str, str, str]]:
-    """Yield each way: what it takes, the language of the code, and the code.
+    """Yield each way to open a checkpoint: requirements, language and code.
 
     Args:
         name: the Hub id or folder of the checkpoint.

@@ -86,7 +86,7 @@ def write_page(
 
 
 def default_place(checkpoint: str) -> Path:
-    """Return where the page of a checkpoint goes if nobody says: into its folder, where a push takes it along.
+    """Return the default path of a checkpoint's page: in its folder, so that a push uploads it.
 
     That of a Hub id goes into the working directory.
     """

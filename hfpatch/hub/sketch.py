@@ -39,7 +39,7 @@ _MOST = 3  # different blocks of one stack that are drawn
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a sketch: its title ("norm", "attention", "MLP"), its name in the block, and lines on what it is."""
+    """Box of a sketch: title ("norm", "attention", "MLP"), name in the block, and text lines."""
 
     title: str
     name: str
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BranchSketch:
-    """One residual branch: how it meets the stream, as a formula, and its pieces in the order of the forward."""
+    """Residual branch in a sketch: its formula, and its pieces in forward order."""
 
     formula: str
     pieces: tuple[Piece, ...]
@@ -56,7 +56,7 @@ class BranchSketch:
 
 @dataclass(frozen=True)
 class Sketches:
-    """The drawn blocks, and notes on what isn't drawn.
+    """Sketches of blocks, and notes on blocks that aren't drawn.
 
     Attributes:
         pairs: the names of blocks that are alike, and their branches before and after, in the order of the sums.
@@ -67,7 +67,7 @@ class Sketches:
 
 
 def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow]) -> Sketches:
-    """Return the blocks of a patched model and of the same model without its patch.
+    """Return sketches of the blocks of a patched model and of the same model unpatched.
 
     Args:
         model: the patched model, of any device.

@@ -79,7 +79,7 @@ def read_batches(
 
 
 def require_example(inputs: Any, model: PreTrainedModel) -> None:
-    """Refuse `example_inputs=` that are no keyword arguments of a model's forward; None is allowed.
+    """Refuse an `example_inputs=` that isn't keyword arguments of a model's forward, or None.
 
     Raises:
         OptionError: says what they are, or which of them the forward doesn't take.
@@ -366,7 +366,7 @@ def count_examples(batch: Batch) -> int:
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return how many tokens of a batch aren't padding; 0 if its inputs aren't token ids."""
+    """Return how many tokens of a batch aren't padding; 0 if it has no token ids."""
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(tokens, Tensor):
         return 0

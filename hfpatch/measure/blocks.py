@@ -29,7 +29,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def listed_modules(model: nn.Module) -> dict[str, str]:
-    """Elements of the outermost `nn.ModuleList`s, with the list's name."""
+    """Return the elements of the outermost `nn.ModuleList`s, with the list's name."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):

@@ -20,7 +20,7 @@ _SIZES = {"shallow": shallow, "small": shrink}
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:
-    """Return a copy of a config as one of its host's class, without the record of a patch."""
+    """Return a copy of a config in the host's class, without the patch record."""
     plain = copy.deepcopy(config)
     vars(plain).pop(KEY, None)
     object.__setattr__(plain, "__class__", host_class(type(config)))

@@ -21,7 +21,7 @@ _FACTORIES = {torch.tensor, torch.full}
 
 
 class Float64(TorchFunctionMode):
-    """Everything that would be computed in float32 or less is computed in float64.
+    """Torch mode that computes everything narrower than float64 in float64.
 
     Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
     difference between what is invariant and what nearly is. Only code inside the `with`, on this thread, is concerned.
@@ -51,7 +51,7 @@ def _is_float(values: Any) -> bool:
 
 @contextmanager
 def host_errors(message: str = "{error}") -> Iterator[None]:
-    """Turns any error of a model's own code into an UnsupportedError, with its last line in the message."""
+    """Context that turns errors of a model's own code into an UnsupportedError with its last line."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, PatchError):
@@ -63,7 +63,7 @@ def host_errors(message: str = "{error}") -> Iterator[None]:
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the outputs of one forward by name, floats as float64; the random state is restored afterwards.
+    """Return one forward's outputs by name, in float64; the random state is restored.
 
     Args:
         model: in float64, on the CPU.

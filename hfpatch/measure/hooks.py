@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Call(NamedTuple):
-    """The arguments of one call of a module."""
+    """Arguments of one module call."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -24,7 +24,7 @@ After = Callable[[str, Any], Any]  # of a module's name and its result; what it 
 def observe_calls(
     modules: Mapping[str, nn.Module], before: Before | None = None, after: After | None = None
 ) -> Iterator[None]:
-    """Context in which every call of these modules is shown to `before`, and its result to `after`."""
+    """Context in which `before` gets every call of these modules, and `after` its result."""
 
     def before_of(name: str, see: Before) -> Callable[..., None]:
         return lambda _, args, kwargs: see(name, Call(args, kwargs))

@@ -49,7 +49,7 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
 
 
 def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Return `example_inputs`, and where a model reads images or sounds beside its text, these as well.
+    """Return `example_inputs`, also with images or sounds if a model reads these next to text.
 
     Of a language model that reads them only where a token says so, text alone would leave a tower of images out.
 
@@ -168,7 +168,7 @@ def make_inputs(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
+    """Return the config of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous, as transformers says
@@ -176,7 +176,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def longest_text(model: PreTrainedModel) -> int | None:
-    """Return how many tokens one text of the model may have, None if its config says nothing.
+    """Return a model's maximum number of text tokens; None if its config sets none.
 
     RoBERTa and its like count positions from the row behind the padding's, so a text is shorter than their tables.
     """
@@ -190,7 +190,7 @@ def longest_text(model: PreTrainedModel) -> int | None:
 
 
 class Inputs:
-    """Makes one input by its name, or by the description an override gives."""
+    """Generates one input by its name, or by an override's description."""
 
     def __init__(self, config: PreTrainedConfig, tokens: int | None = None, batch: int = BATCH) -> None:
         self.config, self.batch = config, batch
@@ -206,7 +206,7 @@ class Inputs:
         return _BY_NAME[name](self)
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes that a part of the configuration has."""
+        """Return the first of these attributes that a part of the config has."""
         for name in names:
             for part in parts_of(self.config):
                 if (value := getattr(part, name, None)) is not None:
@@ -214,7 +214,7 @@ class Inputs:
         return default
 
     def ids(self, *shape: int, below: int = 100) -> Tensor:
-        """Token ids that aren't special."""
+        """Return token ids that aren't special."""
         special = {
             v for part in parts_of(self.config) for k, v in vars(part).items() if "token_id" in k and type(v) is int
         }
@@ -223,22 +223,22 @@ class Inputs:
         return allowed[torch.randint(len(allowed), shape)]
 
     def normal(self, *shape: int) -> Tensor:
-        """Return random numbers whose mean isn't zero."""
+        """Return random numbers with a non-zero mean."""
         return torch.randn(shape) + 0.1
 
     def states(self) -> Tensor:
-        """Hidden states of a text."""
+        """Return random hidden states of a text."""
         return self.normal(self.batch, self.tokens, self.find("hidden_size", "d_model"))
 
     def images(self, *frames: int) -> Tensor:
-        """Pixel values, with a frames axis if a number of frames is given."""
+        """Return random pixel values, with a frames axis if a number of frames is passed."""
         size, channels = self.find("image_size", "img_size", default=IMAGE_SIZE), self.channels()
         if isinstance(size, dict):
             size = (size["height"], size["width"])
         return self.normal(self.batch, *frames, channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
     def channels(self) -> int:
-        """Of an image."""
+        """Return the number of image channels."""
         found = self.find("num_channels", "in_chans", "in_channels", default=3)
         return found if isinstance(found, int) else 3
 
@@ -333,7 +333,7 @@ _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def input_embedding(model: Any) -> nn.Embedding | None:
-    """Return a model's table of tokens; None if it has none, as models of images and sound."""
+    """Return a model's token embedding; None for models of images and sound."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # how models without one say so

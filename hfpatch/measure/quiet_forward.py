@@ -24,7 +24,7 @@ _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around whi
 
 @contextmanager
 def inference_state(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no compiled code and no hooks but torch's and transformers' own, on the model's device.
+    """Context of eval mode without gradients, compiled code and user hooks, on the model's device.
 
     In the weights' own precision: neither under an autocast around it nor under the one that `accelerator.prepare` puts
     into a model's forward. Hooks that are registered inside are gone afterwards.
@@ -63,7 +63,7 @@ def inference_state(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_attention(implementation: str, model: nn.Module) -> Iterator[None]:
-    """All attentions of a model computed by one implementation: "sdpa", or "eager", which can return its maps."""
+    """Context in which all attentions use one implementation: "sdpa", or "eager", which can return maps."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
     with process_state:  # models may share a config
@@ -78,7 +78,7 @@ def use_attention(implementation: str, model: nn.Module) -> Iterator[None]:
 
 
 def free_unused_memory() -> None:
-    """Hand what C's allocator keeps of freed blocks back to the system, where it can be told to (glibc).
+    """Return freed memory of C's allocator to the system (glibc only).
 
     It keeps blocks of up to 32 MiB, the size of activations, and can't use them for the larger ones of wide layers.
     """
@@ -87,7 +87,7 @@ def free_unused_memory() -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
+    """Return the device that a model computes on, also if accelerate offloads its weights elsewhere."""
     hooks = (module.__dict__.get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((device for device in devices if device is not None), None)
@@ -97,12 +97,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def default_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes new tensors there; nothing where they are anyway, since torch's context slows every operation."""
+    """Context that creates new tensors on a device; a no-op if that is the default, since torch's context is slow."""
     return nullcontext() if torch.get_default_device() == device else device
 
 
 def is_library_hook(hook: Any) -> bool:
-    """Return whether a hook is torch's or transformers' own, part of what a module computes."""
+    """Return whether a hook belongs to torch or transformers, as part of a module's computation."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 
@@ -114,7 +114,7 @@ def cast_for_model(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
 
 
 def cast(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Copies of all tensors among the inputs, nested ones too, on a device and floats in a dtype."""
+    """Copy all tensors in nested inputs to a device, floats to a dtype."""
 
     def fit(value: Tensor) -> Tensor:
         return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)

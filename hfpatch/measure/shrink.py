@@ -75,7 +75,7 @@ def shrink(
     changes: dict[str, Any] | None = None,
     of_types: Mapping[str, dict[str, Any]] | None = None,
 ) -> PreTrainedConfig:
-    """Return a small configuration of the same class: few layers, each kind of them present, and narrow ones.
+    """Return a small config of the same class: few narrow layers, at least one of each kind.
 
     Args:
         config: isn't changed.
@@ -86,7 +86,7 @@ def shrink(
 
 
 def shallow(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config with few layers, at least one of each kind, and unchanged widths."""
+    """Return the config with few layers, at least one of each kind, and the same widths."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
         kinds = _kinds_of_layers(part)
@@ -216,7 +216,7 @@ def _small_ids(config: PreTrainedConfig) -> dict[int, int]:
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield the configuration and its sub-configurations, breadth first."""
+    """Yield the config and its sub-configs, breadth first."""
     queue = [config]
     while queue:
         yield (part := queue.pop(0))

@@ -35,7 +35,7 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's
 
 @dataclass(frozen=True)
 class NormInput:
-    """The input of a norm whose mean is measured.
+    """Input of a norm whose mean is measured.
 
     Attributes:
         axes: the axes over which the norm takes its mean.
@@ -48,7 +48,7 @@ class NormInput:
 
 @dataclass
 class Forward:
-    """One forward: outputs, mean / standard deviation at the inputs of norms, at every position, and their widths."""
+    """Results of one forward: outputs, and mean / standard deviation at norm inputs by position, with widths."""
 
     outputs: dict[str, Tensor]
     means: dict[str, Tensor] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def run(
 
 
 def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) -> dict[str, Tensor] | Exception:
-    """Return the outputs of one forward of a copy on inputs that are made now, or why there are none.
+    """Return the outputs of one forward of a copy on new inputs, or the reason why there are none.
 
     A copy, since some models change their own settings in a forward.
 
@@ -96,7 +96,7 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
 
 
 def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dict[str, Any] | None:
-    """Return `with_media`'s inputs of one forward if a model runs on these; else None.
+    """Return `with_media`'s inputs of one forward if a model runs on them, else None.
 
     On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
     """
@@ -109,7 +109,7 @@ def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dic
 
 @dataclass
 class Verdict:
-    """Measured relative errors of what should be exact, each with the tolerance that rounding justifies.
+    """Measured errors of an exact conversion, each with the tolerance that rounding justifies.
 
     Attributes:
         error, tolerance: largest difference of an output, divided by the output's root mean square.
@@ -140,7 +140,7 @@ class Verdict:
 
 
 class Snapshot:
-    """What a model computes before a patch: inputs, outputs, and with `norms` what rounding does to them.
+    """Inputs and outputs of a model before a patch, with `norms` also the effect of rounding on them.
 
     `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms;
     what is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error
@@ -208,7 +208,7 @@ class Snapshot:
         return self.floor is not None
 
     def verdict(self, model: nn.Module) -> Verdict:
-        """Return how far a model whose function should be the same is from it, with the means at its exact norms.
+        """Return the verdict on a model whose function should be the same, with the means at its exact norms.
 
         Raises:
             Exception: whatever the model's forward raises.

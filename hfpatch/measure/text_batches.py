@@ -24,7 +24,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 
 def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
-    """Return a checkpoint's tokenizer or processor, None if it has none that opens."""
+    """Return a checkpoint's tokenizer or processor; None if none opens."""
     try:
         processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
@@ -36,7 +36,7 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
 
 
 def copy_tokenizer(processor: Any, option: str) -> Any:
-    """Return a copy of the tokenizer, since a call of one changes what it would save.
+    """Return a copy of the tokenizer, since calls change what it would save.
 
     Raises:
         OptionError: there is none.
@@ -52,7 +52,7 @@ def copy_tokenizer(processor: Any, option: str) -> Any:
 def encode(
     texts: list[str], tokenizer: Any, model: PreTrainedModel, length: int, option: str
 ) -> Mapping[str, list[list[int]]]:
-    """What a tokenizer makes of texts: lists of unequal length, cut at `length` and at its and the model's limits.
+    """Tokenize texts to lists of unequal length, truncated at `length` and the limits of tokenizer and model.
 
     Raises:
         OptionError: it takes no such texts.

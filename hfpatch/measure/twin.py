@@ -23,7 +23,7 @@ _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep 
 def twin(
     model: nn.Module, example_inputs: Mapping[str, Any] | None = None, seed: int = 0
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a small model of the same class with random weights, in float64 on the CPU, and inputs for its forward.
+    """Return a small random float64 model of the same class on the CPU, and inputs for its forward.
 
     The first of these that runs and is built of the same modules and Parameters, tied in the same way (their names
     with `*` for every number): the config with few narrow layers, with few layers, and a copy of the model itself.
