@@ -64,7 +64,7 @@ def measure_outcomes(
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
 ) -> dict[str, Outcome]:
-    """Return what each kind of a patch's changes came to.
+    """Return the measured outcome of each kind of a patch's changes.
 
     Where positions change, the patched model also runs at the length and the image size that its config then says. What
     ran before and doesn't run there is refused, and so is a change of positions that moves no output.
@@ -177,7 +177,7 @@ def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor],
 
 
 def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:
-    """Put outcomes, by kind, into a patched model's record.
+    """Store outcomes, by kind, in a patched model's record.
 
     Raises:
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.

@@ -40,7 +40,7 @@ from .swap.written_config import require_valid_config
 
 @dataclass
 class Phase:
-    """One step of a plan, carried out in the order of its attributes, which are as in `Change`."""
+    """Phase of a plan: edits and weight changes, applied in the order of its attributes, as in `Change`."""
 
     values: list[WeightChange]
     edits: list[Edit]  # at patterns of module names
@@ -49,13 +49,13 @@ class Phase:
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
-        """Return the phase made of these changes, their single-place edits condensed into few at patterns of names."""
+        """Return the phase of these changes, with single-place edits condensed into patterns of names."""
         edits = condense((edit for change in changes for edit in change.edits), model)
         values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
         return cls(values, edits, starts, [one for change in changes for one in change.then])
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Carry it out on the model."""
+        """Apply the phase to the model."""
         for value in self.values:
             changes.write(model, value)
         if self.values:
@@ -85,11 +85,11 @@ class Plan(Result):
 
     @classmethod
     def of(cls, model: nn.Module, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
-        """Return the plan that carries out what the planners found."""
+        """Return the plan of the planners' results."""
         return cls(type(model).__name__, before, planned, _phases(model, planned))
 
     def inexact(self, model: nn.Module, measured: str) -> Plan:
-        """Return the plan without its exact conversion of norms, which failed its check on the model.
+        """Return the plan without its exact conversion of norms, whose check on the model failed.
 
         Args:
             model: that of this plan, as it was before.
@@ -149,17 +149,17 @@ class Plan(Result):
         return not any(change.changes for change in self.changes)
 
     def lengths_in(self, config: Any) -> dict[str, Any]:
-        """New values of one config's length attributes (max_positions, image_size), under the config's own names."""
+        """Return one config's new length attributes (max_positions, image_size), under the config's own names."""
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self, kind: str | None = None) -> list[str]:
-        """What the patch (or its part of one kind) doesn't preserve, as texts without repetition; empty if exact."""
+        """Return what the patch (or one kind of its changes) doesn't preserve, without repetition; empty if exact."""
         changes = self.changes if kind is None else self.by_kind[kind]
         return list(dict.fromkeys(text for change in changes for text in change.row.losses))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values: model's class, future patch record, all rows, and changes of weights' values.
+        """Return the plan as JSON values: class of the model, future patch record, all rows, and weight changes.
 
         A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
@@ -245,7 +245,7 @@ def plan_patch(
 
 
 def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:
-    """Return `plan_patch` for a request; its arguments and what it raises are the same."""
+    """Plan a request; arguments and errors as in `plan_patch`."""
     require_bare(model)
     require_unquantized(model)
     require_outermost(model)

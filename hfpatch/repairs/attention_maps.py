@@ -31,7 +31,7 @@ _SUMS_TO_ONE = 1e-2
 
 @dataclass
 class Example:
-    """One batch at an attention.
+    """One batch of inputs of an attention.
 
     Attributes:
         call: how the module is called.
@@ -45,7 +45,7 @@ class Example:
     held_out: Tensor
 
     def divergence(self, module: nn.Module, rows: Tensor) -> Tensor:
-        """Mean of KL(target || the module's map) over heads and over the chosen queries (B, T)."""
+        """Return the mean KL(target || the module's map) over heads and the chosen queries (B, T)."""
         present = map_of(module, self.call)
         assert present is not None
         logarithm = present.float().clamp_min(_LEAST).log()
@@ -54,7 +54,7 @@ class Example:
 
 
 def require_fit(fit: Any) -> None:
-    """Refuse what isn't one of `FITS`.
+    """Refuse a value that isn't one of `FITS`.
 
     Raises:
         OptionError: it isn't.
@@ -79,7 +79,7 @@ def map_in(returned: Any) -> Tensor | None:
 
 
 def in_float32(call: Call) -> Call:
-    """A call with all floats among its arguments in float32; float64's least value, a mask's, becomes float32's."""
+    """Return a call with its float arguments in float32; float64's minimum, used in masks, becomes float32's."""
     limits = torch.finfo(torch.float32)
     return recursively_apply(lambda x: x.float().clamp(limits.min, limits.max) if x.is_floating_point() else x, call)
 

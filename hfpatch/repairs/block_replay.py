@@ -33,7 +33,7 @@ class _AllObserved(BaseException):
 
 @dataclass
 class Segment:
-    """Part of a forward: one block, or the modules that run before, between or after blocks.
+    """Part of a forward: one block, or the modules before, between or after blocks.
 
     Attributes:
         block: name of the block; None outside blocks.
@@ -47,7 +47,7 @@ class Segment:
 
 
 class BlockReplay:
-    """Runs one model on batches, with the outputs of finished blocks and other activations stored on disk.
+    """Runs a model on batches block by block, with outputs of finished blocks and activations stored on disk.
 
     Args:
         model: is run unchanged on its own device, inside the caller's `quiet`.
@@ -78,7 +78,7 @@ class BlockReplay:
             return self.model(**self.inputs(index, rows))
 
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
-        """Keyword arguments of a forward of one batch, or of some of its sequences."""
+        """Return the keyword arguments of a forward of one batch, or of some of its sequences."""
         inputs = self.batches.inputs(index)
         if rows is not None:
             inputs = rows_of(inputs, rows, self.batches.count_of(index))
@@ -108,7 +108,7 @@ class BlockReplay:
     def observe(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()
     ) -> dict[tuple[str, str], Any]:
-        """Records the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
+        """Return the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
 
         Modules that the forward never reaches are missing from the result.
         """
@@ -129,26 +129,26 @@ class BlockReplay:
         return recorded
 
     def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
-        """First tensor among the arguments of some modules, and among the results of others, by name, for one batch."""
+        """Return the first tensor in some modules' arguments and in others' results, by name, for one batch."""
         recorded = self.observe(index, inputs, outputs)
         return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
     def observe_calls(
         self, names: Iterable[str], before: Before | None = None, after: After | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Context in which the calls and results of these modules are shown to functions, as in `measure.hooks`."""
+        """Context in which functions get the calls and results of these modules, as in `measure.hooks`."""
         return observe_calls({name: self.modules[name] for name in names}, before, after)
 
     # Frozen blocks
 
     def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
-        """Store a block's output for a batch (`returned`, or else computed), which later forwards return at once."""
+        """Store a block's output for a batch (`returned`, or computed here), which later forwards return."""
         value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
         output = to_cpu(value) if isinstance(value, Tensor) else tuple(map(to_cpu, value))
         save_temporary(output, self._path(block, index))
 
     def discard(self, block: str) -> None:
-        """Delete a frozen block's outputs, which nothing reads any more: it then passes its input through."""
+        """Delete a frozen block's outputs once nothing reads them: it then passes its input through."""
         for index in range(len(self.batches)):
             self._path(block, index).write_bytes(b"")
 
@@ -158,7 +158,7 @@ class BlockReplay:
             self._path(block, index).unlink(missing_ok=True)
 
     def free_weights(self, block: str) -> None:
-        """Free a frozen block's own weights: it can't run again. What shares their memory keeps them."""
+        """Free a frozen block's own weights, so that it can't run again; shared ones are kept."""
         inside = set(self.modules[block].modules())
         others = (module for module in self.modules.values() if module not in inside)
         shared = {id(p) for module in others for p in module.parameters(recurse=False)}
@@ -238,7 +238,7 @@ def holds_maps(module: nn.Module) -> bool:
 
 
 def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
-    """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
+    """Return a model's segments in forward order, and the modules that run more than once (shared by layers).
 
     Args:
         replay: replay of the model; its `forms` and `ends` are filled in.

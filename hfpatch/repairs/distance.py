@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies a
 
 
 def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> tuple[str, Tensor]:
-    """Name of the measure, and its values at all tokens (without padding) of the held-out sequences.
+    """Return the measure's name, and its values at all tokens (without padding) of the held-out sequences.
 
     Args:
         new, old: the patched model and the original.
@@ -35,13 +35,13 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
 
 
 def helps(before: Tensor, after: Tensor) -> bool:
-    """Whether distances at the same tokens became smaller by more than noise: twice the mean's standard error."""
+    """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error."""
     gain = before - after
     return bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
 
 
 def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
-    """Name of the measure, and the distance of two models' outputs at each token.
+    """Return the measure's name, and the distance of two models' outputs at each token.
 
     KL(old || new) in nats of the distributions over the vocabulary; without logits |old - new|^2 / mean(|old|^2) of the
     first output.

@@ -91,7 +91,7 @@ class Fitter:
         return self.new.delete_saved()
 
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
-        """Fit a map that writes to the stream, so that the stream behind it is nearer to the original's.
+        """Fit a map that writes to the stream, so that the stream after it is nearer to the original's.
 
         Of experts the output o is what is fitted: o <- o + o N, by their last matrices.
 
@@ -155,7 +155,7 @@ class Fitter:
         self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
 
     def save_maps(self, name: str, original: str) -> None:
-        """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
+        """Save the original's attention maps of batches, up to the limits above, including held-out sequences."""
         sequences = numbers = held_out = fitted = 0
         self.mapped[name] = 0
         for i in range(len(self.batches)):

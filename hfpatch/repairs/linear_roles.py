@@ -25,7 +25,7 @@ _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the strea
 
 @dataclass
 class BlockRoles:
-    """Roles of the linear maps of one segment.
+    """Roles of the linear layers of one segment.
 
     Attributes:
         writers: map whose output is added to the stream -> the first norm whose input contains it, or else the block
@@ -47,7 +47,7 @@ class BlockRoles:
 
 
 class Roles:
-    """Roles of the linear maps of a patched model, block by block.
+    """Finds the roles of a patched model's linear layers, block by block.
 
     Each block is run on its recorded arguments for two sequences (so that (B, T, d) differs from (T, B, d)), as it was
     before any fit.

@@ -23,12 +23,12 @@ _PLAIN = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def positions_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens that one text of a model may have; 0 if its config sets no limit."""
+    """Return a model's number of text positions; 0 if its config sets no limit."""
     return longest_text(model) or 0
 
 
 class LongerSequences:
-    """Held-out sequences joined to longer ones, and the original's outputs for them.
+    """Held-out sequences joined into longer ones, with the original's outputs for them.
 
     Only for models that read token ids alone, with calibration that is much shorter than their positions: what a repair
     does at later positions shows nowhere else. No labels are needed, since the original is what is compared with.

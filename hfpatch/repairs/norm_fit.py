@@ -21,7 +21,7 @@ Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
 def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
-    """Return the best gain, shift and scalars of a norm, which isn't changed.
+    """Return the best gain, shift and scalars of a norm, without changing it.
 
     Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
     and the share of saturated values.

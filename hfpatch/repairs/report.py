@@ -31,7 +31,7 @@ def is_short(longest: int, positions: int) -> bool:
 
 @dataclass
 class Step:
-    """One step of a repair: a module and what was fitted of it.
+    """Step of a repair: a module and what was fitted.
 
     Attributes:
         module: its name, or that of the first of several maps that read the same tensor.
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass
 class FittedValues:
-    """Values that were fitted to a module's Parameters; they are judged once they are written.
+    """Values fitted to a module's Parameters, before they are written and judged.
 
     Attributes:
         before, after: errors of the present and of the fitted values, as the fit computes them.

@@ -65,7 +65,7 @@ def sample_batches(
 
 
 def require_generates(model: PreTrainedModel) -> None:
-    """Refuse a model that can't write its own calibration.
+    """Refuse a model that can't generate calibration data.
 
     Raises:
         OptionError: it doesn't generate text from tokens, or has a decoder without a first token.
@@ -86,7 +86,7 @@ def _refusal(model: PreTrainedModel, why: str) -> OptionError:
 
 
 def generates(model: PreTrainedModel) -> bool:
-    """Return whether a model writes tokens after tokens."""
+    """Return whether a model is an autoregressive language model."""
     return model.can_generate() and model.main_input_name == "input_ids"
 
 

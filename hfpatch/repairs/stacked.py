@@ -22,12 +22,12 @@ _ROWS = 64  # of its input that it runs on
 
 
 def reading_axes(module: nn.Module, call: Call) -> Axes | None:
-    """Return the Parameters that a module multiplies its input x with: f(x T) = f'(x). None if there are none."""
+    """Return the Parameters that a module multiplies its input by: f(x T) = f'(x). None if there are none."""
     return _axes(module, call, reads=True)
 
 
 def writing_axes(module: nn.Module, call: Call) -> Axes | None:
-    """Return the Parameters that make a module's output: f(x) T = f'(x). None if there are none."""
+    """Return the Parameters that produce a module's output: f(x) T = f'(x). None if there are none."""
     return _axes(module, call, reads=False)
 
 

@@ -19,7 +19,7 @@ MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, 
 
 
 class Direct:
-    """Writes changes as `core.transaction.Transaction` does, by methods of the same names, but without an undo log."""
+    """Applies changes with the methods of `core.transaction.Transaction`, but without an undo log."""
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
         old = parent._modules.get(name)
@@ -39,7 +39,7 @@ class Direct:
 
 
 def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: bool = False) -> int:
-    """Carry edits out, in their order.
+    """Apply edits in order.
 
     Args:
         edits: made for this model's class, or for another head on the same base model.
@@ -91,7 +91,7 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
 
 
 class Tree:
-    """Finds the places that edits name in a model: by names inside the base model, or patterns of such names.
+    """Finds the places in a model that edits name, by names inside the base model or patterns of them.
 
     Args:
         model: a transformers model.
@@ -113,7 +113,7 @@ class Tree:
         return f"{HEAD}.{name}".rstrip(".")
 
     def modules(self, pattern: str) -> Iterator[tuple[nn.Module, bool]]:
-        """(module, whether it is in an inner model that was built patched) of all that a pattern matches."""
+        """Yield (module, whether it is in an inner model that was built patched) of all matches of a pattern."""
         first, _, rest = pattern.partition(".")
         if first == HEAD and not self.base:
             return
@@ -132,7 +132,7 @@ class Tree:
         return not (same_record and Tree(inner).base)
 
     def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
-        """(pattern, module, assigned name) of every place that a pattern matches.
+        """Yield (pattern, module, assigned name) of every place that a pattern matches.
 
         The module is None if it is in an inner model that was built patched.
         """
@@ -144,7 +144,7 @@ class Tree:
                         yield pattern, None if built else module, one
 
     def holders(self, owner: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-        """(parent, child name) of every place that holds a child of `owner`: several where it is shared."""
+        """Return (parent, child name) of every place that holds a child of `owner`: several if it is shared."""
         held = owner._modules[name]
         assert held is not None
         if (owner, name) not in self._holders.get(held, ()):
@@ -153,7 +153,7 @@ class Tree:
         return list(self._holders[held])
 
     def update_holders(self, old: nn.Module, new: nn.Module | None) -> None:
-        """Keep `holders` right after a module was replaced at all places that held it."""
+        """Update `holders` after a module was replaced at all places that held it."""
         places = self._holders.pop(old)
         if new is not None:
             for parent, name in places:
@@ -258,7 +258,7 @@ def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
 
 
 def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
-    """Merges edits of single places into few edits at patterns of names inside the base model.
+    """Merge edits of single places into few edits at patterns of names inside the base model.
 
     A pattern is used only if the edits cover every place that it matches in the model; places that get equal values
     are joined in one edit.

@@ -28,7 +28,7 @@ POSITIONS = "handed_positions"  # argument, or attribute of an attention's view,
 
 
 class Rotation:
-    """Turns x (B, T, H, head_dim), or (T, H, head_dim), or (B, rows, columns, H, head_dim), by its tokens' positions.
+    """Rotates x (B, T, H, head_dim), (T, H, head_dim) or (B, rows, columns, H, head_dim) by token positions.
 
     Args:
         rotary: the module that a scheme attached.
@@ -51,7 +51,7 @@ class Rotation:
         return self.rotary.rotate(in_line, phases).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
-        """Return the same of some of the tokens alone, slots (B, n)."""
+        """Return the rotation for some of the tokens, slots (B, n)."""
         return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots))
 
 
@@ -95,19 +95,19 @@ class Window:
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of queries and keys that are made of hidden states of this dtype."""
+    """Return the dtype of queries and keys for hidden states of this dtype."""
     # the meta device has no autocast, and raises; torch.compile of torch 2.11 can't ask whether a device has one
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else dtype
 
 
 def attention_implementation(module: nn.Module) -> str:
-    """What computes an attention's scores, by transformers' name; modules that don't choose compute them themselves."""
+    """Return transformers' name of what computes an attention's scores; "eager" if the module computes them itself."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
 
 
 def no_bias(where: str, kind: str) -> str:
-    """Return why an implementation of attention takes no bias, and what to do."""
+    """Return the error text for an attention implementation that takes no bias."""
     reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
     return (
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
@@ -340,5 +340,5 @@ def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def number_of(tokens: Tensor) -> int:
-    """How many tokens hidden states hold: (T, d), (B, T, d), or (B, rows, columns, d), which count row after row."""
+    """Return the number of tokens in hidden states (T, d), (B, T, d) or (B, rows, columns, d)."""
     return math.prod(tokens.shape[1:-1]) if tokens.dim() > 2 else len(tokens)

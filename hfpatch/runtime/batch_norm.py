@@ -47,7 +47,7 @@ class MaskedBatchNorm(AffineNorm):
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
 
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
-        """h normalised; `keep` (B, T) is False if a position is padding."""
+        """Return h normalised; `keep` (B, T) is False at padding."""
         if self.training:
             mean, var = self._statistics(h, keep)
         else:
@@ -73,7 +73,7 @@ class MaskedBatchNorm(AffineNorm):
 
 @dataclass(frozen=True)
 class Padded:
-    """Lens on a module that takes an attention mask: passes the mask to norms inside it.
+    """Lens on a module that takes an attention mask: passes the mask to the norms inside.
 
     Attributes:
         norms: paths of the norms, relative to the module.
@@ -85,7 +85,7 @@ class Padded:
     norms: tuple[str, ...]
 
     def over(self, present: Padded) -> Padded:
-        """Return both."""
+        """Combine both lenses."""
         return Padded((*present.norms, *self.norms))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -125,7 +125,7 @@ def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
 
 
 def kept_positions(mask: Any) -> Tensor | None:
-    """Return which positions (B, T) aren't padding; None if nothing says.
+    """Return which positions (B, T) aren't padding; None if unknown.
 
     Args:
         mask: (B, T) with 0 for padding, or (B, H, T, T) that is True, an integer other than 0, or (added to logits)

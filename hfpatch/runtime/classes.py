@@ -53,7 +53,7 @@ check_every_save()
 
 
 class PatchedConfig:
-    """First base of a patched config's class: how it is written and read."""
+    """Mixin of patched config classes: how they are written and read."""
 
     _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
     transformers_weights = WeightFileGuard()
@@ -70,7 +70,7 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config in memory: the host's model type, and the record without what is on disk only."""
+        """Return the config in memory: the host's model type, and the record without disk-only entries."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = remove_guard(config_dict, where)
@@ -98,7 +98,7 @@ class PatchedConfig:
         return json.dumps(self.settings_on_disk(use_diff), indent=2, sort_keys=True) + "\n"
 
     def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
-        """Return what config.json holds."""
+        """Return the content of config.json."""
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
             stored["architectures"] = names_on_disk(stored["architectures"])
@@ -109,12 +109,12 @@ class PatchedConfig:
 
 
 def is_unlimited(model: Any) -> bool:
-    """Return whether the config's length is a number that a table of positions left behind."""
+    """Return whether the config's length is left over from a removed position table."""
     return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
 
 
 class UnlimitedGeneration:
-    """Base of patched models: lifts generate()'s length limit and its warning where no table of positions is left."""
+    """Mixin of patched models: no length limit or warning in generate() if no position table is left."""
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         method = super()._prepare_generated_length  # type: ignore[misc]
@@ -137,7 +137,7 @@ class UnlimitedGeneration:
 
 
 class PatchedModel(UnlimitedGeneration):
-    """First base of a patched model's class: the host's model, changed by its config's edits when it is built.
+    """Mixin of patched model classes: builds the host, then applies the edits in its config.
 
     A class whose own forward sees something else (one with a lens on itself) is made with `lensed=True`.
     """
@@ -180,7 +180,7 @@ class PatchedModel(UnlimitedGeneration):
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, but one under which ALiBi's bias would be lost is refused, and nothing is changed.
+        """Set it as the host does, but refuse an implementation under which ALiBi's bias would be lost.
 
         Raises:
             PositionError: it is one.
@@ -196,7 +196,7 @@ class PatchedModel(UnlimitedGeneration):
         return found
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.
+        """Set them as the host does, but keep centred or scaled embedding modules, with the new weights.
 
         `resize_token_embeddings` calls it; hosts with an encoder and a decoder put one shared embedding into both.
 
@@ -218,7 +218,7 @@ class PatchedModel(UnlimitedGeneration):
             setattr(owner, child, module)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, but new rows have no mean where the patch took it from all the others.
+        """Resize as the host does; new rows are zero-mean if the patch centred the embeddings.
 
         An exact swap to RMSNorm does that; with `mean_resizing=False` the host's own initial values have one.
         """
@@ -231,7 +231,7 @@ class PatchedModel(UnlimitedGeneration):
         return resized
 
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """Refused.
+        """Refuse to resize.
 
         Raises:
             UnsupportedError: always. The host would put a new table in the place of one that was removed or centred.
@@ -274,7 +274,7 @@ def _without_host_code(auto_map: dict[str, Any]) -> dict[str, str]:
 
 
 def own_code(reference: str | Sequence[str | None]) -> str | None:
-    """Return the class of an export's own code that an entry of `auto_map` names; None for other code.
+    """Return the class in an export's code that an `auto_map` entry names; None for other code.
 
     The entry is a pair where the class has "Tokenizer" in its name.
     """
@@ -297,7 +297,7 @@ def patch_built(model: Any) -> None:
 
 
 def assigned_names(model: Any) -> set[str]:
-    """Return the full names of what the edits of a patched model assign."""
+    """Return the full names that a patched model's edits assign."""
     tree, names = Tree(model), {id(module): name for name, module in model.named_modules()}
     edits = edits_of(model.config, type(model).__name__)
     places = [(owner, leaf) for edit in edits for _, owner, leaf in tree.places(edit.at)]
@@ -352,7 +352,7 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 
 @torch.no_grad()
 def start_values(model: nn.Module) -> None:
-    """Initial values of what a patch added and no checkpoint filled; transformers calls this after loading."""
+    """Initialise what a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
         added: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
         for one in (*added, *([module] if isinstance(module, ComputedPositions) else [])):
@@ -369,7 +369,7 @@ def start_values(model: nn.Module) -> None:
 
 
 def register(config: type, models: dict[str, type]) -> None:
-    """Let the Auto classes build patched models of a config: else they would go by its name and build the host's.
+    """Register a config with the Auto classes, which would otherwise build the host's model from its name.
 
     Each class is an attribute of transformers too, under its name on disk: TRL looks it up there.
 

@@ -88,7 +88,7 @@ def pattern_of(name: str) -> str:
 
 
 def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """(name, modules from `root` down to it) of every module that a pattern matches; "" is `root` itself."""
+    """Yield (name, modules from `root` down to it) of every match of a pattern; "" is `root` itself."""
     found: list[tuple[str, tuple[nn.Module, ...]]] = [("", (root,))]
     for piece in pattern.split(".") if pattern else ():
         found = [
@@ -101,13 +101,13 @@ def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module
 
 
 def children_at(module: nn.Module, piece: str) -> list[str]:
-    """The names that one piece of a pattern stands for in a module: for `*` those of its children that are numbers."""
+    """Return the child names that one piece of a pattern matches: for `*`, the numbers."""
     return [child for child in module._modules if child.isdigit()] if piece == "*" else [piece]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A component and its arguments as plain data; `make` or `make_module` runs it.
+    """A component and its arguments as plain data; `make` or `make_module` calls it.
 
     Attributes:
         name: the component's name.
@@ -120,7 +120,7 @@ class Call:
 
     @classmethod
     def of(cls, component: Any, *args: Any, **kwargs: Any) -> Call:
-        """Return a call of a registered component; arguments may be dataclasses that are components themselves."""
+        """Return a call of a registered component; arguments may be dataclasses that are components."""
         name = component if isinstance(component, str) else component.__name__
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
@@ -134,7 +134,7 @@ class Call:
         return self._component()(*first, *self._args(), **self._kwargs())
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
-        """Builds the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
+        """Build the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
         component = self._component()
         if hasattr(component, "replacing"):
             return component.replacing(old, parent, *self._args(), **self._kwargs())
@@ -160,7 +160,7 @@ class Call:
         return not self.is_module() or hasattr(self._component(), "replacing")
 
     def needs_old(self) -> bool:
-        """Whether it makes a module only from an existing one: it takes its shape from the module that it replaces."""
+        """Return whether it needs the module that it replaces, to take its shape from."""
         return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
 
     def _component(self) -> Any:
@@ -174,7 +174,7 @@ class Call:
 
 
 def as_data(value: Any) -> Any:
-    """Return a value in the form that edits hold: plain values unchanged, registered dataclasses as `Call`s.
+    """Return a value in the form of edits: plain values unchanged, registered dataclasses as `Call`s.
 
     Raises:
         UnsupportedError: it is, or holds, anything else.
@@ -249,7 +249,7 @@ class Edit:
 
     @classmethod
     def parse(cls, text: Any, where: str = "the patch record") -> Edit:
-        """Parses the text that `str(edit)` writes.
+        """Parse the text that `str(edit)` writes.
 
         Args:
             text: the edit; anything but a string is refused.
@@ -282,7 +282,7 @@ class Edit:
 
 
 def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...]:
-    """Parses the edits of a patch record.
+    """Parse the edits of a patch record.
 
     Raises:
         CheckpointError: it isn't a list of at most 10,000 edits.

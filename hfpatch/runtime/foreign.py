@@ -36,13 +36,13 @@ def _package(kind: type) -> str:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is of a class that neither torch nor transformers has, and so may be any other."""
+    """Return whether a module's forward is of a class outside torch and transformers."""
     kinds = host_class(type(module)).__mro__
     return _package(next(kind for kind in kinds if "forward" in vars(kind))) not in _LIBRARIES
 
 
 def warn_of_missing(model: nn.Module, expected: Any) -> None:
-    """Warn where a model that was just built has no modules of classes that it had when it was patched."""
+    """Warn of a newly built model without modules of classes that it had when it was patched."""
     missing = sorted(set(expected or ()) - set(foreign_classes(model)))
     if missing:
         warnings.warn(

@@ -15,7 +15,7 @@ from .lens import Arguments
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the patches of an image or video stand in a line of tokens: row after row (and frame after frame).
+    """Positions of image or video patches in the token sequence: row after row (and frame after frame).
 
     Attributes:
         projection: path, from the owner, of the convolution that cuts the input into patches; "" where it comes cut
@@ -43,11 +43,11 @@ class Grid:
     noise: str | None = None
 
     def axes(self, owner: nn.Module) -> int:
-        """Coordinates of a patch."""
+        """Return the number of coordinates of a patch."""
         return len(self._convolution(owner).kernel_size) if self.projection else 2
 
     def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        """Positions (B or 1, T) of all tokens, or (B or 1, T, axes) with those that are no patches at the origin.
+        """Return positions (B or 1, T) of all tokens, or (B or 1, T, axes); tokens that aren't patches are at 0.
 
         Raises:
             PositionError: the input that the patches are cut from isn't there.
@@ -84,7 +84,7 @@ class Grid:
         return None if mask is None else (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
 
     def fill_arguments(self, owner: nn.Module, arguments: Arguments) -> Arguments:
-        """Arguments of the owner that must be known before its positions are."""
+        """Return arguments of the owner that its positions depend on."""
         if self.noise is None or arguments.get(self.noise) is not None:
             return {}
         pixels = self.input_of(owner, arguments)
@@ -105,7 +105,7 @@ class Grid:
         return self.count_patches(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
 
     def count_patches(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
-        """Patches along the last axes of the convolution, one for each number of pixels."""
+        """Return the patches along the convolution's last axes, for each number of pixels."""
         convolution = self._convolution(owner)
         padding = (0,) * len(convolution.kernel_size) if convolution.padding == "valid" else convolution.padding
         last = slice(-len(pixel_sizes), None)

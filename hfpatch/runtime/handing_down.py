@@ -38,7 +38,7 @@ Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for 
 
 @dataclass(frozen=True)
 class HandedDown:
-    """A lens that hands positions down to attentions: on a stack's owner, and on its layers that may be checkpointed.
+    """Passes position_ids to attention layers, as a lens on a stack's owner and on its checkpointed layers.
 
     Attributes:
         children: paths of the attentions, or of such layers that they are in; none where the host hands arguments on.
@@ -54,7 +54,7 @@ class HandedDown:
     hfpatch_note: ClassVar[str] = "hands positions down"
 
     def bind(self, module: nn.Module) -> HandedDown:
-        """Return the lens with the names that its patterns stand for in a module; `*` is a number."""
+        """Return the lens with the names that its patterns match in a module; `*` is a number."""
         children, attentions = (
             tuple(name for pattern in patterns for name in _names_at(module, pattern))
             for patterns in (self.children, self.attentions)

@@ -31,7 +31,7 @@ _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
 @dataclass(frozen=True)
 class Gains:
-    """The lens on the parent of branches' last modules: their output is multiplied on its way to the stream.
+    """Lens on the parent of branches' last modules: multiplies their output on its way to the stream.
 
     Attributes:
         gains: (path of the child, which of its calls in one forward, factor).
@@ -47,12 +47,12 @@ class Gains:
                 raise ValueError(f"no call of {child:.80} has number {call} and is multiplied by {gain}")
 
     def bind(self, module: nn.Module) -> Gains:
-        """Itself; refuses a module that has no such children."""
+        """Return the lens; refuse a module without such children."""
         _require_there(module, [child for child, _, _ in self.gains])
         return self
 
     def over(self, present: Gains) -> Gains:
-        """Return both."""
+        """Combine both lenses."""
         return Gains((*present.gains, *self.gains))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -68,7 +68,7 @@ class Gains:
 
 @dataclass(frozen=True)
 class Join:
-    """One branch of a block and how it meets the stream. Names are relative to the block.
+    """One branch of a block and how it is added to the stream. Names are relative to the block.
 
     Attributes:
         form: one of the module docstring's, or "host": as it was, apart from where its dropout is applied.
@@ -100,20 +100,20 @@ class Join:
 
 @dataclass(frozen=True)
 class Joins:
-    """The lens on a block: r and g of its branches."""
+    """Lens on a block: r and g of its branches."""
 
     hfpatch_note: ClassVar[str] = "its norms stand elsewhere in the residual branches"
 
     joins: tuple[Join, ...]
 
     def bind(self, module: nn.Module) -> Joins:
-        """Itself; refuses a block that has no such norms and modules. A sandwich's second norms may come later."""
+        """Return the lens; refuse a block without such norms and modules. A sandwich's second norms may come later."""
         for one in self.joins:
             _require_there(module, [one.norm, one.outlet, *one.readers])
         return self
 
     def over(self, present: Joins) -> Joins:
-        """Return both; a later join of the same branch takes the place."""
+        """Combine both lenses; a later join of the same branch replaces the earlier."""
         mine = {(one.outlet, one.call) for one in self.joins}
         return Joins((*(one for one in present.joins if (one.outlet, one.call) not in mine), *self.joins))
 

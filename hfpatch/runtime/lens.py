@@ -30,7 +30,7 @@ Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """From a module and its call's arguments to (attributes of the view, arguments to set).
+    """Function from a module and its call's arguments to (attributes of the view, arguments to set).
 
     An argument that is set to `REMOVED_ARGUMENT` isn't passed on.
 
@@ -45,7 +45,7 @@ class Lens(Protocol):
 
 
 class View:
-    """Proxy of a module with some attributes replaced: the `self` of its forward, or a child in its parent's view.
+    """Proxy of a module with some attributes replaced, used as the `self` of its forward, or as a child of a view.
 
     All other attributes are read from the module, and writes go to it. Methods of the module's class are bound to the
     view, so that they see the replaced attributes too. Calling a view runs the forward, with the module's hooks.
@@ -78,7 +78,7 @@ class View:
 
 
 class ListView:
-    """Proxy of an `nn.ModuleList`, or of an `nn.Sequential`, with some elements replaced, for its parent's view."""
+    """Proxy of an `nn.ModuleList` or `nn.Sequential` with some elements replaced, for its parent's view."""
 
     def __init__(self, module: Any, attributes: dict[str, Any]):
         elements: Iterable[Any] = module.elements if isinstance(module, ListView) else module
@@ -103,7 +103,7 @@ class ListView:
 
 
 class StandIn:
-    """Proxy of a child module or a tensor, for the view of its parent: attributes are those of what it stands for.
+    """Proxy of a child module or tensor with another call or indexing, for its parent's view.
 
     Args:
         replaced: the child or tensor, or a proxy of it.
@@ -124,7 +124,7 @@ class StandIn:
 
 
 def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
-    """Turns replacements of (nested) children into attributes of a module's view; children with some become views.
+    """Return view attributes for replacements of nested children; children with replacements become views.
 
     Args:
         module: the module that the view is of, or a view of it that another lens has filled.
@@ -152,7 +152,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def first_at(module: Any, *paths: str) -> Any:
-    """What is at the first of several paths from a module, or from a view of it, where anything is; else None."""
+    """Return the object at the first path that exists in a module or its view, or None."""
     for path in paths:  # loops, as torch.compile of 2.11 wants them
         found = module
         for name in path.split("."):
@@ -163,13 +163,13 @@ def first_at(module: Any, *paths: str) -> Any:
 
 
 def skip_inner_checkpointing(module: nn.Module) -> dict[str, bool]:
-    """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
+    """Return view attributes that turn off checkpointing, which the layer itself already does."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
 
 
 @dataclass(frozen=True)
 class Lenses:
-    """Several lenses on one module: each sees it as those before it left it."""
+    """Several lenses on one module, applied in order."""
 
     lenses: tuple[Lens, ...]
 
@@ -191,7 +191,7 @@ def lens_of(module: nn.Module, kind: type) -> Any:
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """Return the module's lens with this one added; it joins (`over`) or else replaces one of the same kind."""
+    """Return the module's lens with this one added; one of the same kind is combined (`over`) or replaced."""
     present = module.__dict__.get(LENS)
     same = lens_of(module, type(lens))
     if same is not None and hasattr(lens, "over"):
@@ -202,7 +202,7 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
 
 
 def subtract_mean(output: Any, axis: int) -> Any:
-    """output - mean(output) over an axis, in float32 or wider; of a tuple only the first element is centred."""
+    """Return output - mean(output) over an axis, in float32 or wider; of a tuple only the first is changed."""
     if isinstance(output, tuple):
         return (subtract_mean(output[0], axis), *output[1:])
     assert isinstance(output, Tensor)
@@ -227,7 +227,7 @@ class CentredArgument:
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:
-    """A forward that runs the host's on a view if the instance has a lens, and centres or scales the output if set.
+    """Return a forward that runs the host's on a view if there is a lens, then centres or scales the output if set.
 
     Args:
         host: the class whose forward is run.
@@ -326,7 +326,7 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
 
 
 def reduce_generated(module: nn.Module, make: Callable[[Any], type]) -> tuple:
-    """What `__reduce_ex__` returns of a module whose class `make` generated from a host class, as it will again."""
+    """Return `__reduce_ex__`'s result for a module whose class `make` generates from a host class."""
     return _empty, (make, host_class(type(module))), module.__getstate__()  # torch's own: without compiled code
 
 
@@ -336,5 +336,5 @@ def _empty(make: Callable[[Any], type], host: type) -> nn.Module:
 
 
 def host_class(cls: type) -> type:
-    """The host class of a class that hfpatch generated (here or in checkpoint/classes.py); else the class itself."""
+    """Return the host class of a class that hfpatch generated, else the class itself."""
     return getattr(cls, "hfpatch_host", cls)

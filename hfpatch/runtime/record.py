@@ -64,7 +64,7 @@ def validate_record(stored: Any, where: str) -> str:
 
 
 def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
-    """Return the edits of a patched config.
+    """Return the edits in a stored record.
 
     Raises:
         CheckpointError: the config carries no usable record.

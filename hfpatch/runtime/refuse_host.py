@@ -40,7 +40,7 @@ _opens_patched = ContextVar("_opens_patched", default=False)
 
 @contextmanager
 def loading_patched() -> Iterator[None]:
-    """While it lasts, a patched class opens a checkpoint, and is told which file its weights are in."""
+    """Context in which a patched class opens a checkpoint and may read the name of its weight file."""
     token = _opens_patched.set(True)
     try:
         yield
@@ -136,7 +136,7 @@ def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def find_nested_config(config: type) -> tuple[type, str, str] | None:
-    """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
+    """Return sentence-transformers' entry for the encoder of an encoder-decoder (T5) with this config, or None.
 
     It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
     """
@@ -146,7 +146,7 @@ def find_nested_config(config: type) -> tuple[type, str, str] | None:
 
 
 def list_encoder(config: type) -> None:
-    """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
+    """Register a patched config's class with sentence-transformers, which would open the host's encoder.
 
     Without the entry the host's class refuses the config (`WeightFileGuard`).
     """

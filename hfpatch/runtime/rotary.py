@@ -201,7 +201,7 @@ def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
 
 
 def describe_rotation(head_dim: int, rotation: Any) -> str:
-    """One-line description of a rotation of heads, for plans and reprs; of a module or of a scheme, by its options."""
+    """Return a one-line description of a rotation of heads, from a module's or a scheme's options."""
     rotated = rotary_dim(head_dim, rotation.partial, rotation.axes)
     dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"
     dims += "" if rotation.axes == 1 else f", {rotation.axes} axes"

@@ -26,7 +26,7 @@ class Sinusoids:
     scale: float = 1.0
 
     def rows(self, positions: Tensor, width: int) -> Tensor:
-        """PE at integer positions (...), as (..., width) in float32."""
+        """Return PE at integer positions (...), as (..., width) in float32."""
         sines = (width + 1) // 2
         steps = torch.arange(sines, device=positions.device, dtype=torch.float32)
         denominator = max(width // 2 - 1, 1) if self.layout == "tensor2tensor" else width / 2
