@@ -163,7 +163,7 @@ class _Search:
                     yield Axis(pattern, axis)
 
     def scales(self) -> Iterator[str]:
-        """Patterns of Parameters that may be layer-scales: vectors over the channels, but no biases nor norms' own."""
+        """Return patterns of Parameters that may be layer-scales: vectors over the channels, no biases or norms."""
         for pattern, named in self.probe.parameters.items():
             owner, _, name = next(iter(named)).rpartition(".")
             vectors = (p.dim() == 1 and p.numel() in self.probe.widths and bool((p != 0).all()) for p in named.values())

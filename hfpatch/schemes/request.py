@@ -84,7 +84,7 @@ class Outcome:
         return cls(**stored)
 
     def printable(self) -> Outcome:
-        """Return the outcome as a checkpoint may hold it: lines of a bounded length."""
+        """Return the outcome with printable lines of a bounded length, as a checkpoint holds it."""
         texts = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), str)}
         lines = {name: "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME] for name, text in texts.items()}
         return replace(self, **lines)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _of_line(line: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SchemeRequest(Generic[S]):
-    """A request: one scheme, where, and how new parameters start.
+    """Request of one scheme: where, and how new Parameters are initialised.
 
     Attributes:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
@@ -142,7 +142,7 @@ class SchemeRequest(Generic[S]):
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `patch_model` requests: schemes, where, and how new parameters start.
+    """Arguments of one `patch_model` call: schemes, where, and how new Parameters are initialised.
 
     Attributes:
         parts: one for each kind of scheme, in the order of planning.
@@ -191,7 +191,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Record:
-    """All that was patched: the requests, kind by kind, and the edits that they came to, in their order.
+    """Patch record of a model: all requests, kind by kind, and the resulting edits in order.
 
     Attributes:
         base_model_type: the host's `model_type`.
@@ -227,7 +227,7 @@ class Record:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def with_repair(self, original: Record, result: Outcome) -> Record:
-        """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
+        """Return the record with a repair's result as the outcome of the kinds that it repaired."""
         kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
         planned = {kind: getattr(self, kind)[-1].outcome or Outcome("") for kind in kinds}
         lossy = {kind: outcome for kind, outcome in planned.items() if outcome.verdict != EXACT}
@@ -277,7 +277,7 @@ class Record:
         return record
 
     def require_readable(self) -> None:
-        """Refuse a record that a checkpoint couldn't be opened with: what is written is bounded as what is read is.
+        """Refuse a record that a checkpoint couldn't be opened with.
 
         Raises:
             UnsupportedError: says what of it.

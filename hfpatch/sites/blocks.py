@@ -43,7 +43,7 @@ class Run(NamedTuple, Generic[T]):
 
 
 class Block:
-    """One block of a model with the arguments of a recorded call, to be run again with some outputs changed.
+    """One block of a model with a recorded call's arguments, run again with some outputs changed.
 
     Args:
         name, module: the block.
@@ -185,7 +185,7 @@ class Block:
 
 
 def measuring(model: nn.Module, consequence: str) -> AbstractContextManager[None]:
-    """Turns errors of measurements on single blocks into an UnsupportedError about the model, with the consequence."""
+    """Context that turns errors on single blocks into an UnsupportedError about the model, with the consequence."""
     name = type(model).__name__
     return host_errors(f"{name}: its blocks can't be measured one by one ({{error}}), so {consequence}.")
 
@@ -203,7 +203,7 @@ def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
 def observe_blocks(
     model: nn.Module, inputs: Mapping[str, Any], names: Collection[str], foreign: bool = True
 ) -> list[Block]:
-    """Blocks of a model in the order of their first calls, each with its recorded arguments.
+    """Yield a model's blocks in the order of their first calls, with recorded arguments.
 
     Args:
         model, inputs: as in `find_branches`.

@@ -164,7 +164,7 @@ def _depths(model: nn.Module, branches: list[Branch], layers: list[Branch]) -> d
 
 
 def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
-    """Yield every block of the model with one of the branches, in the order of its modules."""
+    """Return every block of the model with one of the branches, in module order."""
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}
@@ -199,7 +199,7 @@ def require_joinable(site: Site) -> None:
 
 
 def require_own_forward(name: str, module: nn.Module) -> None:
-    """Refuse modules that no lens can be put on.
+    """Refuse modules that can't take a lens.
 
     Raises:
         UnsupportedError: a container.
@@ -214,7 +214,7 @@ def require_own_forward(name: str, module: nn.Module) -> None:
 
 
 def require_transparent(found: StackBranches, request: str) -> None:
-    """Refuse blocks whose outputs change when joins with the present placement are put on them.
+    """Refuse blocks whose outputs change under joins with the present placement.
 
     Raises:
         UnsupportedError: they change, or fail, on the small model (which is changed).

@@ -209,7 +209,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class MLPParts:
-    """Result of a run: the projections before and after an activation, and why the MLP can't be changed, if so."""
+    """Projections before and after an activation, and the reason if the MLP can't be changed."""
 
     first: nn.Module
     last: nn.Module | None = None
@@ -218,7 +218,7 @@ class MLPParts:
 
 @dataclass
 class Flow:
-    """Record of one run: inputs and outputs of the projections and of one activation."""
+    """Record of one run: inputs and outputs of projections and of one activation."""
 
     projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
     activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)

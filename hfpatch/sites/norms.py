@@ -26,7 +26,7 @@ _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedd
 
 
 def describe(module: nn.Module) -> NormFacts | None:
-    """Return the facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
+    """Return a norm module's facts; None if it isn't like LayerNorm or RMSNorm. The module isn't changed."""
     facts = module.__dict__.get("facts")
     if isinstance(facts, NormFacts):  # a norm of hfpatch's
         return facts
@@ -41,7 +41,7 @@ def describe(module: nn.Module) -> NormFacts | None:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Return whether class or base class says LayerNorm: a module that a reader of the plan expects to find in it."""
+    """Return whether a class name or base class says LayerNorm, so that users expect it in a plan."""
     return isinstance(module, nn.LayerNorm) or "layernorm" in type(module).__name__.lower().replace("_", "")
 
 
@@ -171,7 +171,7 @@ def _stated_eps(module: nn.Module, measured: float) -> float:
 
 
 def size_of(facts: NormFacts | None, replaced: NormFacts | None = None) -> str:
-    """A norm's shape as plans print it: "(768)", or "(768, bias=False)" without the shift of the norm it replaced."""
+    """Return a norm's shape as plans print it: "(768)", or "(768, bias=False)" if it lost a shift."""
     if facts is None:
         return ""
     dropped = replaced is not None and replaced.shift and not facts.shift

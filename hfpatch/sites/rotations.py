@@ -22,7 +22,7 @@ Settings = dict[str, Any]  # transformers' `rope_parameters`
 
 @dataclass
 class NativeRotation:
-    """The frequencies of one rotary module, or those that it has for one type of layer.
+    """Frequencies of one rotary module, for one type of layer if it has several.
 
     Attributes:
         name: the module's name, and the type of layer where it has several.
@@ -79,7 +79,7 @@ class NativeRotation:
         return self.layer_type in self.dropped_layer_types
 
     def frequencies(self, module: nn.Module) -> Tensor:
-        """This rotation's frequencies (pairs,) in a module of its class."""
+        """Return this rotation's frequencies (pairs,) in a module of its class."""
         found = module._buffers["inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"]
         assert found is not None
         return found
@@ -89,7 +89,7 @@ class NativeRotation:
         return with_settings(self.module, settings, self.layer_type)
 
     def phases(self, module: nn.Module) -> Any:
-        """Output of a rotary module for positions 0 and 1: (cos, sin), or complex numbers."""
+        """Return a rotary module's output for positions 0 and 1: (cos, sin), or complex numbers."""
         positions = torch.arange(2)[None]
         extra = {} if self.layer_type is None else {"layer_type": self.layer_type}
         return module(torch.zeros(1, 2, 1), positions, **extra)
@@ -121,7 +121,7 @@ def rotations_of(model: nn.Module, module: nn.Module) -> list[NativeRotation]:
 
 
 def config_paths(config: Any, path: Path = ()) -> dict[int, Path]:
-    """For a config and each one inside it: its id, and the attributes that lead to it."""
+    """Return for a config and each one inside: its id, and the attributes that lead to it."""
     if not isinstance(config, PreTrainedConfig):
         return {}
     found = {id(config): path}

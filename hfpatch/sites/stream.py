@@ -17,7 +17,7 @@ from .blocks import Block, CallKey
 def find_sum(
     block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float, held: Collection[CallKey] = ()
 ) -> CallKey | None:
-    """Return the first of these points at which a call's output is added as it is; None for none.
+    """Return the first of these points at which a call's output is added unchanged; None if there is none.
 
     Noise on the output, or on the first that it returns, arrives unchanged, position by position: neither scaled, nor
     permuted, nor normalised.
@@ -44,7 +44,7 @@ def find_sum(
 
 
 def loud_noise(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
-    """Noise so loud that the rounding of its sum with any of the streams is small beside it, in half precision too."""
+    """Return noise so loud that rounding of its sum with any stream is relatively small, in half precision too."""
     loudest = max((float(stream.abs().max()) for stream in streams if stream.numel()), default=0.0)
     loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
     return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
@@ -61,12 +61,12 @@ def reads_norm(block: Block, norm: CallKey, reader: CallKey) -> bool:
 
 
 def is_read_only_by(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
-    """Return whether noise on a norm's output reaches nothing of the block while these calls are held."""
+    """Return whether noise on a norm's output reaches nothing in the block while these calls are fixed."""
     noise = block.noise(block.base.outputs[norm], 0)
     after = block.run({norm: noise}, readers).points
     return all(torch.equal(after[point], before) for point, before in block.base.points.items())
 
 
 def rows(x: Tensor) -> Tensor:
-    """Return a tensor as rows of channels: some hosts run their MLP on (B T, d)."""
+    """Return a tensor as rows of channels, as some hosts run their MLP on (B T, d)."""
     return x.flatten(0, -2)

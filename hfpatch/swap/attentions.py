@@ -37,7 +37,7 @@ ALL_ATTENTIONS_KEPT = "its attentions are kept"
 def reasons_to_keep(
     item: FoundStack, part: SchemeRequest[Position], names: Names
 ) -> tuple[dict[str, str | None], str | None]:
-    """Return why the globs leave out each of a stack's attentions, and its table or biases; None if they don't."""
+    """Return why globs leave out each of a stack's attentions, and its table or biases; None if they don't."""
     reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
     for name, reason in reasons.items():
         if reason == "not in only":
@@ -49,7 +49,7 @@ def reasons_to_keep(
 def attention_changes(
     item: FoundStack, attentions: dict[str, nn.Module], part: SchemeRequest[Position], reasons: dict[str, str | None]
 ) -> list[Change]:
-    """Return what becomes of some of a stack's attentions; `reasons` say why one is kept, if it is.
+    """Return the changes of some of a stack's attentions; `reasons` say why one is kept.
 
     Raises:
         UnsupportedError: this version of transformers builds one otherwise than recorded, or it can't take the scheme.
@@ -120,14 +120,14 @@ def _attention_change(
 
 
 def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
-    """Return the RoPE settings of an attention that rotates by a sine table of its own (GPT-J, CodeGen, RoFormer)."""
+    """Return the RoPE settings of an attention with its own sine table (GPT-J, CodeGen, RoFormer)."""
     head_dim = getattr(attention, item.stack.head_dim)
     turned = getattr(attention, item.stack.rotary_dim) if item.stack.rotary_dim else None
     return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").with_paper_values()
 
 
 def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> Change:
-    """Change of an attention that rotates by a sine table of its own: other settings, or no rotation.
+    """Return the change of an attention with its own sine table: other settings, or no rotation.
 
     Raises:
         UnsupportedError: it turns more than queries and keys.

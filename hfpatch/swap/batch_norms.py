@@ -24,7 +24,7 @@ from .planners import PlannerResult
 
 
 def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
-    """Return what changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
+    """Plan the changes of the model's norms, and how a mask reaches each of them.
 
     Raises:
         UnsupportedError: the model is causal, or its branches meet the stream through joins.

@@ -41,7 +41,7 @@ from .planners import PlannerResult
 def plan_placement(
     model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """Return how each branch of the model will meet its stream; nothing is changed yet.
+    """Plan the norm placement of each branch of the model.
 
     Raises:
         UnsupportedError: a branch has no norm of its own before it or behind the sum, or can't be seen through.
@@ -103,7 +103,7 @@ def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequ
 def plan_deepnorm(
     model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
+    """Plan the DeepNorm change of each norm, and of the branches' weights.
 
     Raises:
         NothingToPatchError: the model has no branches at all.

@@ -39,7 +39,7 @@ class ConfigDiff:
     buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def apply(self, model: nn.Module, edits: Transaction) -> None:
-        """Set them, except where another change of the patch has replaced the present value."""
+        """Set them, unless another change of the patch has replaced the present value."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
@@ -52,7 +52,7 @@ class ConfigDiff:
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
-    """Return the attributes and buffers that a model of this class has under other settings of its config.
+    """Return the attributes and buffers that change if the model's class is built with other config settings.
 
     Args:
         model: the outermost model.
@@ -104,7 +104,7 @@ def _is_replaced(name: str, places: Mapping[str, Any]) -> bool:
 
 
 def host_with(model: Any, settings: list[Setting]) -> Any:
-    """An unpatched model of the same class on the meta device, built from the model's config with other settings.
+    """Return an unpatched model of the class on the meta device, from the config with other settings.
 
     Raises:
         UnsupportedError: a setting is of a config outside the model's, or the class can't be built with it.

@@ -55,7 +55,7 @@ def llm_alpha(width: int, attention: bool) -> float:
 
 
 def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
-    """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
+    """Plan DyT for language models: an alpha for each norm by its site, and learned embedding scales.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
     that starts at the root of the width (of the whole model, whatever `only` and `keep` choose); not where the model

@@ -23,7 +23,7 @@ IMAGE_SIZE = "image_size"  # transformers' name
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table's rows lie: some of other tokens, then frames of rows of columns of patches, then others again."""
+    """Order of a table's rows: other tokens, then frames of rows of columns of patches, then other tokens."""
 
     before: int
     frames: int
@@ -48,7 +48,7 @@ class Layout:
 
 
 def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) -> Change:
-    """Return what becomes of a table on a grid of patches; `row` is what the plan says of it so far.
+    """Return the change of a table on a grid of patches; `row` is the plan's row so far.
 
     Raises:
         UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
@@ -119,7 +119,7 @@ class _Redraw:
 def resize_table(
     item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
 ) -> tuple[list[Edit], tuple[WeightChange, ...]]:
-    """Return the edits that give a learned table another number of rows, and the change of its values before them.
+    """Return the edits that resize a learned table, and the change of its values before them.
 
     Args:
         resized: from the table's values to the new ones.
@@ -155,7 +155,7 @@ def _weight(table: Any) -> nn.Parameter | None:
 
 
 def layout_of(item: FoundStack, table: Tensor) -> Layout:
-    """Return how the rows of a stack's table lie.
+    """Return the layout of a stack's table.
 
     Raises:
         UnsupportedError: the config and the record don't tell.

@@ -27,7 +27,7 @@ from .planners import PlannerResult
 def plan_mlp_request(
     model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
+    """Plan an MLP scheme for each of the model's MLPs.
 
     Raises:
         NothingToPatchError: the model has no MLP of the form projection, activation, projection.

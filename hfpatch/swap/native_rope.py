@@ -64,7 +64,7 @@ def plan_native(
 
 
 def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
-    """Config changes of a position scheme: the settings of the model's own rotations."""
+    """Return the config changes of a position scheme: the settings of the model's own rotations."""
     scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
     if not isinstance(scheme, RoPE):
         return []
@@ -81,7 +81,7 @@ def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> li
 
 
 def changing_rotations(model: Any, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
-    """Yield the model's own rotations that a part changes and a config describes, each with that config."""
+    """Return the model's own rotations that a part changes and a config describes, each with that config."""
     names = Names.of(model)
     for rotation in find_rotations(model):
         if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
@@ -210,7 +210,7 @@ def _describe_settings(settings: Settings) -> str:
 
 
 def require_same_frequencies(model: Any, names: Collection[str]) -> None:
-    """Refuse a patched model whose rotary modules turn otherwise than ones that are built from its config do.
+    """Refuse a patched model whose rotary frequencies differ from those that its config builds.
 
     Args:
         model: with the config that a checkpoint will have.

@@ -54,13 +54,13 @@ class _Site:
 def plan_norm_request(
     model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
+    """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
     changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
     return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
 def plan_norms(model: nn.Module, part: SchemeRequest[Norm]) -> list[Change]:
-    """Plan the swap of norms that copies gain and shift; the rest as in `plan_with`."""
+    """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
     return plan_with(model, part, None)[0]
 
 
@@ -212,7 +212,7 @@ def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
 def starting_values(
     model: nn.Module, name: str, part: SchemeRequest[Any], edits: Iterable[Edit]
 ) -> tuple[WeightChange, ...]:
-    """Where `part` has init="reset", the starting values of the Parameters of a norm that these edits bring in."""
+    """Return the initial values of Parameters in new norms if `part` has init="reset"."""
     calls = [edit.value for edit in edits if edit.at == (name,)]
     if part.init != "reset" or not calls:
         return ()

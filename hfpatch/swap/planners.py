@@ -39,7 +39,7 @@ class PlannerResult:
     derived: ConfigDiff = field(default_factory=ConfigDiff)
 
     def inexact(self, measured: str) -> PlannerResult:
-        """Return the same without its exact conversion, which failed its check on the model: norms alone change.
+        """Return the result without its exact conversion, which failed its check: only norms change.
 
         Args:
             measured: how it failed, in words.
@@ -60,7 +60,7 @@ def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
 
 
 class Planner(Protocol):
-    """Signature of a planner: plans one requested scheme; the model isn't changed.
+    """Signature of a planner: plans one requested scheme without changing the model.
 
     Args:
         model: any module tree.

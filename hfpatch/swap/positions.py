@@ -35,7 +35,7 @@ LENGTH = "max_position_embeddings"  # transformers' name, which configs with ano
 def plan_position_request(
     model: Any, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None
 ) -> PlannerResult:
-    """Planner of position schemes: changes of modules and of configs."""
+    """Plan a position scheme: changes of modules and of configs."""
     part = _with_table_length(model, part)
     if Record.of(model.config).has("pos", part):
         return PlannerResult(part, [])
@@ -50,7 +50,7 @@ def plan_position_request(
 def plan_positions(
     model: nn.Module, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """Return what `part` does to each table and attention of the model's stacks; nothing is changed yet.
+    """Plan the change of each table and attention of the model's stacks.
 
     Args:
         model: any module tree that contains a recorded stack.

@@ -32,7 +32,7 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """Return what the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
+    """Return the scheme's bias on this attention's scores, or None; `relative`: the host has its own biases.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -49,7 +49,7 @@ def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> 
 
 
 def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position, relative: bool) -> None:
-    """Try one attention of each class with a bias; their weights aren't used. `relative` as in `bias_for`.
+    """Try one attention of each class with a bias, on random weights. `relative` as in `bias_for`.
 
     Raises:
         UnsupportedError: it would be lost; says what the attention does with a mask.

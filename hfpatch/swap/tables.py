@@ -59,14 +59,14 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
 
 
 def loses_order(item: FoundStack, scheme: Position) -> str:
-    """Note for the plan if a stack can't tell the order of its tokens without positions."""
+    """Return a note for the plan if a stack can't tell the order of its tokens without positions."""
     if scheme.name != "nope" or item.stack.causal or getattr(item.owner, "is_decoder", False):
         return ""
     return "; without a causal mask the stack can't tell the order of its tokens"
 
 
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
-    """The edits that take a stack's positions out, and where `fresh` the names of Parameters that are to be zero.
+    """Return the edits that remove a stack's positions, and with `fresh` the names of Parameters to set to zero.
 
     What is left starts at the mean of what was there; where `fresh` as for training from scratch.
     """
@@ -215,7 +215,7 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 
 
 def takes_any_length(model: nn.Module) -> bool:
-    """Return whether no table is left that would end somewhere, in a model that has or had one."""
+    """Return whether no position table limits the length, in a model that has or had one."""
     tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
     ending = [isinstance(table, Tensor | nn.Module) and not isinstance(table, ComputedPositions) for table in tables]
     return bool(tables) and not any(ending)

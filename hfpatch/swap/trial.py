@@ -83,7 +83,7 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
 
 
 def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str) -> None:
-    """Refuse a change of positions after which all outputs are, bit for bit, those of before.
+    """Refuse a change of positions that leaves all outputs bit-identical.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
     reach what was changed: shaking its outputs has to move those of the model.
@@ -120,7 +120,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
 
 
 def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether the outputs of two forwards are the same, to the bit."""
+    """Return whether the outputs of two forwards are bit-identical."""
     same = outputs.keys() == others.keys()
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
 
@@ -146,7 +146,7 @@ def _disturb(model: Any, names: set[str]) -> Any:
 
 
 def full_length(model: Any) -> int | None:
-    """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does.
+    """Return a model's full text length: its tables', else its config's; None if neither has one.
 
     Where a patch left no table of a text's positions, so that texts may be of any length, it is twice what the config
     says.
@@ -180,7 +180,7 @@ def _scale_length(length: int, factor: float | None) -> int:
 
 
 def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
-    """Return inputs of one forward at a model's full length and image size, and whether its text is as long as that.
+    """Return inputs at a model's full length and image size, and whether its text has that length.
 
     Args:
         model: as it is now.
@@ -200,7 +200,7 @@ def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return inputs of a short text at the last positions, and at the first; None if the forward takes no positions.
+    """Return inputs of a short text at the last and first positions; None if the forward takes no positions.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
@@ -214,7 +214,7 @@ def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | 
 
 
 def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
-    """Return a user's inputs for the model as it was, as the model with other settings takes them.
+    """Adapt a user's inputs for the original model to the model with other settings.
 
     Args:
         inputs: keyword arguments of a forward.
@@ -240,7 +240,7 @@ def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Set
 
 
 def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model, also where a patch sets a new length.
+    """Return inputs of one forward that are short enough for a model, also if a patch sets a new length.
 
     With images or sounds where the model reads them beside text.
 

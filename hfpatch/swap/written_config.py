@@ -15,7 +15,7 @@ from .config_diff import Setting
 
 
 def require_valid_config(model: Any, settings: list[Setting]) -> None:
-    """Refuse settings with which a model's config can't be saved, or opens with other ones.
+    """Refuse settings that make a model's config impossible to save, or different when loaded.
 
     Args:
         model: as it is before.

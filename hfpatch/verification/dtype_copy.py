@@ -22,7 +22,7 @@ _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": Fals
 
 @dataclass
 class Subject:
-    """A model that is run in copies; it isn't changed.
+    """A model that is compared: only copies of it are run.
 
     Attributes:
         role: "model" or "reference".
@@ -36,7 +36,7 @@ class Subject:
         return f"the {self.role} ({type(self.model).__name__})"
 
     def copy(self, dtype: torch.dtype) -> nn.Module:
-        """Return a copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
+        """Return a copy in a dtype that returns hidden states and no cache; tensors in that dtype are shared.
 
         A copy in float64 is on the CPU where the model's device has none.
 
@@ -58,7 +58,7 @@ class Subject:
             ) from error
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, number: int) -> Outputs:
-        """One forward of a copy; `number` is the batch's, for the message.
+        """Run one forward of a copy; `number` is the batch's, for the message.
 
         Raises:
             UnsupportedError: the forward fails, or returns nothing to compare.
@@ -81,6 +81,6 @@ class Subject:
 
 @contextmanager
 def repeatable_inference(model: nn.Module) -> Iterator[None]:
-    """No gradients, and the same random numbers every time; the random streams are put back."""
+    """Context without gradients and with fixed random numbers; the random state is restored."""
     with torch.no_grad(), seed_everything(0, {p.device for p in model.parameters()}):
         yield

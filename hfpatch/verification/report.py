@@ -51,7 +51,7 @@ class ModuleRow:
 
 @dataclass
 class OutputRow:
-    """One output of one run against the truth, which is the reference in float64.
+    """One output of one run, compared with the reference in float64.
 
     Attributes:
         output: its name ("logits", "last_hidden_state", ...).
@@ -82,7 +82,7 @@ class OutputRow:
 
 @dataclass
 class LayerRow:
-    """The stream after one layer (0 is what enters the first) of one run, against the truth's.
+    """The residual stream after one layer (0 is the first one's input) of one run, compared with the reference.
 
     Attributes:
         stream: name of the output that holds it ("hidden_states", "encoder_hidden_states", ...).
@@ -124,7 +124,7 @@ class Report(SavedResult):
     notes: list[str] = field(default_factory=list)
 
     def require_of(self, title: str) -> None:
-        """Refuse a report of another model, by its class and the schemes of its patch.
+        """Refuse a report of another model, by class and patch schemes.
 
         Args:
             title: of the model that it is to be of, as `title_of` writes it.
@@ -212,7 +212,7 @@ class Report(SavedResult):
 
 
 def title_of(class_name: str, record: Record) -> str:
-    """Return what a report calls a model: its class and the schemes of its patch, with their options."""
+    """Return a model's title in reports: its class and its patch's schemes, with options."""
     schemes = [f"{kind}={part.as_requested.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 
@@ -221,7 +221,7 @@ _ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": M
 
 
 def module_lines(rows: list[ModuleRow]) -> Iterator[tuple[str, str, str, str, str]]:
-    """Rows as cells: names, the reference's module, the model's, state, note; layers that are alike share a line."""
+    """Yield rows as cells: names, reference's module, model's, state, note; equal layers share a line."""
     for members, names in group_rows(rows, _in_one_line):
         row, count = members[0], len(members)
         change = max(one.change for one in members)
@@ -265,7 +265,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
-    """One output's rows as cells, the headings first; the first two columns are words, the others numbers."""
+    """Return one output's rows as cells, headings first; two columns of words, then numbers."""
     shown = {
         heading: ["" if (value := getattr(row, name)) is None else spelled(value) for row in rows]
         for heading, (name, spelled) in _COLUMNS.items()
@@ -307,7 +307,7 @@ class ErrorLine(NamedTuple):
 
 
 def error_lines(rows: list[LayerRow]) -> dict[str, dict[ErrorLine, dict[int, float]]]:
-    """By stream and line, the error after each layer; NaN, a gap, where it is 0 or infinite and has no logarithm."""
+    """Return, by stream and line, the error after each layer; NaN, a gap, if it is 0 or infinite."""
     found: dict[str, dict[ErrorLine, dict[int, float]]] = {}
     for row in rows:
         label = f"{row.role} {row.dtype}"

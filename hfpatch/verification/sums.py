@@ -19,7 +19,7 @@ Columns = Iterator[tuple[str, Tensor]]
 
 @dataclass
 class Sums:
-    """One output, or the stream after one layer, of one run.
+    """Accumulated errors of one output, or of the stream after one layer, in one run.
 
     Attributes:
         deviation: of the values.
@@ -32,7 +32,7 @@ class Sums:
     columns: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def add_output(self, name: str, truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> None:
-        """Count one batch of an output.
+        """Add one batch of an output.
 
         Args:
             name: of the output; those called "logits" are compared as distributions, others as vectors.
@@ -46,7 +46,7 @@ class Sums:
             self.columns[column].append(values.double().cpu())
 
     def add_layer(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Count one batch of a stream."""
+        """Add one batch of a stream."""
         t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
         self.deviation.add(t, y, mask)
         self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
@@ -87,7 +87,7 @@ def logit_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: T
 
 
 def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None = None) -> Columns:
-    """Cosines between vectors (..., d): "cosine" at each position, "pooled" between the means over the positions."""
+    """Yield cosines between vectors (..., d): "cosine" at each position, "pooled" between means over positions."""
     if truth.dim() < 2 or truth.shape[-1] < 2:
         return
     t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
@@ -100,7 +100,7 @@ def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: 
 
 
 def channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) have their channels last already."""
+    """Return images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) unchanged."""
     if x.dim() != 4 or mask is not None or x.shape[1] == x.shape[2] != x.shape[3]:
         return x
     return x.movedim(1, -1)
