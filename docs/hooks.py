@@ -25,6 +25,7 @@ SWEEPS = (
     "native_rope",
     "native_export",
     "patching_cost",
+    "operations",
     "acceptance",
     "weight_decay",
     "operations",

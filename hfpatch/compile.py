@@ -65,6 +65,13 @@ def compile_model(
         OptionError: `regions` is neither of the two.
         UnsupportedError: there is no repeated block, or with `example_inputs` the forward can't be captured as one
             graph or calls a block without its `__call__`; the model is as it was.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16))
+        >>> from hfpatch import compile_model, patch_model
+        >>> compile_model(patch_model(model, norm="rms")) is model
+        True
     """
     if regions not in ("blocks", "model"):
         raise OptionError(f'regions must be "blocks" or "model", not {regions!r}')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -57,7 +57,7 @@ def patch_model(
     keep: str | Iterable[str] | None = None,
     init: str = "auto",
     example_inputs: Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | str | PathLike[str] | None = None,
+    calibration: Iterable[Any] | Callable[[Any], Any] | str | PathLike[str] | None = None,
     tokenizer: Any = None,
     fit: str = "qk",
     reversible: bool = False,
@@ -77,19 +77,20 @@ def patch_model(
     nothing can be checked, and a warning says so.
 
     Args:
-        model, norm, pos, only, keep, mlp, placement, init, example_inputs: as in `plan_patch`.
-        reversible: keep what was replaced in memory, for `unpatch_model`.
+        model, norm, pos, mlp, placement, only, keep, init, example_inputs: as in `plan_patch`.
         calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
             without labels or training, as `repair` does. Texts with `tokenizer` (a list of strings, a datasets.Dataset,
             a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset, what a tokenizer
-            returns, a DataLoader), or "self": sequences that a language model generates. Of texts and single rows the
-            first 256 are read, and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair.
-            `repair_report(model)` returns its results.
+            returns, a DataLoader), or "self": 256 sequences that a language model generates; for another number or
+            length, `functools.partial(sample_batches, sequences=64)`. Of texts and single rows the first 256 are read,
+            and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair. `repair_report(model)` returns
+            its results.
         tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
             `max_positions`, that becomes its `model_max_length`. Default: a SentenceTransformer's own, whose
             `max_seq_length` follows.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
+        reversible: keep what was replaced in memory, for `unpatch_model`.
         compile: call `compile_model` on the result.
 
     Returns:
@@ -104,6 +105,13 @@ def patch_model(
             change is rolled back before the error is passed on.
         UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import patch_model
+        >>> patch_model(model, norm="rms", pos="rope:theta=500000").transformer.ln_f
+        RMSNorm(16, eps=1e-05)
     """
     request = Request.of({"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}, only, keep, init)
     require_calibration_fits(calibration, fit, init)
@@ -138,7 +146,7 @@ def _carry_out(
     model: PreTrainedModel,
     changes: Transaction,
     init: str,
-    calibration: Iterable[Any] | str | None,
+    calibration: Any,
     fit: str,
     inputs: Mapping[str, Any] | None,
 ) -> tuple[Plan, RepairReport | None]:
@@ -175,23 +183,40 @@ def _carry_out(
 
 @unwrap_holders
 def outcomes(model: nn.Module) -> dict[str, str]:
-    """What each request of a patched model came to: {"norm='rms'": "exact: outputs differ by 2.7e-07, ..."}.
+    """Return the measured result of each request of a patched model.
 
     Measured right after the patch or its repair, against the model as it was before, and saved with the model; what
     training does afterwards isn't in it. A request is recorded as it was carried out: with init='copy' where an exact
     swap of norms was tried and nothing could be centred.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import outcomes, patch_model
+        >>> outcomes(patch_model(model, norm="rms"))
+        {"norm='rms'": 'exact: outputs differ by ..., rounding explains ...'}
     """
     return {request: str(outcome) for request, outcome in Record.of(model.config).outcomes().items()}
 
 
 @unwrap_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
-    """Report of the latest repair, step by step, or None: there was none, or none since the latest patch.
+    """Return the report of the latest repair, or None: there was none, or none since the latest patch.
 
     It is saved with the model, in `hfpatch_weights.json`; None too if a checkpoint was opened without that file.
 
     Raises:
         CheckpointError: the model was opened from a checkpoint whose report is malformed, or of a later version.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
+        >>> model = GPT2LMHeadModel(config)
+        >>> from functools import partial
+        >>> from hfpatch import patch_model, repair_report, sample_batches
+        >>> few = partial(sample_batches, sequences=8, length=16)
+        >>> print(repair_report(patch_model(model, norm="dyt", calibration=few)).summary())
+        Repair on 8 sequences...: KL divergence ... -> ... on 1 held-out sequence...
     """
     return report_of(model)
 
@@ -209,6 +234,14 @@ def unpatch_model(model: M) -> M:
         NotReversibleError: the model isn't patched, or wasn't with `reversible=True`; or a module whose values the
             patch changed was replaced since.
         WrappedModelError: it is wrapped; unwrap it first.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import patch_model, unpatch_model
+        >>> model = patch_model(model, norm="rms", reversible=True)
+        >>> unpatch_model(model).transformer.ln_f
+        LayerNorm((16,), eps=1e-05, ...)
     """
     require_bare(model)
     require_unquantized(model)

@@ -24,8 +24,9 @@ from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
-from .measure.quiet_forward import free_unused_memory
-from .runtime.apply import apply, condense
+from .measure.quiet_forward import give_back_memory
+from .repairs.sample import generates
+from .runtime.apply import apply, condensed
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
 from .schemes.mlps import MLP
@@ -76,20 +77,22 @@ class Plan(Result):
         before: the patch record that the model's config holds now.
         planned: by kind, what each requested scheme changes; a kind that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
+        generates: whether the model can write its own calibration for a repair.
     """
 
     model_name: str
     before: Record
     planned: Mapping[str, PlannerResult] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
+    generates: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
-        """Return the plan of the planners' results."""
-        return cls(type(model).__name__, before, planned, _phases(model, planned))
+    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, Planned]) -> Plan:
+        """The plan that carries out what the planners found."""
+        return cls(type(model).__name__, before, planned, _phases(model, planned), generates(model))
 
-    def inexact(self, model: nn.Module, measured: str) -> Plan:
-        """Return the plan without its exact conversion of norms, whose check on the model failed.
+    def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
+        """The plan without its exact conversion of norms, which failed its check on the model.
 
         Args:
             model: that of this plan, as it was before.
@@ -193,6 +196,10 @@ class Plan(Result):
             values.setdefault(str(same[0]), []).append(names)
         if values:
             yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
+        if any(found.part.init != "reset" and self.losses(kind) for kind, found in self.planned.items()):
+            own = '"self" (sequences that it writes) or your data'
+            data = own if self.generates else "your data, as it writes no text"
+            yield [f"What isn't exact is repaired only with calibration= (--calibration): {data}."]
 
 
 def _line_key(row: Row) -> tuple[object, ...]:
@@ -213,7 +220,7 @@ def plan_patch(
     init: str = "auto",
     example_inputs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """What `patch_model` would do with the same arguments. A dry run: the model isn't touched.
+    """Return what `patch_model` would do with the same arguments; the model isn't touched.
 
     Args:
         model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included; or
@@ -221,24 +228,36 @@ def plan_patch(
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
             "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
+        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
+        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
         only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
             chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
-        init: how new parameters start: "auto" (exact where that is true, else the nearest closed form), "exact" (keep
-            norms that wouldn't be, refuse where nothing is), "copy" (gains and shifts are the replaced norm's own
-            Parameters, nothing else changes), "reset" (the paper's starting values; for
-            MLPs fresh weights and two thirds of the hidden channels).
+        init: how new parameters start. "auto": the same function if possible, otherwise the closest initial values.
+            "exact": the same function, or an error (norms that wouldn't be exact are kept). "copy": gains and shifts
+            are the replaced norm's own Parameters, and nothing else changes. "reset": the paper's starting values, for
+            training; for MLPs fresh weights and two thirds of the hidden channels.
         example_inputs: keyword arguments of one forward, for norms that are to be exact (such a model is measured on a
             small one of its class, and checked on itself) and for another share of rotated channels where a model
             rotates by itself. None makes them from its signature and config.
-        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
-        placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
 
     Raises:
         PatchError: one of its children, for anything that `patch_model` would refuse.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import plan_patch
+        >>> print(plan_patch(model, norm="dyt"))
+        module                        now            becomes          expected     note
+        ----------------------------  -------------  ---------------  -----------  ----
+        transformer.h.0.ln_{1-2}  x2  LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
+        transformer.ln_f              LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
+        GPT2LMHeadModel: 3 of 3 modules change.
+        ...
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
     return make_plan(model, Request.of(schemes, only, keep, init), example_inputs)

@@ -30,6 +30,7 @@ from hfpatch.patch import outcomes
 from hfpatch.verification.report import Report
 
 run = CliRunner()
+HEADS = {"gpt2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_families_lists_every_record() -> None:
 
 def test_plan_of_a_patched_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """The inputs of its fingerprint are read although its model is built without weights."""
-    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
+    called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt")
     assert "RoPE(theta=10000, half)" in called("plan", str(tmp_path / "out"), "--pos", "rope")
 
 
@@ -84,7 +85,7 @@ def test_plan_of_a_config_needs_no_weights(words: str, said: str) -> None:
 
 
 def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) -> None:
-    request = ("--norm", "rms", "--pos", "rope:theta=500", "--calibration", "none")
+    request = ("--norm", "rms", "--pos", "rope:theta=500")
     out = called("patch", str(checkpoint), str(tmp_path / "out"), *request)
     assert "AutoModelForCausalLM.from_pretrained" in out
     assert "not preserved" in out
@@ -100,7 +101,7 @@ def test_patch_writes_a_checkpoint_that_opens(checkpoint: Path, tmp_path: Path) 
 def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
     """Some tokenizers' classes make an empty one where a folder has none."""
     tiny(family).save_pretrained(tmp_path / "in")
-    request = ("--norm", "dyt", "--calibration", "none", "--head", "AutoModel")
+    request = ("--norm", "dyt", "--head", "AutoModel")
     out = called("patch", str(tmp_path / "in"), str(tmp_path / "out"), *request)
     assert "(no tokenizer or processor to carry along)" in out
     allowed = {"config.json", "generation_config.json", "model.safetensors", "hfpatch_weights.json"}
@@ -110,9 +111,9 @@ def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "exported").iterdir()} <= allowed
 
 
-def test_a_lossy_patch_of_a_generating_model_is_repaired_on_its_own_samples(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_repair_on_sequences_that_the_model_writes(checkpoint: Path, tmp_path: Path) -> None:
     few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8", "--report", str(tmp_path / "report.json"))
-    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
+    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few, "--calibration", "self")
     assert "no report" not in out
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
@@ -136,10 +137,13 @@ def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "no").exists()
 
 
-def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "new" / "report.json"
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "rms", "--report", str(report))
+    request = ("--norm", "rms", "--calibration", "self", "--report", str(report))
+    monkeypatch.setattr("hfpatch.cli.options.sample_batches", lambda *_, **__: pytest.fail("sequences were drawn"))
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), *request)
     assert "Repair on" not in out
+    assert "not repaired" not in out
     assert "not preserved" not in out
     assert re.search(r"\nnorm='rms'  exact: outputs differ by \d.*, rounding explains \d", out)
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
@@ -154,15 +158,46 @@ def test_what_was_planned_exact_and_isnt_is_repaired(tmp_path: Path, monkeypatch
     checkpoint = tmp_path / "tiny"
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(checkpoint)
     few = ("--norm", "rms", "--sequences", "32", "--tokens", "8", "--report", str(tmp_path / "report.json"))
-    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few)
+    out = called("patch", str(checkpoint), str(tmp_path / "a"), *few, "--calibration", "self")
     assert "Repair on 32 sequences" in out
     assert ": norm='rms', init='copy' is repaired.\n" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["after"] < report["before"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert next(iter(outcomes(model).values())).startswith("repaired")
-    unrepaired = called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "rms", "--calibration", "none")
+    unrepaired = called("patch", str(checkpoint), str(tmp_path / "b"), "--norm", "rms")
     assert "is approximate.\n" in unrepaired
+    assert "What isn't exact was not repaired; --calibration self (its own" in unrepaired
+
+
+@pytest.mark.parametrize(
+    ("model", "request_", "says"),
+    [
+        (
+            "gpt2",
+            "--norm dyt",
+            "--calibration self (its own sequences) or --calibration FILE",
+        ),
+        ("bert", "--norm dyt", "--calibration FILE (one example a line) repairs it without training"),
+        ("gpt2", "--norm rms", ""),
+        ("gpt2", "--norm dyt --init reset", ""),  # for training
+    ],
+)
+def test_without_calibration_nothing_is_repaired(model: str, request_: str, says: str, tmp_path: Path) -> None:
+    """And the end says what repairs it, if anything isn't exact; so does the plan."""
+    tiny(model, HEADS[model]).save_pretrained(tmp_path / "in")
+    out = called("patch", str(tmp_path / "in"), str(tmp_path / "out"), *request_.split())
+    assert "Repair on" not in out
+    said = re.findall(r"What isn't exact was not repaired; (.*)", out)
+    assert [one.startswith(says) for one in said] == ([True] if says else [])
+    planned = re.findall(r"What isn't exact is repaired only with calibration= .--calibration.: (.*)", out)
+    assert ['"self"' in one for one in planned] == ([model == "gpt2"] if says else [])
+
+
+def test_the_old_word_for_no_repair_is_taken_with_a_warning(checkpoint: Path, tmp_path: Path) -> None:
+    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
+    assert "Warning: --calibration none isn't needed" in out
+    assert "Repair on" not in out
 
 
 @pytest.mark.slow
@@ -216,7 +251,7 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
 
 def test_warnings_are_one_line_on_stderr(patched: Path, tmp_path: Path) -> None:
     (patched / "hfpatch_weights.json").unlink()
-    request = ["patch", str(patched), str(tmp_path / "out"), "--pos", "nope", "--calibration", "none"]
+    request = ["patch", str(patched), str(tmp_path / "out"), "--pos", "nope"]
     result = run.invoke(app, request)
     unchecked, lossy = result.stderr.splitlines()
     assert lossy.startswith("Warning: GPT2LMHeadModel: the patched model computes another function. pos='nope' is a")
@@ -304,7 +339,7 @@ def with_tokenizer(checkpoint: Path) -> Path:
 
 def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    request = ("--norm", "rms", "--pos", "rope", "--calibration", "none")
+    request = ("--norm", "rms", "--pos", "rope")
     called("patch", str(with_tokenizer), str(tmp_path / "out"), *request)
     text = tmp_path / "text.txt"
     text.write_text("w1 w2 w3 w4\n\nw4 w3\n" + "w2 " * 60 + "\n" + "w1 w1\n" * 30)
@@ -380,7 +415,7 @@ def test_an_edited_config_is_refused(patched: Path) -> None:
 
 def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:
     tiny("t5", T5EncoderModel).save_pretrained(tmp_path / "in")
-    called("patch", str(tmp_path / "in"), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
+    called("patch", str(tmp_path / "in"), str(tmp_path / "out"), "--norm", "dyt")
     assert "T5EncoderModel opens, and config.json is" in called("verify", str(tmp_path / "out"))
     called("export", str(tmp_path / "out"), str(tmp_path / "again"), "--to", "plugin")
     called("verify", str(tmp_path / "again"))

@@ -433,7 +433,7 @@ def test_a_tower_of_images_is_measured_with_images(
     alone = copy.deepcopy(model)
     patch(model, norm="rms", init="copy", only=tower)
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
-    monkeypatch.setattr("hfpatch.outcome.media_inputs", lambda *args, **options: None)
+    monkeypatch.setattr("hfpatch.swap.trial.media_inputs", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
     assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,8 +30,6 @@ from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
 from ..patch import patch_model, repair_report
 from ..plan import plan_patch
-from ..repairs.repair import repair
-from ..repairs.sample import generates
 from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
@@ -43,8 +40,10 @@ from ..verification import verify as verification
 from ..verification.report import Report
 from .launcher import launch
 from .options import (
+    Calibration,
     Commands,
     Examples,
+    Fit,
     Form,
     Head,
     Init,
@@ -62,7 +61,7 @@ from .options import (
     Shard,
     Text,
     Trust,
-    inputs_of_repair,
+    data_of_repair,
     one_of,
     option,
     require_apart,
@@ -81,14 +80,12 @@ app = typer.Typer(
 )
 
 
-_CALIBRATION = (
-    "Data for the repair of a lossy swap: 'self' (sequences that the model generates; the default if it generates and "
-    "has weights), a text file with one example a line, or 'none' for no repair."
+_NOT_REPAIRED = (
+    "What isn't exact was not repaired; {}--calibration FILE (one example a line) repairs it without training."
 )
-_FIT = "What a repair of positions fits to attention maps: weights and biases of queries and keys, or their biases."
 _TO = (
-    "What opens it: 'native' transformers alone, as a stock architecture of equal outputs, where there is one; "
-    "'remote' trust_remote_code=True; 'plugin' import hfpatch."
+    "What opens it. native: transformers alone, as a stock architecture with equal outputs, if there is one; remote: "
+    "transformers with trust_remote_code=True; plugin: transformers with hfpatch."
 )
 
 
@@ -111,7 +108,7 @@ def main(
 
 @app.command()
 def families() -> None:
-    """List the families whose positions can be changed; norms and MLPs can be changed in any model."""
+    """List the model families whose positions can be swapped. Norms and MLPs can be swapped in any model."""
     lines = [("family", "position-owning class", "table", "queries and keys", "example")]
     for name, record in ARCHITECTURES.items():
         for stack in record.stacks:
@@ -137,7 +134,11 @@ def plan(
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Show what a patch would change, what it would keep, and why. Reads the config only: no weights are loaded."""
+    """Show what a patch would change.
+
+    A table of modules: what each one becomes, whether that is exact, and what stays as it is and why. Reads the config
+    only: no weights are loaded.
+    """
     with torch.device("meta"):
         built = random_weights(config_of(model, trust_remote_code), head, trust_remote_code)
     typer.echo(str(plan_patch(built, norm, pos, mlp=mlp, placement=placement, only=only, keep=keep, init=init)))
@@ -155,17 +156,21 @@ def patch(
     init: Init = "auto",
     placement: Placement = None,
     head: Head = None,
-    calibration: Annotated[str | None, option(_CALIBRATION)] = None,
-    sequences: Annotated[int, option("How many sequences a repair takes.", min=2)] = SEQUENCES,
+    calibration: Calibration = None,
+    sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
     length: Length = LENGTH,
-    fit: Annotated[Literal["qk", "bias"], option(_FIT)] = "qk",
-    report: Annotated[Path | None, option("Save what the repair did as this .json file.")] = None,
-    seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of samples.")] = 0,
-    max_shard_size: Annotated[str | None, option("As in export; default: files as those of MODEL.")] = None,
+    fit: Fit = "qk",
+    report: Annotated[Path | None, option("Save the report of the repair as this .json file.")] = None,
+    seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of --calibration self.")] = 0,
+    max_shard_size: Annotated[str | None, option("Largest file of weights (2GB). Default: files as in MODEL.")] = None,
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Patch a model, measure what that came to, and save it as a checkpoint, with its tokenizer or processor."""
+    """Patch a model and save it as a checkpoint.
+
+    Prints the plan, measures the patched model against the original, and saves it with its tokenizer or processor. What
+    isn't exact is repaired if --calibration is passed, and otherwise left as it is.
+    """
     for place in (out, report):
         require_apart(place, model, calibration)
     require_free(out, overwrite)
@@ -179,29 +184,23 @@ def patch(
         planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
-    if calibration is None:
-        calibration = "self" if not is_config(model) and generates(built) else "none"
-    repairs = init != "reset" and calibration != "none"
-    inputs = functools.partial(inputs_of_repair, str(calibration), processor, sequences, length, seed)
-    if repairs and planned.losses():
-        request |= {"fit": fit, "calibration": inputs(built)}
+    data = data_of_repair(calibration, built, processor, sequences, length, seed)
     scheme = Position.resolve(pos)
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
-    with unload_after_forward(built):
-        patch_model(built, **request, tokenizer=None if longest is None else tokenizer_of(processor))
-    measured = Record.of(built.config).outcomes(planned.by_kind).values()
-    if repairs and planned.changes and not planned.losses() and not all(one.verdict == EXACT for one in measured):
-        torch.manual_seed(seed)  # what should have been exact wasn't: patch_model planned it anew
-        original = open_model(model, head, trust_remote_code)
-        repair(built, original, inputs(original), fit=fit)
+    tokenizer = None if longest is None else tokenizer_of(processor)
+    with released(built):
+        patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     outcomes = Record.of(built.config).outcomes()
     found = [(request, outcome.result) for request, outcome in outcomes.items()]
-    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{MEASUREMENT_NOTE}")
-    with stage_folder(out, overwrite) as folder:
+    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
+    if data is None and init != "reset" and any(outcome.verdict != EXACT for outcome in outcomes.values()):
+        own = "--calibration self (its own sequences) or " if planned.generates else ""
+        typer.echo(_NOT_REPAIRED.format(own))
+    with staged_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)
@@ -222,15 +221,16 @@ def verify(
     reference: Reference = None,
     text: Text = None,
     json: Annotated[Path | None, option("Save the report as this .json file.", "--json")] = None,
-    plot: Annotated[Path | None, option("Draw the error layer by layer into this .png file.")] = None,
+    plot: Annotated[Path | None, option("Draw the error of each layer into this .png file.")] = None,
     examples: Examples = 64,
     length: Length = LENGTH,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Measure what a patch changed: modules, outputs by dtype and layers, against the original in float64.
+    """Compare a patched model with its original, or check its files.
 
-    Without REFERENCE: check that MODEL is the checkpoint that was saved, by every byte of its weights and a forward.
+    With REFERENCE, the original: modules, outputs by dtype, and layers, against the original in float64. Without it:
+    every byte of MODEL's weights, and its config.json, against what was saved.
     """
     if reference is None:
         if text is not None or json is not None or plot is not None:
@@ -258,18 +258,19 @@ def verify(
 def report(
     model: Patched,
     reference: Reference = None,
-    out: Annotated[Path | None, option("The .html file; default: hfpatch_report.html in MODEL's folder.")] = None,
-    json: Annotated[Path | None, option("A .json file that verify saved, instead of measuring.", "--json")] = None,
+    out: Annotated[Path | None, option("The .html file. Default: hfpatch_report.html in MODEL's folder.")] = None,
+    json: Annotated[Path | None, option("Report (.json) that verify saved, instead of measuring.", "--json")] = None,
     text: Text = None,
     examples: Examples = 64,
     length: Length = LENGTH,
     head: Head = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a page about a patched checkpoint: the block before and after, errors, how to open it and make it again.
+    """Write an HTML page about a patched checkpoint.
 
-    One HTML file that loads nothing. With a REFERENCE, the original, it is measured as by verify; --json takes a report
-    that verify saved. A push takes hfpatch_report.html in the folder along, and the model card links to it.
+    It shows the block before and after, the measured errors, and how to open the checkpoint and make it again. With
+    REFERENCE, the original, the errors are measured as by verify; --json takes a report that verify saved. A push
+    uploads hfpatch_report.html too, and the model card links to it.
     """
     if is_config(model):
         raise PatchError("report takes a patched checkpoint, not config:FAMILY (random weights).")
@@ -289,19 +290,20 @@ def report(
 @app.command()
 def export(
     model: Patched,
-    out: Annotated[Path, typer.Argument(help="Folder for what is written.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the exported checkpoint.")],
     to: Annotated[Form, option(_TO)] = "native",
-    architecture: Annotated[str | None, option("With --to native: the only one to try, such as gpt_neox.")] = None,
-    serve: Annotated[str | None, option(f"With --to native: what has to take it. {one_of(RUNTIMES)}")] = None,
+    architecture: Annotated[str | None, option("With --to native: the only architecture to try (gpt_neox).")] = None,
+    serve: Annotated[str | None, option(f"With --to native: the runtime that must load it. {one_of(RUNTIMES)}")] = None,
     head: Head = None,
     max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a patched checkpoint that opens with stock transformers or with remote code, with its tokenizer.
+    """Save a patched checkpoint so that it opens without hfpatch.
 
     A native export is measured before it is saved: the stock architecture's outputs against the patched model's, on
-    random inputs. Where no architecture is equal, nothing is written, and the reason is given for each.
+    random inputs. If no architecture is equal, nothing is written, and the reason is given for each. The tokenizer or
+    processor is saved too.
     """
     if is_config(model):
         raise PatchError("export takes a patched checkpoint, not config:FAMILY (random weights).")
@@ -318,20 +320,23 @@ def export(
 @app.command()
 def push(
     folder: Annotated[Path, typer.Argument(help="The patched checkpoint's folder.")],
-    repo: Annotated[str, typer.Argument(help="The Hub id of the repository: user/name, or name for one's own.")],
-    base: Annotated[str | None, option("The model that was patched: its Hub id or folder, for the card.")] = None,
-    license: Annotated[str | None, option("The licence's id on the Hub; default: the base's, where known.")] = None,
-    report: Annotated[Path | None, option("A .json file that verify saved, for the card.")] = None,
-    tokenizer: Annotated[str | None, option("Hub id or folder of a tokenizer, if FOLDER has none.")] = None,
-    native: Annotated[bool, option("The folder is a native export, which has no patch record.", "--native")] = False,
-    public: Annotated[bool, option("Create the repository as public; default: private.", "--public")] = False,
-    revision: Annotated[str | None, option("Branch to push to; created if it doesn't exist.")] = None,
+    repo: Annotated[str, typer.Argument(help="Repository on the Hub: user/name, or name alone for your own.")],
+    base: Annotated[str | None, option("The original model, for the card: Hub id or folder.")] = None,
+    license: Annotated[str | None, option("Id of the licence on the Hub. Default: the original's, if known.")] = None,
+    report: Annotated[Path | None, option("A report (.json) that verify saved, for the card.")] = None,
+    tokenizer: Annotated[str | None, option("Tokenizer to upload if FOLDER has none: Hub id or folder.")] = None,
+    native: Annotated[bool, option("FOLDER is a native export.", "--native")] = False,
+    public: Annotated[bool, option("Create the repository as public. Default: private.", "--public")] = False,
+    revision: Annotated[str | None, option("Branch to upload to; created if it doesn't exist.")] = None,
     create_pr: Annotated[bool, option("Open a pull request instead of committing.", "--create-pr")] = False,
-    message: Annotated[str | None, option("The commit's first line.")] = None,
+    message: Annotated[str | None, option("First line of the commit message.")] = None,
     trust_remote_code: Trust = False,
     dry_run: Annotated[bool, option("Send nothing; list what would be uploaded.", "--dry-run")] = False,
 ) -> None:
-    """Push a patched checkpoint to the Hub, with a model card, as one commit; run it again to resume a failed push."""
+    """Upload a patched checkpoint to the Hub, with a model card.
+
+    As one commit. After a failed push run the same command again.
+    """
     push = push_patched(
         folder,
         repo,
@@ -358,11 +363,11 @@ def run(
         list[str] | None, typer.Argument(metavar="COMMAND", help="A program, a .py file, or -m MODULE; then arguments.")
     ] = None,
 ) -> None:
-    """Run another tool with hfpatch imported in every Python process that it starts: hfpatch run -- lm_eval ...
+    """Run another program so that it can open patched checkpoints.
 
-    So the tool opens checkpoints that need hfpatch (the plugin form). What stands behind `run` is the command's own;
-    the `--` in front of it may be left out. A program is looked for beside this Python first, then in PATH, and its
-    exit status is that of `run`. A Python that has no hfpatch says so on stderr, once it has imported transformers.
+    For example: hfpatch run -- lm_eval --model hf ... Every Python process that the program starts imports hfpatch. The
+    program is looked for next to this Python first, then in PATH, and its exit status is passed on. A Python without
+    hfpatch says so on stderr.
     """
     launch(command or [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..core.staging import require_place
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
-from ..repairs.sample import sample_batches
+from ..repairs.sample import SELF, sample_batches
 from ..runtime.errors import PatchError, first_line
 
 _OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning, FreshHeadWarning)
@@ -36,29 +37,34 @@ def option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, **settings)
 
 
-Model = Annotated[str, typer.Argument(help="A Hub id, a folder, or config:FAMILY for random weights (config:gpt2).")]
-Patched = Annotated[str, typer.Argument(help="The patched checkpoint: a Hub id or a folder.")]
-Reference = Annotated[str | None, typer.Argument(help="The original's Hub id or folder.")]
-Text = Annotated[Path | None, option("Text file, one example a line; default: random inputs.")]
-Examples = Annotated[int, option("How many lines of the text are used, from its start.", min=1)]
+Model = Annotated[str, typer.Argument(help="Hub id, folder, or config:FAMILY for random weights (config:gpt2).")]
+Patched = Annotated[str, typer.Argument(help="The patched checkpoint: Hub id or folder.")]
+Reference = Annotated[str | None, typer.Argument(help="The original model: Hub id or folder.")]
+Text = Annotated[Path | None, option("Text file with one example a line. Default: random inputs.")]
+Examples = Annotated[int, option("How many lines of the text to use, from its start.", min=1)]
 _INIT = (
-    "How new parameters start: auto (the same function where there is a way, else as near as a formula gets), exact "
-    "(the same function, or an error), copy (gains and shifts as they were), reset (afresh, for training)."
+    "How new parameters start. auto: same function if possible, otherwise the closest initial values; exact: same "
+    "function, or an error; copy: keep the weights as they are; reset: re-initialise, for training."
 )
-Norm = Annotated[str | None, option(f"Norm scheme, with options as dyt:alpha=0.8. {one_of(NORMS)}")]
-Pos = Annotated[str | None, option(f"Position scheme, with options as rope:theta=5e5. {one_of(POSITIONS)}")]
-Mlp = Annotated[str | None, option(f"MLP scheme, with options as swiglu:d_ff=2048. {one_of(MLPS)}")]
+Norm = Annotated[str | None, option(f"New norms, with options as in dyt:alpha=0.8. {one_of(NORMS)}")]
+Pos = Annotated[str | None, option(f"New positions, with options as in rope:theta=5e5. {one_of(POSITIONS)}")]
+Mlp = Annotated[str | None, option(f"New MLPs, with options as in swiglu:d_ff=2048. {one_of(MLPS)}")]
 Placement = Annotated[str | None, option(f"Where norms stand, for training from scratch. {one_of(PLACEMENTS)}")]
-Only = Annotated[list[str] | None, option("Glob over module names; others are kept. Repeatable.")]
-Keep = Annotated[list[str] | None, option("Glob over module names that stay as they are. Repeatable.")]
+Only = Annotated[list[str] | None, option("Change only modules whose names match this pattern (*.ln_1). Repeatable.")]
+Keep = Annotated[list[str] | None, option("Don't change modules whose names match this pattern. Repeatable.")]
 Init = Annotated[Literal["auto", "exact", "copy", "reset"], option(_INIT)]
-Head = Annotated[str | None, option("Auto class to build, such as AutoModel; default: what it was saved as.")]
-Trust = Annotated[bool, option("Run the code in the model's repository.", "--trust-remote-code")]
+Head = Annotated[str | None, option("Auto class to open it with (AutoModel). Default: the class that was saved.")]
+Trust = Annotated[bool, option("Run Python code from the model's repository.", "--trust-remote-code")]
 Shard = Annotated[str, option("Largest file of weights, such as 2GB.")]
-Length = Annotated[
-    int, option("Maximum length of a sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)
-]
-Overwrite = Annotated[bool, option("Replace an existing OUT and everything in it, at the end.", "--overwrite")]
+Length = Annotated[int, option("Longest sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)]
+Overwrite = Annotated[bool, option("Replace the folder OUT, once everything else has succeeded.", "--overwrite")]
+_CALIBRATION = (
+    "Repair what isn't exact, without training, on this data: 'self' (sequences that the model generates) or a text "
+    "file with one example a line. Default: no repair."
+)
+_FIT = "What a repair of new positions changes. qk: weights and biases of queries and keys; bias: their biases only."
+Calibration = Annotated[str | None, option(_CALIBRATION)]
+Fit = Annotated[Literal["qk", "bias"], option(_FIT)]
 Form = Literal["native", "remote", "plugin"]
 
 
@@ -69,13 +75,20 @@ def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int
     return read_batches(path, model, processor, sequences=sequences, length=length, option="text")
 
 
-def inputs_of_repair(calibration: str, processor: Any, sequences: int, length: int, seed: int, model: Any) -> Any:
-    """What a repair reads: a text file's lines, or samples of the model ("self"), which isn't patched yet."""
+def data_of_repair(calibration: str | None, model: Any, processor: Any, sequences: int, length: int, seed: int) -> Any:
+    """Return what a repair reads: a text file's lines, or for "self" a function that samples the original's.
+
+    Its values have to be in memory, since a repair writes them.
+    """
+    if calibration == "none":  # the way to say so up to version 0.2
+        _say("Warning: --calibration none isn't needed: without --calibration nothing is repaired. Leave it out.")
+    if calibration in (None, "none"):
+        return None
     read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"
-    typer.echo(f"\nRepairs on {most} (--sequences, --length: fewer take less time).")
-    if calibration == "self":
-        return sample_batches(model, sequences, length, seed)
+    typer.echo(f"\nWhat isn't exact is repaired on {most} (--sequences, --length: fewer take less time).")
+    if calibration == SELF:
+        return functools.partial(sample_batches, sequences=sequences, length=length, seed=seed)
     return texts_of(Path(calibration), model, processor, sequences, length)
 
 

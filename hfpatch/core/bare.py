@@ -49,7 +49,7 @@ def require_bare(model: object) -> None:
                 f"{where} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
                 "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes it off. "
                 "A model that doesn't fit in memory: `hfpatch patch MODEL OUT` on the command line reads its weights "
-                "one at a time where no repair is asked for (--calibration none); the result opens with device_map."
+                "one at a time (without --calibration); the result opens with device_map."
             )
         own = getattr(module.config, KEY, None) if name and isinstance(module, PreTrainedModel) else None
         if own and own != record:  # some hosts give their stacks copies of it

@@ -25,6 +25,11 @@ class Registry(Mapping[str, T], Generic[T]):
 
     Args:
         kind: what an entry is called in messages ("norm", "position", ...).
+
+    Examples:
+        >>> from hfpatch.extend import ARCHITECTURES, NORMS
+        >>> "rms" in NORMS, "gpt2" in ARCHITECTURES, NORMS["rms"].__name__
+        (True, True, 'RMS')
     """
 
     def __init__(self, kind: str):

@@ -148,6 +148,13 @@ def require_number(owner: str, option: str, value: Any, *, above: float, at_most
     """Refuse what isn't a finite number in (above, at_most].
 
     So is an integer of more than 64 bits, which torch doesn't take.
+
+    Examples:
+        >>> from hfpatch.extend import require_number
+        >>> require_number("DyT", "alpha", 0.5, above=0.0)
+        >>> require_number("DyT", "alpha", -1, above=0.0)
+        Traceback (most recent call last):
+        hfpatch.errors.OptionError: DyT: alpha must be a number in (0, inf), not -1.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and above < value <= (sys.float_info.max if at_most is None else at_most)):

@@ -109,7 +109,7 @@ class Transaction:
     def write(self, root: nn.Module, change: WeightChange) -> None:
         """Change a Parameter's values; tensors that share the old memory keep the old values.
 
-        It stays the same object, unless its shape changes.
+        It stays the same object, unless its shape changes or nothing is left of it ("fill"): another module may hold it.
 
         Args:
             root: the module in which the change's names are names.
@@ -122,8 +122,9 @@ class Transaction:
         disk = self._disk if old.nbytes >= _LARGE and is_storable(old) else None
         copy = disk.store if disk is not None and self._from_files else Tensor.clone
         new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
-        if new.shape != old.shape:
-            self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
+        if new.shape != old.shape or change.op == "fill":
+            with torch.inference_mode(new.is_inference()):  # outside, such a Parameter can't require gradients
+                self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return
         kept = (
             old if disk is None or self._from_files else _SavedValues(disk.store(old), old.device, old.is_inference())

@@ -76,6 +76,13 @@ def export_model(
         UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why. Or
             torch and transformers alone can't build it, or what was written doesn't open as the same function.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import export_model, patch_model
+        >>> print(export_model(patch_model(model, norm="rms"), "out"))
+        Saved to out as GPT2LMHeadModel (plugin).
     """
     if to not in FORMS:
         raise OptionError(f"to must be one of {', '.join(FORMS)}, not {to!r:.40}.")

@@ -213,8 +213,8 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
         words += [] if part.init == "auto" else ["--init", part.init]
-        if not any(part.outcome and part.outcome.by_repair for part in step.values()):
-            words += ["--calibration", "none"]
+        if any(part.outcome and part.outcome.by_repair for part in step.values()):
+            words += ["--calibration", "FILE"]
         yield shlex.join(words)
         source = target
     yield shlex.join(["hfpatch", "verify", name, base])

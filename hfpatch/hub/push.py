@@ -150,6 +150,16 @@ def push_patched(
         PatchError: the tokenizer doesn't open again with the model.
         HubError: the Hub refused the push, somebody else committed meanwhile, or the connection was lost several times;
             in the words of the client, whose own error is the cause.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import patch_model, push_patched
+        >>> print(push_patched(patch_model(model, norm="rms"), "me/gpt2-rms", license="mit", dry_run=True))
+        file                     bytes
+        ...
+        Would push 5 files (...) to https://huggingface.co/me/gpt2-rms.
+        ...
     """
     if form is not None and form not in FORMS:
         raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")

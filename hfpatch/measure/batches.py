@@ -43,7 +43,7 @@ def read_batches(
     length: int = LENGTH,
     option: str = "batches",
 ) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
-    """The inputs for `model` that some data makes, in batches: what `calibration=` and `verify` do with theirs.
+    """Return some data as batches of inputs for `model`, as `calibration=` and `verify` read theirs.
 
     Args:
         data: any of these, or an iterable of them:
@@ -70,6 +70,14 @@ def read_batches(
 
     Raises:
         OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import read_batches
+        >>> read_batches([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], model)[0]["attention_mask"]
+        tensor([[1, 1, 1],
+                [1, 1, 0]])
     """
     inner, items = model_inside(model), _items(data, sequences, option)
     if tokenizer is None and inner is not model:

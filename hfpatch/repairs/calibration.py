@@ -219,17 +219,19 @@ def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
         )
 
 
-def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Iterable[dict[str, Any]] | str:
-    """Return the repair inputs for `patch_model`'s `calibration=`; "self" samples them from the model.
+def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Any:
+    """Return the inputs of a repair that `patch_model` makes of its `calibration=`.
+
+    "self", or a function that draws them, is returned as it is: nothing is drawn before something needs a repair.
 
     Raises:
         OptionError: there are none, or the model can't run them; it has no weights; or "self", and it can't generate.
     """
     if not has_weights(model):
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
-    if isinstance(calibration, str) and calibration == SELF:
+    if callable(calibration) or (isinstance(calibration, str) and calibration == SELF):
         require_generates(model)
-        return SELF
+        return calibration
     return check_first_batch(read_calibration(calibration, model, tokenizer), model)
 
 

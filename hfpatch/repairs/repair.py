@@ -48,7 +48,7 @@ from .linear_roles import BlockRoles, Roles
 from .longer import LongerSequences, positions_of
 from .reference import require_repairable
 from .report import RepairReport
-from .sample import sample_batches
+from .sample import SELF, sample_batches
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
@@ -71,7 +71,7 @@ def repair(
         reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
             it may be offloaded by accelerate (`device_map="auto"`): only the block that is running is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
-            on disk; or "self": sequences sampled from the original, for models that generate.
+            on disk; or, for models that generate, "self": sequences sampled from the original.
         edits: the transaction that logs the changes, to undo them; then the reference is a copy, and is used up.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
@@ -90,12 +90,23 @@ def repair(
             batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
+        >>> model = GPT2LMHeadModel(config)
+        >>> import copy
+        >>> from hfpatch import patch_model, repair, sample_batches
+        >>> original = copy.deepcopy(model)
+        >>> report = repair(patch_model(model, norm="dyt"), original, sample_batches(original, sequences=8, length=16))
+        >>> report.after < report.before
+        True
     """
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = edits is None
-    if isinstance(calibration, str) and calibration == "self":
-        calibration = sample_batches(reference)
+    draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
+    calibration = draw(reference) if callable(draw) else calibration
     with (
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),

@@ -26,7 +26,7 @@ _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' m
 def sample_batches(
     model: PreTrainedModel, sequences: int = SEQUENCES, length: int = LENGTH, seed: int = 0
 ) -> list[dict[str, Tensor]]:
-    """Inputs for calibration, sampled from a causal or encoder-decoder language model at temperature 1.
+    """Return inputs for calibration that a causal or encoder-decoder language model writes at temperature 1.
 
     A causal model starts at its bos token (else at random tokens). An encoder-decoder first reads random tokens; what
     it answers is its input then, so that both its sides see its own language.
@@ -42,6 +42,13 @@ def sample_batches(
 
     Raises:
         OptionError: the model doesn't generate text from tokens, or has a decoder without a first token.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import sample_batches
+        >>> sample_batches(model, sequences=4, length=8)[0]["input_ids"].shape
+        torch.Size([4, 8])
     """
     config = text_config(model.config)
     require_generates(model)

@@ -54,6 +54,14 @@ def register_component(component: Any) -> Any:
 
     Raises:
         UnsupportedError: another component has that name.
+
+    Examples:
+        >>> from hfpatch.extend import Call, register_component
+        >>> @register_component
+        ... def times(weight, factor):
+        ...     return weight * factor
+        >>> Call.of(times, 2).make(3)
+        6
     """
     known = COMPONENTS.get(component.__name__, component)
     if (known.__module__, known.__qualname__) != (component.__module__, component.__qualname__):
@@ -112,6 +120,11 @@ class Call:
     Attributes:
         name: the component's name.
         args, kwargs: plain values or calls; kwargs as (name, value) pairs.
+
+    Examples:
+        >>> from hfpatch.extend import Call
+        >>> Call.of("LinearBias", 12, max_bias=4.0)  # as config.json stores it
+        LinearBias(12, max_bias=4.0)
     """
 
     name: str

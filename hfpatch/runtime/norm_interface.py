@@ -1,4 +1,4 @@
-"""Interface that other code expects of norms: Parameters called weight and bias, and a class known to weight decay.
+"""What other code expects of a norm module: a description, Parameters called weight and bias, a class for weight decay.
 
 transformers' Trainer leaves out of weight decay what is in an `nn.LayerNorm`, and what has a name that it knows (bias,
 layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are known by their class alone.
@@ -6,11 +6,40 @@ layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are kno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
 USUAL = ("weight", "bias")  # names of a norm's gain and shift
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """Description of a norm module: y = h * (offset + gain) + shift, h the normalised input.
+
+    Attributes:
+        kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), "prms" where that
+            mean is over some of the channels, otherwise the registered name of the hfpatch scheme.
+        shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
+        eps: added inside the root; None means the machine epsilon of the input's dtype.
+        channels_first: whether the normalised axis is 1 (images) rather than the last.
+        offset: 1.0 where the stored gain is an offset from one, else 0.0.
+        gain, shift: attribute names of the Parameters, None for an absent one.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    eps: float | None
+    channels_first: bool = False
+    offset: float = 0.0
+    gain: str | None = None
+    shift: str | None = None
+
+    def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """The gain and shift Parameters of a module that these facts describe; None for an absent one."""
+        gain, shift = (getattr(module, name, None) if name else None for name in (self.gain, self.shift))
+        return gain, shift
 
 
 def _read(self: NormInterface, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any, ClassVar
 
@@ -11,36 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .norm_interface import USUAL, NormInterface
-
-
-@dataclass(frozen=True)
-class NormFacts:
-    """Description of a norm module: y = h * (offset + gain) + shift, h the normalised input.
-
-    Attributes:
-        kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), "prms" where that
-            mean is over some of the channels, otherwise the registered name of the hfpatch scheme.
-        shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
-        eps: added inside the root; None means the machine epsilon of the input's dtype.
-        channels_first: whether the normalised axis is 1 (images) rather than the last.
-        offset: 1.0 where the stored gain is an offset from one, else 0.0.
-        gain, shift: attribute names of the Parameters, None for an absent one.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    eps: float | None
-    channels_first: bool = False
-    offset: float = 0.0
-    gain: str | None = None
-    shift: str | None = None
-
-    def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """The gain and shift Parameters of a module that these facts describe; None for an absent one."""
-        gain, shift = (getattr(module, name, None) if name else None for name in (self.gain, self.shift))
-        return gain, shift
-
+from .norm_interface import USUAL, NormFacts, NormInterface
 
 OWN = "own"  # default of `replacing`: take the gain or shift under the replaced norm's usual name
 
@@ -66,22 +37,28 @@ class AffineNorm(NormInterface):
     channels-first; half precision is widened inside and narrowed at the end.
 
     A subclass with learned parameters of its own makes them in its constructor, by `new_scalar` or `new_vector`, and
-    names their starting values in `initial_values`:
-
-        def __init__(self, *norm, slope, like):  # norm: facts, gain, shift; slope: a field of the scheme
-            super().__init__(*norm)
-            self.slope0, self.slope = slope, self.new_vector(slope, like)
-
-        def initial_values(self):
-            return {**super().initial_values(), "slope": self.slope0}
-
-    Their names begin with neither gamma nor beta. For remote export the file of a subclass imports torch, transformers
-    and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms import AffineNorm`); its scheme is elsewhere.
+    names their starting values in `initial_values`. Their names begin with neither gamma nor beta. For remote export
+    the file of a subclass imports torch, transformers and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms
+    import AffineNorm`); its scheme is elsewhere.
 
     Args:
         facts: what the norm computes; its names of gain and shift are the class's own.
         gain, shift: the replaced norm's Parameters (the same objects), or None.
         like: a Parameter whose dtype and device new ones take, frozen where they are to be; always given, by its name.
+
+    Examples:
+        >>> from torch import nn
+        >>> from hfpatch.extend import AffineNorm
+        >>> class Slope(AffineNorm):
+        ...     def __init__(self, *norm, slope, like):  # norm: facts, gain, shift; slope: a field of the scheme
+        ...         super().__init__(*norm)
+        ...         self.slope0, self.slope = slope, self.new_vector(slope, like)
+        ...     def normalise(self, h):
+        ...         return self.slope * h
+        ...     def initial_values(self):
+        ...         return {**super().initial_values(), "slope": self.slope0}
+        >>> Slope.replacing(nn.LayerNorm(4), nn.Module(), eps=1e-5, slope=0.5)
+        Slope(4, eps=1e-05, slope=0.5)
     """
 
     kind: ClassVar[str] = ""  # registered name of its norm scheme

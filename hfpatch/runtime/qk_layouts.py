@@ -76,6 +76,11 @@ class Projections(Layout):
         time: as in `Layout`.
         beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
             [i, j] turns with query i, so that the product stays.
+
+    Examples:
+        >>> from hfpatch.extend import Projections
+        >>> Projections("q_proj", "k_proj").names
+        ('q_proj', 'k_proj')
     """
 
     query: str
@@ -137,6 +142,11 @@ class Fused(Layout):
         clip: attribute with the c that the host clips the output to, [-c, c] (None or 0 for none): here before heads
             are turned.
         slices: how many slices of channels there are, each `[q | v | k]` of some of the heads (CodeGen's, for TPUs).
+
+    Examples:
+        >>> from hfpatch.extend import Fused
+        >>> Fused("c_attn").names
+        ('c_attn',)
     """
 
     name: str

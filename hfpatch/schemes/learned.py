@@ -42,6 +42,13 @@ class Learned(Position):
 
     Raises:
         OptionError: an option is outside its domain.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import Learned, plan_patch
+        >>> plan_patch(model, pos=Learned(max_positions=2048)).rows[0].becomes
+        'Learned(2048, tile)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("absolute", "table", "interpolated")

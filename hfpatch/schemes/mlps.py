@@ -53,7 +53,7 @@ class Start:
 
 @dataclass(frozen=True)
 class MLP(Scheme):
-    """A gated MLP `(act(x W) * (x V)) W2` in place of `act(x W1) W2`. Its fields are its options.
+    """Base class of gated MLPs, `(act(x W) * (x V)) W2` in place of `act(x W1) W2`; its fields are its options.
 
     From trained weights it starts as the function that was there: W = scale * W1, V = 0 with a bias of 1 / scale, the
     last projection untouched, so that `act(scale * x W1) / scale` stands for the replaced activation. That needs all of
@@ -68,6 +68,17 @@ class MLP(Scheme):
 
     Raises:
         OptionError: an option is outside its domain, or both d_ff and ratio are given.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from torch import nn
+        >>> from hfpatch.extend import MLP
+        >>> @dataclass(frozen=True)
+        ... class TanhGLU(MLP):  # with @MLPS.register("tanhglu") in front: mlp="tanhglu"
+        ...     def activation(self, replaced):
+        ...         return nn.Tanh()
+        >>> TanhGLU(ratio=0.5).width(3072)
+        1536
     """
 
     registry: ClassVar[Registry] = MLPS
@@ -134,10 +145,19 @@ MLPS.base = MLP
 @MLPS.register("swiglu")
 @dataclass(frozen=True)
 class SwiGLU(MLP):
-    """`(silu(x W) * (x V)) W2`, `silu(x) = x sigmoid(x)`; Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
+    """Gated MLP with silu: `(silu(x W) * (x V)) W2`, where `silu(x) = x sigmoid(x)`.
+
+    Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
 
     Starts exactly from silu and quick_gelu, and from gelu within 0.0193 per activation (0.0197 from its tanh form):
     `silu(1.712 x) / 1.712` is never farther from it than that. Options as in `MLP`.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import SwiGLU, plan_patch
+        >>> plan_patch(model, mlp=SwiGLU()).rows[0].becomes
+        'SwiGLU(16, 64)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("silu", "swish", "glu")
@@ -150,9 +170,16 @@ class SwiGLU(MLP):
 @MLPS.register("geglu")
 @dataclass(frozen=True)
 class GeGLU(MLP):
-    """`(gelu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
+    """Gated MLP with gelu: `(gelu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
 
     Starts exactly from gelu, whose form (erf or tanh) is kept. Options as in `MLP`.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import GeGLU, plan_patch
+        >>> plan_patch(model, mlp=GeGLU()).rows[0].becomes
+        'GeGLU(16, 64)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("gelu",)
@@ -169,9 +196,16 @@ class GeGLU(MLP):
 @MLPS.register("reglu")
 @dataclass(frozen=True)
 class ReGLU(MLP):
-    """`(relu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
+    """Gated MLP with relu: `(relu(x W) * (x V)) W2`; Shazeer 2020, arXiv:2002.05202, eq. 6.
 
     Starts exactly from relu. Options as in `MLP`.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import ReGLU, plan_patch
+        >>> plan_patch(model, mlp=ReGLU()).rows[0].becomes
+        'ReGLU(16, 64)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("relu",)

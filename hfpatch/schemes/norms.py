@@ -26,6 +26,18 @@ class Norm(Scheme):
         component: the class of the module that replaces a norm, assigned without an annotation. Its constructor's
             further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from hfpatch.extend import AffineNorm, Norm
+        >>> class Arctan(AffineNorm):
+        ...     def normalise(self, h):
+        ...         return h.arctan()
+        >>> @dataclass(frozen=True)
+        ... class ArctanNorm(Norm):  # with @NORMS.register("arctan") in front: norm="arctan"
+        ...     component = Arctan
+        >>> ArctanNorm().module_class().__name__
+        'Arctan'
     """
 
     registry: ClassVar[Registry] = NORMS
@@ -104,6 +116,13 @@ class Layer(Norm):
 
     Raises:
         OptionError: `bias` is no bool.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import Layer, patch_model
+        >>> patch_model(model, norm=Layer(bias=False)).transformer.ln_f
+        LayerNorm(16, ...)
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("ln",)
@@ -145,6 +164,13 @@ class RMS(Norm):
 
     Raises:
         OptionError: no such mode; `fraction` isn't in (0, 1], or is below 1 with a mode that keeps the function.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import RMS, patch_model
+        >>> patch_model(model, norm=RMS(mode="parametrize")).transformer.ln_f
+        RMSNorm(16, eps=1e-05)
     """
 
     mode: str = "fold"
@@ -203,6 +229,13 @@ class DyT(_Elementwise):
 
     Raises:
         OptionError: alpha is neither a positive finite number nor "llm".
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import DyT, patch_model
+        >>> patch_model(model, norm=DyT(alpha=0.8)).transformer.ln_f
+        DynamicTanh(16, ...)
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("tanh",)
@@ -237,6 +270,13 @@ class Derf(_Elementwise):
 
     Raises:
         OptionError: alpha is no positive finite number, or s no finite one.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import Derf, patch_model
+        >>> patch_model(model, norm=Derf(alpha=0.8)).transformer.ln_f
+        DynamicErf(16, ...)
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("erf",)
@@ -268,7 +308,7 @@ class Depth:
 @NORMS.register("deepnorm")
 @dataclass(frozen=True)
 class DeepNorm(Norm):
-    """`LN(a x + f(x))` in every residual branch f, in place of `LN(x + f(x))` or `x + f(LN(x))`.
+    """DeepNorm: `LN(a x + f(x))` in every residual branch f, in place of `LN(x + f(x))` or `x + f(LN(x))`.
 
     With N encoder layers of two branches and M decoder layers of three (Wang et al. 2022, arXiv:2203.00555, fig. 2):
 

@@ -16,7 +16,7 @@ from ..runtime.tables import Sinusoids
 
 @dataclass(frozen=True)
 class Position(Scheme):
-    """Base of position schemes: what happens to the table of absolute positions, and what is added to attentions.
+    """Base class of position schemes: what happens to the table of absolute positions, and what attentions get.
 
     Packed sequences, `position_ids` that start again at 0 in a row of tokens, stay apart under every scheme wherever
     the host's mask goes by `position_ids`: GPT-2 and GPT-Neo, with `use_cache=False` and without an attention mask.
@@ -33,6 +33,16 @@ class Position(Scheme):
         any_length: whether inputs of any length fit, as far as the scheme goes.
         keeps_table: whether a module stays where the table was, so that the host's positions still count.
         attends: what the scheme does to attention scores, for the plan's note; None where it leaves them alone.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from hfpatch.extend import Call, Position
+        >>> @dataclass(frozen=True)
+        ... class Slopes(Position):  # with @POSITIONS.register("slopes") in front: pos="slopes"
+        ...     def score_bias(self, num_heads):
+        ...         return Call.of("LinearBias", num_heads)
+        >>> Slopes().score_bias(12)
+        LinearBias(12)
     """
 
     max_positions: int | None = field(default=None, kw_only=True)
@@ -135,6 +145,13 @@ class ALiBi(Position):
 
     Args:
         max_bias: the largest slope's exponent over all heads, 8 in the paper (MPT's `alibi_bias_max`).
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import ALiBi, plan_patch
+        >>> plan_patch(model, pos=ALiBi()).rows[-1].becomes
+        'ALiBi'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("linear biases",)
@@ -160,6 +177,13 @@ class NoPE(Position):
 
     A causal decoder still sees order through its mask (Haviv et al. 2022, arXiv:2203.16634); an encoder becomes blind
     to it.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import NoPE, plan_patch
+        >>> plan_patch(model, pos=NoPE()).rows[0].becomes
+        'its mean row'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("none", "no positions")
@@ -186,6 +210,13 @@ class Sinusoidal(Position):
 
     Raises:
         OptionError: an option is outside its domain.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import Sinusoidal, plan_patch
+        >>> plan_patch(model, pos=Sinusoidal(scale=0.02)).rows[0].becomes
+        'Sinusoidal(base=10000, interleaved, scale=0.02)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("sin", "sine", "sincos", "fixed")

@@ -86,6 +86,13 @@ class RoPE(Position):
     Raises:
         OptionError: an option is outside its domain.
         UnsupportedError: scaling with several axes.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
+        >>> from hfpatch import RoPE, plan_patch
+        >>> plan_patch(model, pos=RoPE(theta=500_000, partial=0.5)).rows[-1].becomes
+        'RoPE(theta=500000, 4 of 8 channels, half)'
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("rotary", "rotary embedding", "rotary position embedding")

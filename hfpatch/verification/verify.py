@@ -70,6 +70,15 @@ def verify(
         UnsupportedError: a model has no weights, is quantized, can't be copied or run (a dtype that the reference
             itself doesn't run in is left out, with a note), or the two have other vocabularies, or return tensors of
             other names or shapes.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
+        >>> model = GPT2LMHeadModel(config)
+        >>> import copy
+        >>> from hfpatch import patch_model, verify
+        >>> print(verify(patch_model(copy.deepcopy(model), norm="rms"), model))
+        GPT2LMHeadModel (norm=rms) against GPT2LMHeadModel. Inputs: random, from the config (...
     """
     chosen = _dtypes(dtypes)
     _require_runnable("model", model)

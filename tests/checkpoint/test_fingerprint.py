@@ -328,6 +328,7 @@ def test_what_is_stored(saved: Path) -> None:
     assert not [name for name in (*vars(model), *vars(model.config)) if "opened" in name]
 
 
+@pytest.mark.filterwarnings("ignore:.*no effect on modules that the patch put in")
 def test_settings_that_are_changed_on_purpose(folder: Path, saved: Path, silent: None) -> None:
     """In the call or on the config, another function is what was asked for; the files are compared all the same."""
     AutoModel.from_pretrained(saved, layer_norm_epsilon=0.1)

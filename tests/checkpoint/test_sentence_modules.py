@@ -56,7 +56,7 @@ def rewrite(file: Path, **changes: Any) -> None:
 def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> None:
     rewrite(plain / "sentence_bert_config.json", max_seq_length=20)  # as older versions save it
     (plain / "unrelated.txt").write_text("x")
-    request = ["--norm", "dyt", "--pos", "rope:max_positions=96", "--calibration", "none"]
+    request = ["--norm", "dyt", "--pos", "rope:max_positions=96"]
     called("patch", plain, tmp_path / "out", *request)
     expected = patch(opened(plain), norm="dyt", pos="rope:max_positions=96")
     again = opened(tmp_path / "out")
@@ -72,7 +72,7 @@ def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> Non
 
 
 def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called("patch", plain, tmp_path / "out", "--pos", "rope", "--calibration", "none")
+    called("patch", plain, tmp_path / "out", "--pos", "rope")
     called("export", tmp_path / "out", tmp_path / "native", "--to", "native")
     assert "hfpatch" not in json.loads((tmp_path / "native/config.json").read_text())
     found = [embedded(opened(tmp_path / name)) for name in ("out", "native")]

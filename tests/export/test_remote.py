@@ -214,7 +214,10 @@ def test_hfpatch_opens_it_by_itself(trust: bool | None, tmp_path: Path) -> None:
     model = build("gpt2", "all")
     export_model(model, tmp_path / "out", "remote", verify=False)
     (tmp_path / "out" / FILE).write_text("raise SystemError('this file was run')\n")
-    classes = {"AutoModelForCausalLM": type(model), "AutoModel": patched_model_class(transformers.GPT2Model)}
+    classes = {
+        "AutoModelForCausalLM": type(model),
+        "AutoModel": patched_model_class(transformers.GPT2Model, True),
+    }  # it has a lens
     for auto, expected in classes.items():
         again = getattr(transformers, auto).from_pretrained(tmp_path / "out", trust_remote_code=trust)
         assert type(again).__module__.startswith("transformers.models")

@@ -77,7 +77,7 @@ def test_what_it_says(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "transformer.wpe Embedding(64, 32) its mean row converted" in text
     assert "Error by layer: hidden_states" in text
     assert "Outputs by dtype: logits" in text
-    assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 --calibration none" in text
+    assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 hfpatch verify" in text
     assert "hfpatch verify patched openai-community/gpt2" in text
     assert 'model = AutoModelForCausalLM.from_pretrained("patched")' in text
     assert "hfpatch export patched patched-remote --to remote" in text
@@ -122,8 +122,8 @@ def test_a_repair(tmp_path: Path) -> None:
     assert report.summary() in text
     assert f"{len(report.steps)} steps, in forward order" in text
     assert f"{report.steps[0].module} {report.steps[0].kind} " in text
-    assert "hfpatch patch ORIGINAL PATCHED --norm dyt hfpatch verify" in text  # no --calibration none
-    assert "What the repair was calibrated on isn't in the record" in text
+    assert "hfpatch patch ORIGINAL PATCHED --norm dyt --calibration FILE hfpatch verify" in text
+    assert "FILE for what the repair was calibrated on, which isn't in the record" in text
     fitted = [module.alpha.item() for module in model.modules() if isinstance(module, DynamicTanh)]
     assert f"In the weights now: DynamicTanh: alpha {min(fitted):.3g} to {max(fitted):.3g}." in text
     assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have." in text

@@ -205,7 +205,7 @@ def test_the_command_line_pushes_and_opens_by_repository_id(hub: LocalHub, name:
         return result.stdout
 
     assert "DynamicTanh(32)" in cli("plan", original, "--norm", "dyt")
-    cli("patch", original, str(patched), "--norm", "dyt", "--calibration", "none")
+    cli("patch", original, str(patched), "--norm", "dyt")
     cli("verify", str(patched), original, "--json", str(report))
     out = cli("push", str(patched), name, "--base", original, "--report", str(report), "--message", "by hand")
     assert f"to {hub.url}/{name}" in out
@@ -214,7 +214,7 @@ def test_the_command_line_pushes_and_opens_by_repository_id(hub: LocalHub, name:
     for part in ("license: mit", f"base_model: {original}", "\nlogits     dtype "):
         assert part in written
     assert cli("verify", name, original).splitlines()[1:] == cli("verify", str(patched), original).splitlines()[1:]
-    cli("patch", name, str(tmp_path / "again"), "--pos", "rope", "--calibration", "none")
+    cli("patch", name, str(tmp_path / "again"), "--pos", "rope")
     stored = json.loads((tmp_path / "again/config.json").read_text())["hfpatch"]
     assert [{*one} - {"outcome"} for one in stored["request"]] == [{"norm"}, {"pos"}]
 

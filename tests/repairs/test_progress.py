@@ -39,5 +39,5 @@ def test_bars_until_transformers_switches_them_off(capfd: pytest.CaptureFixture[
 def test_the_command_line_draws_none_without_a_terminal(tmp_path: Path) -> None:
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path / "model")
     command = ["patch", str(tmp_path / "model"), str(tmp_path / "out"), "--norm", "dyt"]
-    result = CliRunner().invoke(app, [*command, "--sequences", "4", "--tokens", "8"])
+    result = CliRunner().invoke(app, [*command, "--calibration", "self", "--sequences", "4", "--tokens", "8"])
     assert (result.exit_code, result.stderr) == (0, "")

@@ -152,3 +152,20 @@ def test_a_repair_on_its_own_samples(family: str, head: str) -> None:
         assert report.sequences == 12
         assert report.after < 0.5 * report.before
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+
+
+def test_a_function_draws_another_number_once_something_needs_a_repair() -> None:
+    drawn: list[Any] = []
+
+    def draw(original: Any) -> list[Batch]:
+        drawn.append(original)
+        return sample_batches(original, 12, 8)
+
+    patch(tiny("gpt2", LM), norm="rms", calibration=draw)
+    assert not drawn  # it is exact
+    model = patch(tiny("gpt2", LM), norm="dyt", calibration=draw)
+    assert len(drawn) == 1
+    assert drawn[0] is not model  # the original, as a copy
+    assert repair_report(model).sequences == 12
+    with pytest.raises(OptionError, match="can't be calibrated on samples of its own"):
+        patch(tiny("bert"), norm="dyt", calibration=draw)

@@ -10,13 +10,14 @@ import exact
 import native_export
 import native_rope
 import norm_swap
+import operations
 import positions
 import pytest
 import transformers
 import weight_decay
 from native_cases import CASES
 
-SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, positions, weight_decay)
+SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, operations, positions, weight_decay)
 
 
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)

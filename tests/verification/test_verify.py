@@ -242,10 +242,10 @@ def test_modules_of_a_patched_model() -> None:
     assert (table.state, table.model) == ("converted", "its mean row")
     assert (attention.state, attention.model) == ("runtime", "GPT2Attention")
     assert attention.runtime == "queries and keys rotated: RoPE(theta=10000, half)"
-    assert len(report.modules) == 4 + 2 + 1 + 1
+    assert len(report.modules) == 4 + 2 + 1 + 1 + 1  # norms, attentions, table, last norm, and the stack's owner
     text = str(report)
     assert "transformer.h.{0-1}.ln_{1-2}  x4" in text
-    assert "5 converted, 2 with a runtime operation added, 1 kept." in text
+    assert "5 converted, 3 with a runtime operation added, 1 kept." in text
 
 
 def test_modules_and_counts_of_a_model_of_images() -> None:

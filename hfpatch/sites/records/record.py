@@ -83,6 +83,12 @@ class Stack:
 
     Raises:
         PatchError: a `*` in a glob stands for part of a name.
+
+    Examples:
+        >>> from hfpatch.extend import Projections, Stack
+        >>> stack = Stack("modeling_mini.MiniModel", "positions", "layers.*.attention", Projections("query", "key"))
+        >>> stack.table, stack.reserved_rows
+        ('positions', 0)
     """
 
     owner: str
@@ -145,6 +151,12 @@ class Architecture:
         model_type: transformers' name of the family.
         stacks: its position-owning classes.
         example: a checkpoint on the Hub, for documentation.
+
+    Examples:
+        >>> from hfpatch.extend import ARCHITECTURES, Architecture
+        >>> mini = Architecture("mini", ARCHITECTURES["gpt2"].stacks, example="me/mini")
+        >>> mini.stacks[0].attention
+        'h.*.attn'
     """
 
     model_type: str
