@@ -24,9 +24,9 @@ from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
-from .measure.quiet_forward import give_back_memory
+from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
-from .runtime.apply import apply, condensed
+from .runtime.apply import apply, condense
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
 from .schemes.mlps import MLP
@@ -87,12 +87,12 @@ class Plan(Result):
     generates: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, Planned]) -> Plan:
-        """The plan that carries out what the planners found."""
+    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
+        """Return the plan of the planners' results."""
         return cls(type(model).__name__, before, planned, _phases(model, planned), generates(model))
 
     def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
-        """The plan without its exact conversion of norms, which failed its check on the model.
+        """Return the plan without its exact conversion of norms, whose check on the model failed.
 
         Args:
             model: that of this plan, as it was before.

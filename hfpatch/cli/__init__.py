@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -189,18 +189,18 @@ def patch(
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
     tokenizer = None if longest is None else tokenizer_of(processor)
-    with released(built):
+    with unload_after_forward(built):
         patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     outcomes = Record.of(built.config).outcomes()
     found = [(request, outcome.result) for request, outcome in outcomes.items()]
-    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
+    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{MEASUREMENT_NOTE}")
     if data is None and init != "reset" and any(outcome.verdict != EXACT for outcome in outcomes.values()):
         own = "--calibration self (its own sequences) or " if planned.generates else ""
         typer.echo(_NOT_REPAIRED.format(own))
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)

@@ -109,7 +109,7 @@ class Transaction:
     def write(self, root: nn.Module, change: WeightChange) -> None:
         """Change a Parameter's values; tensors that share the old memory keep the old values.
 
-        It stays the same object, unless its shape changes or nothing is left of it ("fill"): another module may hold it.
+        It is the same object, unless its shape changes or nothing is left of it ("fill"): another module may hold it.
 
         Args:
             root: the module in which the change's names are names.

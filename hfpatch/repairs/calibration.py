@@ -220,7 +220,7 @@ def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
 
 
 def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Any:
-    """Return the inputs of a repair that `patch_model` makes of its `calibration=`.
+    """Return the repair inputs for `patch_model`'s `calibration=`; "self" samples them from the model.
 
     "self", or a function that draws them, is returned as it is: nothing is drawn before something needs a repair.
 

@@ -1,4 +1,4 @@
-"""What other code expects of a norm module: a description, Parameters called weight and bias, a class for weight decay.
+"""Interface that other code expects of norms: NormFacts, Parameters weight and bias, a class known to weight decay.
 
 transformers' Trainer leaves out of weight decay what is in an `nn.LayerNorm`, and what has a name that it knows (bias,
 layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are known by their class alone.
