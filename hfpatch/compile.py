@@ -102,7 +102,7 @@ def uncompile_model(model: M) -> M:
 
 
 def compiled_calls(model: nn.Module) -> dict[str, int]:
-    """How often each compiled region was called as compiled code; empty for a model that isn't compiled.
+    """Return how often each compiled region was called as compiled code; empty for a model that isn't compiled.
 
     Wrappers and hooks that go past a module's `__call__` make compiled code be ignored in silence: zeros show it.
     """
@@ -111,7 +111,7 @@ def compiled_calls(model: nn.Module) -> dict[str, int]:
 
 
 def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a model repeats, by name.
+    """Return the blocks that a model repeats, by name.
 
     Raises:
         UnsupportedError: there are none.
@@ -124,7 +124,7 @@ def require_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Region:
-    """Callable for a compiled module's call: runs its hooks uncompiled and its forward compiled, and counts calls.
+    """Callable for a compiled module: runs hooks uncompiled and the forward compiled, and counts calls.
 
     A block that is handed a cache, or inside which something is recorded, runs uncompiled.
     """

@@ -1,4 +1,4 @@
-"""Outcomes: what each request of a patch came to, measured on the model and kept in its record."""
+"""Outcomes: the measured result of each request of a patch, stored in its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import OptionError, VerificationError
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
-from .runtime.errors import UnsupportedError, described
+from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
@@ -64,7 +64,7 @@ def measure_outcomes(
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
 ) -> dict[str, Outcome]:
-    """Return what each kind of a patch's changes came to.
+    """Return the measured outcome of each kind of a patch's changes.
 
     Where positions change, the patched model also runs at the length and the image size that its config then says. What
     ran before and doesn't run there is refused, and so is a change of positions that moves no output.
@@ -115,12 +115,12 @@ def _positions_run(
     changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
     require_same_frequencies(model, [change.row.module for change in changes if change.changes])
     moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
-    if plan.losses("pos") and scheme.any_length and not moved and not _sets_length_alone(plan.record):
+    if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
         require_moved(model, original, changes, f"pos={str(scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)
 
 
-def _sets_length_alone(record: Record) -> bool:
+def _only_sets_length(record: Record) -> bool:
     """Return whether the newest position scheme is the one before it with another length, said in the config alone."""
     *earlier, newest = (part.scheme for part in record.pos)
     lengths = {"max_positions": newest.max_positions, "original_max_positions": newest.original_max_positions}
@@ -143,20 +143,22 @@ def _of_whole(
         UnsupportedError: the model ran before, and no longer does.
     """
     if isinstance(after, dict):
-        return _compared(before, model, after, lossy)
+        return _compare(before, model, after, lossy)
     if after is not None and not runs:
-        reason = described(after).rstrip(".")
+        reason = describe_error(after).rstrip(".")
         raise UnsupportedError(
             f"{type(model).__name__} doesn't run after this patch: {reason}. The model was left unchanged."
         ) from after
     if after is not None:
-        return Outcome(APPROXIMATE, f"it runs at its new size, and not on the inputs of before ({described(after)})")
+        return Outcome(
+            APPROXIMATE, f"it runs at its new size, and not on the inputs of before ({describe_error(after)})"
+        )
     if runs and lossy:
         return Outcome(APPROXIMATE, f"it runs after the patch, and on these inputs not before ({before.why_not})")
     return Outcome(APPROXIMATE if lossy else EXACT, before.why_not, basis=NOT_MEASURED)
 
 
-def _compared(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
+def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
     found = before.deviations(after)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
@@ -175,7 +177,7 @@ def _compared(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor]
 
 
 def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:
-    """Put outcomes, by kind, into a patched model's record.
+    """Store outcomes, by kind, in a patched model's record.
 
     Raises:
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.

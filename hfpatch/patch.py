@@ -1,4 +1,4 @@
-"""`patch_model`, `unpatch_model` and `repair_report`: a plan is carried out in one transaction, or rolled back."""
+"""`patch_model`, `unpatch_model` and `repair_report`: a plan is applied in one transaction, or rolled back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .checkpoint.file_digests import report_of
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
-from .core.holders import takes_holders
+from .core.holders import unwrap_holders
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
-from .measure.randomness import changes_alone, keep_random_state
+from .measure.randomness import exclusive, keep_random_state
 from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
@@ -45,8 +45,8 @@ _WAITS_FOR_WEIGHTS = (
 )
 
 
-@takes_holders
-@changes_alone
+@unwrap_holders
+@exclusive
 def patch_model(
     model: M,
     norm: str | Norm | None = None,
@@ -209,7 +209,7 @@ def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTra
     return copy_of(model, share=True) if needed and has_weights(model) else None
 
 
-@takes_holders
+@unwrap_holders
 def outcomes(model: nn.Module) -> dict[str, str]:
     """Return the measured result of each request of a patched model.
 
@@ -227,7 +227,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
     return {request: str(outcome) for request, outcome in Record.of(model.config).outcomes().items()}
 
 
-@takes_holders
+@unwrap_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
     """Return the report of the latest repair, or None: there was none, or none since the latest patch.
 
@@ -249,8 +249,8 @@ def repair_report(model: nn.Module) -> RepairReport | None:
     return report_of(model)
 
 
-@takes_holders
-@changes_alone
+@unwrap_holders
+@exclusive
 def unpatch_model(model: M) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
@@ -281,7 +281,7 @@ def unpatch_model(model: M) -> M:
             f"{type(model).__name__} can't be unpatched: it was loaded from a patched checkpoint, or patched without "
             "reversible=True. Load the original checkpoint instead."
         )
-    if (left := undo_record.edits.find_left(model)) is not None:
+    if (left := undo_record.edits.find_detached(model)) is not None:
         raise NotReversibleError(
             f"{type(model).__name__}: a {left._get_name()} whose values the patch changed was replaced since (as "
             "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."

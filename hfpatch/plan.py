@@ -1,4 +1,4 @@
-"""`plan_patch`: what a request changes in one model, and in which order. The model isn't changed.
+"""`plan_patch`: plans what a request changes in a model, and in which order, without changing it.
 
 Whatever can be foreseen to fail is raised here, before anything changes. For GPT-2 with norm="rms", pos="rope" the plan
 has three phases; edits name modules by patterns from the base model, values of Parameters by their full names:
@@ -27,33 +27,33 @@ from transformers import PreTrainedModel
 
 from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, require_matches
-from .core.holders import takes_holders
+from .core.holders import unwrap_holders
 from .core.outer import require_outermost
-from .core.plan_table import ALREADY_DONE, Change, Row, Step, grouped
-from .core.results import Result, Table, dataframe, plain
+from .core.plan_table import ALREADY_DONE, Change, Row, Step, group_rows
+from .core.results import Result, Table, dataframe, to_json_value
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
-from .measure.quiet_forward import give_back_memory
+from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
-from .runtime.apply import apply, condensed
+from .runtime.apply import apply, condense
 from .runtime.edits import Edit
 from .runtime.errors import UnsupportedError
 from .schemes.mlps import MLP
 from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
-from .schemes.request import Part, Record, Request
+from .schemes.request import Record, Request, SchemeRequest
 from .swap.config_diff import Setting
-from .swap.planners import Planned, planner_of
+from .swap.planners import PlannerResult, planner_of
 from .swap.written_config import require_valid_config
 
 
 @dataclass
 class Phase:
-    """One step of a plan, carried out in the order of its attributes, which are as in `Change`.
+    """Phase of a plan: edits and weight changes, applied in the order of its attributes, as in `Change`.
 
     Edits are at patterns of module names, relative to the base model; values and starts at full names of Parameters.
     """
@@ -65,17 +65,17 @@ class Phase:
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
-        """The phase made of these changes, their single-place edits condensed into few at patterns of names."""
-        edits = condensed((edit for change in changes for edit in change.edits), model)
+        """Return the phase of these changes, with single-place edits condensed into patterns of names."""
+        edits = condense((edit for change in changes for edit in change.edits), model)
         values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
         return cls(values, edits, starts, [one for change in changes for one in change.then])
 
     def apply(self, model: nn.Module, transaction: Transaction) -> None:
-        """Carry it out on the model."""
+        """Apply the phase to the model."""
         for value in self.values:
             transaction.write(model, value)
         if self.values:
-            give_back_memory()
+            free_unused_memory()
         apply(self.edits, model, transaction)
         for value in self.starts:
             transaction.write(model, value)
@@ -97,17 +97,17 @@ class Plan(Result):
 
     model_name: str
     before: Record
-    planned: Mapping[str, Planned] = field(default_factory=dict)
+    planned: Mapping[str, PlannerResult] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
     generates: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, Planned]) -> Plan:
-        """The plan that carries out what the planners found."""
+    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
+        """Return the plan of the planners' results."""
         return cls(type(model).__name__, before, planned, _phases(model, planned), generates(model))
 
     def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
-        """The plan without its exact conversion of norms, which failed its check on the model.
+        """Return the plan without its exact conversion of norms, whose check on the model failed.
 
         Args:
             model: that of this plan, as it was before.
@@ -138,7 +138,7 @@ class Plan(Result):
         """The patch record that the model's config will hold."""
         record = self.before
         for kind, found in self.planned.items():
-            record = record.plus(kind, found.part)
+            record = record.with_request(kind, found.part)
         return record.with_edits(self.edits)
 
     @property
@@ -167,27 +167,27 @@ class Plan(Result):
         return not any(change.changes for change in self.changes)
 
     def lengths_in(self, config: Any) -> dict[str, Any]:
-        """New values of one config's length attributes (max_positions, image_size), under the config's own names."""
+        """Return one config's new length attributes (max_positions, image_size), under the config's own names."""
         names = getattr(type(config), "attribute_map", {})
         return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
 
     def losses(self, kind: str | None = None) -> list[str]:
-        """What the patch (or its part of one kind) doesn't preserve, as texts without repetition; empty if exact."""
+        """Return what the patch (or one kind of its changes) doesn't preserve, without repetition; empty if exact."""
         changes = self.changes if kind is None else self.by_kind[kind]
         return list(dict.fromkeys(text for change in changes for text in change.row.losses))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values: model's class, future patch record, all rows, and changes of weights' values.
+        """Return the plan as JSON values: class of the model, future patch record, all rows, and weight changes.
 
         A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
         rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
         weights = [one.to_json() for one in self.weights]
         about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
-        return plain({**about, "rows": rows, "weights": weights})
+        return to_json_value({**about, "rows": rows, "weights": weights})
 
     def to_dataframe(self) -> Any:
-        """The rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
+        """Return the rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
 
         Raises:
             MissingPackageError: pandas isn't installed.
@@ -199,7 +199,7 @@ class Plan(Result):
             yield [f"{self.model_name}: nothing to do, it is patched this way already."]
             return
         lines = [("module", "now", "becomes", "expected", "note")]
-        for members, numbers in grouped(self.rows, _line_key):
+        for members, numbers in group_rows(self.rows, _line_key):
             row, count = members[0], len(members)
             note = "; ".join(filter(None, (row.reason, row.loss)))
             names = numbers + (f"  x{count}" if count > 1 else "")
@@ -207,7 +207,7 @@ class Plan(Result):
         replaced = sum(row.action == "replace" for row in self.rows)
         yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
         values: dict[str, list[str]] = {}
-        for same, names in grouped(self.weights, lambda one: (str(one),), lambda one: one.parameter):
+        for same, names in group_rows(self.weights, lambda one: (str(one),), lambda one: one.parameter):
             values.setdefault(str(same[0]), []).append(names)
         if values:
             yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
@@ -222,7 +222,7 @@ def _line_key(row: Row) -> tuple[object, ...]:
     return row.now, row.becomes, row.reason, row.loss
 
 
-@takes_holders
+@unwrap_holders
 def plan_patch(
     model: Any,
     norm: str | Norm | None = None,
@@ -279,7 +279,7 @@ def plan_patch(
 
 
 def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:
-    """`plan_patch` for a request; its arguments and what it raises are the same."""
+    """Plan a request; arguments and errors as in `plan_patch`."""
     require_bare(model)
     require_unquantized(model)
     require_outermost(model)
@@ -288,7 +288,7 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
     _require_same_init(request.parts, record)
     _require_order(parts, record)
-    planned: dict[str, Planned] = {}
+    planned: dict[str, PlannerResult] = {}
     for kind, part in parts.items():
         found = planner_of(part.scheme)(model, part, example_inputs)
         if found.changes and not _is_patched_already(found.changes):
@@ -304,7 +304,7 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     return plan
 
 
-def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ...]:
+def _phases(model: nn.Module, planned: Mapping[str, PlannerResult]) -> tuple[Phase, ...]:
     """The three phases of a plan, in the order in which they are carried out.
 
     1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
@@ -321,7 +321,7 @@ def _phases(model: nn.Module, planned: Mapping[str, Planned]) -> tuple[Phase, ..
     return tuple(phases)
 
 
-def _require_same_init(parts: dict[str, Part], record: Record) -> None:
+def _require_same_init(parts: dict[str, SchemeRequest], record: Record) -> None:
     """Refuse a repeated request that differs from the recorded one in `init` alone.
 
     Raises:
@@ -330,9 +330,9 @@ def _require_same_init(parts: dict[str, Part], record: Record) -> None:
     for kind, part in parts.items():
         if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
             raise OptionError(
-                f"{kind}={str(part.asked.scheme)!r} is in place already, with init={getattr(record, kind)[-1].init!r}: "
-                f"init={part.init!r} would change nothing. Patch the original model with it, or use "
-                "repair(model, original, batches) to fit this one."
+                f"{kind}={str(part.as_requested.scheme)!r} is in place already, with "
+                f"init={getattr(record, kind)[-1].init!r}: init={part.init!r} would change nothing. Patch the original "
+                "model with it, or use repair(model, original, batches) to fit this one."
             )
 
 
@@ -343,7 +343,7 @@ def _is_patched_already(changes: list[Change]) -> bool:
     )
 
 
-def _require_order(parts: dict[str, Part], record: Record) -> None:
+def _require_order(parts: dict[str, SchemeRequest], record: Record) -> None:
     """Refuse a placement that can't be combined with the norm scheme requested now or patched earlier.
 
     Raises:
@@ -360,7 +360,7 @@ def _require_order(parts: dict[str, Part], record: Record) -> None:
         )
 
 
-def _require_change(plan: Plan, kind: str, found: Planned) -> None:
+def _require_change(plan: Plan, kind: str, found: PlannerResult) -> None:
     """Refuse a scheme that changes no module.
 
     Raises:

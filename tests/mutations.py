@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "the output of a module that returns a tuple isn't centred",
         "runtime/lens.py",
-        "return (centred(output[0], axis), *output[1:])",
+        "return (subtract_mean(output[0], axis), *output[1:])",
         "return output",
         ("runtime/test_view.py",),
     ),
@@ -187,8 +187,8 @@ FAULTS = [
     Fault(
         "a list comes back as a tuple",
         "runtime/edits.py",
-        "return list(map(_parsed, items))",
-        "return tuple(map(_parsed, items))",
+        "return list(map(_parse_value, items))",
+        "return tuple(map(_parse_value, items))",
         ("runtime/test_edit_text.py",),
     ),
     Fault(
@@ -271,7 +271,7 @@ FAULTS = [
     Fault(
         "a place inside a module that was replaced still counts as one of the model's",
         "runtime/apply.py",
-        "self._let_go_children(old)  # last",
+        "self._drop_children(old)  # last",
         "pass  # last",
         ("runtime/test_edit_text.py::test_the_places_that_hold_a_module_follow_what_is_replaced",),
     ),

@@ -298,7 +298,7 @@ def test_size_of_files(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["5", "infGB"])
 @pytest.mark.parametrize("words", ["patch tiny out --norm rms", "export tiny out --to plugin"])
 def test_a_size_that_is_none_is_refused_first(words: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.cli.opened", None)
+    monkeypatch.setattr("hfpatch.cli.open_model", None)
     error = refused(*words.split(), "--max-shard-size", size)
     assert error == f"Error: --max-shard-size takes a size such as 2GB or 500MB, not {size!r}.\n"
 
@@ -309,7 +309,7 @@ def test_a_report_that_cant_be_written_is_refused_first(
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("hfpatch.cli.opened", None)
+    monkeypatch.setattr("hfpatch.cli.open_model", None)
     request = ("patch", "tiny", str(tmp_path / "out"), "--norm", "dyt", "--report", str(tmp_path / place))
     assert refused(*request).startswith(f"Error: {tmp_path / place} ")
 

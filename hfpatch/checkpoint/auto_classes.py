@@ -1,4 +1,4 @@
-"""Looks up transformers' Auto classes: which ones open a class of models, and which class a config asks for."""
+"""Look-ups in transformers' Auto classes: which ones open a model class, and which class a config selects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USUAL = (
 
 
 def auto_classes() -> Iterator[Any]:
-    """Every Auto class of transformers that opens models."""
+    """Yield every Auto class of transformers that opens models."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -32,8 +32,8 @@ def auto_classes() -> Iterator[Any]:
                 yield auto
 
 
-def opened_classes(auto: Any, config_class: type) -> tuple[Any, ...]:
-    """The model classes that an Auto class opens for a config's class."""
+def model_classes_of(auto: Any, config_class: type) -> tuple[Any, ...]:
+    """Return the model classes that an Auto class opens for a config's class."""
     try:
         found = auto._model_mapping.get(config_class, ())
     except ValueError:  # transformers names a class there that it doesn't have
@@ -47,20 +47,20 @@ def _several(found: Any) -> tuple[Any, ...]:
 
 
 def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Every Auto class that opens a config's class, with the model classes that it opens for it."""
+    """Yield every Auto class that opens a config's class, with the model classes that it opens for it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_types = [one for one, name in CONFIG_MAPPING_NAMES.items() if name == config_class.__name__]
     for auto in auto_classes():
         mapping = auto._model_mapping  # whose own look-up goes through all model types where it knows none
         known = config_class in mapping._extra_content or any(one in mapping._model_mapping for one in model_types)
-        models = opened_classes(auto, config_class) if known else ()
+        models = model_classes_of(auto, config_class) if known else ()
         if models:
             yield auto, models
 
 
 def model_types_of(class_name: str) -> set[str]:
-    """The model types for which an Auto class opens a class of this name."""
+    """Return the model types for which an Auto class opens a class of this name."""
     found = set()
     for auto in auto_classes():
         mapping = auto._model_mapping
@@ -72,7 +72,7 @@ def model_types_of(class_name: str) -> set[str]:
 
 
 def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
-    """Names of the public Auto classes that open this class, in this order, others behind them, AutoModel last."""
+    """Return the public Auto classes that open a class, in this order: known ones, others, AutoModel last."""
     first = list(order)
     found = [
         auto.__name__
@@ -84,7 +84,7 @@ def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] 
 
 
 def class_to_build(config: Any, head: str | None = None) -> Any:
-    """The Auto class called `head`, or else the class that the config was saved from, or the family's usual head.
+    """Return the Auto class `head`, else the class that the config was saved from, else the family's usual head.
 
     Raises:
         PatchError: transformers has no Auto class of that name.
@@ -97,7 +97,7 @@ def class_to_build(config: Any, head: str | None = None) -> Any:
     usual: list[Any] = [getattr(transformers, name) for name in (*USUAL, "AutoModel")]
     architectures = saved_from(config)
     for auto in usual:
-        if any(one.__name__ in architectures for one in opened_classes(auto, type(config))):
+        if any(one.__name__ in architectures for one in model_classes_of(auto, type(config))):
             return auto
     mapped = getattr(config, "auto_map", None) or {}  # code of the repository
     if remote := next((auto for auto in usual if auto.__name__ in mapped), None):

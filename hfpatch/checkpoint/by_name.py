@@ -1,4 +1,4 @@
-"""Opens a model as the command line names it: a Hub id, a folder, or config:FAMILY for random weights."""
+"""Loads models by the names of the command line: a Hub id, a folder, or config:FAMILY for random weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
 from .file_digests import read_digests
-from .mapped_weights import files_of, opened_from
+from .mapped_weights import files_of, open_mapped
 
 _RANDOM = "config:"
 _MOST_NAMED = 3
 
 
 def is_config(model: str) -> bool:
-    """Whether a name stands for a family with random weights."""
+    """Return whether a name stands for a family with random weights."""
     return model.startswith(_RANDOM)
 
 
 def config_of(model: str, trust: bool) -> Any:
-    """The config of a model by its name.
+    """Return the config of a model by its name.
 
     Args:
         trust: whether code of the repository may be run.
@@ -62,17 +62,17 @@ def config_of(model: str, trust: bool) -> Any:
 
 
 def random_weights(config: Any, head: str | None, trust: bool) -> Any:
-    """A model with random weights, by the Auto class `head`; None is the class that the config was saved with."""
+    """Return a model with random weights, by the Auto class `head`, or (None) the class in the config."""
     cls = class_to_build(config, head)
     if hasattr(cls, "from_config"):
         return cls.from_config(config, trust_remote_code=trust).eval()
     return cls._from_config(config).eval()
 
 
-def opened(
+def open_model(
     model: str, head: str | None, trust: bool, strongest: bool = False, stored: bool = False, **options: Any
 ) -> Any:
-    """A model by its name, in the dtype that it was saved in.
+    """Load a model by its name, in the dtype that it was saved in.
 
     Args:
         head: as in `random_weights`.
@@ -91,7 +91,7 @@ def opened(
         with torch.device("meta"), keep_random_state():
             kind = type(random_weights(copy.deepcopy(config), head, trust))
         if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
-            built, info = opened_from(files, kind, model, config)
+            built, info = open_mapped(files, kind, model, config)
             _require_weights(built, info["missing_keys"], model, config, trust)
             return built
     cls = class_to_build(config, head)
@@ -117,7 +117,7 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
     """
     if not missing:
         return
-    kind, expected = host_class(type(model)).__name__, _expected(model, config, trust)
+    kind, expected = host_class(type(model)).__name__, _expected_names(model, config, trust)
     lost = sorted(key for key in missing if _within_base(model, key) in expected)
     if lost:
         named = ", ".join([*lost[:_MOST_NAMED], *(["..."] if len(lost) > _MOST_NAMED else [])])
@@ -134,7 +134,7 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
     )
 
 
-def _expected(model: Any, config: Any, trust: bool) -> set[str]:
+def _expected_names(model: Any, config: Any, trust: bool) -> set[str]:
     """Names of the weights that a checkpoint should have: those of the class that it was saved from, else of the base.
 
     Without the prefix that a head's base has, as `_within_base` gives them.

@@ -1,4 +1,4 @@
-"""Classes of patched models and configs, generated from the host's, and their registration with the Auto classes.
+"""Generated classes of patched models and configs, and their registration with the Auto classes.
 
 The *host* is the transformers class that is patched. What these classes share with those of exported code
 (trust_remote_code) is in runtime/classes.py; here are checks on loading, digests on saving, and the registration.
@@ -24,12 +24,12 @@ from ..runtime.apply import MISFITS
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, checked, saved_from
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, saved_from, validate_record
 from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
     VERSION_2_REPORT,
-    Saved,
+    DigestFile,
     compare,
     named_file,
     opens_weight_files,
@@ -48,15 +48,15 @@ from .files import (
     warn_of_lost_weights,
     weight_names,
 )
-from .remote_code import REMOTE, code_beside, wants_code
+from .remote_code import REMOTE, add_remote_code, wants_code
 from .stored_config import (
     OPENED,
-    Opened,
-    checked_config,
+    ConfigFile,
     checkpoint_name,
     config_digest,
     has_remote_code,
     require_its_architecture,
+    validate_config,
     without_disk_only_entry,
 )
 
@@ -66,19 +66,19 @@ _finish: ContextVar[Callable[[], None] | None] = ContextVar(
 
 
 class HfpatchConfig(PreTrainedConfig):
-    """Config class of a patched checkpoint's model type; `from_dict` returns a config of its host's patched class."""
+    """Config class of the model type "hfpatch"; `from_dict` returns a config of the host's patched class."""
 
     model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config of a patched checkpoint, in the patched config class of its host.
+        """Return the config of a patched checkpoint, in the patched config class of its host.
 
         Raises:
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = checkpoint_name(config_dict)
-        base = checked(without_disk_only_entry(config_dict.get(KEY)), where)
+        base = validate_record(without_disk_only_entry(config_dict.get(KEY)), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -92,7 +92,7 @@ class HfpatchConfig(PreTrainedConfig):
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of patched models of one family, registered with every Auto class that knows the host's."""
+    """Return a family's patched config class, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
     answer_to_architectures()
@@ -101,7 +101,7 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
 
 @functools.cache
 def patched_config_class(host: Any) -> type[PreTrainedConfig]:
-    """The config class of patched models of one family."""
+    """Return the config class of patched models of one family."""
 
     class Patched(PatchedConfig, host):
         __qualname__, __doc__ = host.__qualname__, host.__doc__
@@ -117,7 +117,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                     "adapter remembers its base by the name that it was opened under, and would come back on the "
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
-            settings = checked_config(config_dict, where)
+            settings = validate_config(config_dict, where)
             record = config_dict[KEY]
             older = record.get(FINGERPRINT)
             saved = (isinstance(older, Mapping) and older.get("config")) or "unknown" if FINGERPRINT in record else None
@@ -125,7 +125,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             config: Any = found[0] if isinstance(found, tuple) else found
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = Opened(
+            config.__dict__[OPENED] = ConfigFile(
                 config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict)
             )
             return found
@@ -142,7 +142,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
 
 
 def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> type[PreTrainedModel]:
-    """The class of patched models of one host class: it builds the host, then applies the edits in the config's record.
+    """Return the patched class of a host class: it builds the host, then applies the edits in the config's record.
 
     Args:
         host: a transformers model class.
@@ -201,7 +201,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     f"open: {first_line(error):.200}. Download or save it again."
                 ) from error
             model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-            opened: Opened | None = vars(model.config).pop(OPENED, None)
+            opened: ConfigFile | None = vars(model.config).pop(OPENED, None)
             if opened is not None and opened.remote:
                 model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
@@ -261,7 +261,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
             token = _finish.set(finish)
             try:
-                with code_beside(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
+                with add_remote_code(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
                     for stale in (index, folder / PAGE, folder / VERSION_2_REPORT) if with_model else ():
                         stale.unlink(missing_ok=True)
                     options = {**size, "variant": variant, **kwargs}
@@ -340,17 +340,17 @@ def _is_own_config(config: Any, name: Any) -> bool:
     return not isinstance(config, PreTrainedConfig) or config.name_or_path in ("", str(name))
 
 
-def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: Saved | None) -> bool:
+def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> bool:
     """Whether the config.json of a checkpoint isn't the one that was saved, as far as there are digests."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig) and name is not None:
         config = cls.config_class.from_pretrained(name, **options_of_place(options))
-    opened: Opened | None = vars(config).get(OPENED)
+    opened: ConfigFile | None = vars(config).get(OPENED)
     return opened is not None and _is_own_config(config, name) and not opened.is_unchanged(saved and saved.config)
 
 
 def with_loading_info(load: Callable[..., Any]) -> Any:
-    """A loaded model and what transformers says of its weights; the model alone where its host can't say that.
+    """Return a loaded model and its loading info; the model alone if its host has none.
 
     `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
     """
@@ -372,7 +372,7 @@ for _class in (HfpatchConfig, _ExportConfig):
     AutoConfig.register(_class.model_type, _class, exist_ok=True)
 
 
-def _called_as_on_disk(name: str) -> Any:
+def _class_named_on_disk(name: str) -> Any:
     """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
 
     TRL, vLLM and SGLang do. Python asks a module's `__getattr__` for names that it lacks.
@@ -384,11 +384,11 @@ def _called_as_on_disk(name: str) -> Any:
 
 
 def answer_to_architectures() -> None:
-    """Let transformers answer to architectures of patched checkpoints; an entry point, called in vLLM's processes.
+    """Let transformers resolve architectures of patched checkpoints; an entry point that vLLM's processes call.
 
     Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """
-    vars(sys.modules[transformers.__name__])["__getattr__"] = _called_as_on_disk
+    vars(sys.modules[transformers.__name__])["__getattr__"] = _class_named_on_disk
 
 
 answer_to_architectures()

@@ -1,4 +1,4 @@
-"""The file beside a checkpoint's weights: digests of them and of config.json, and the report of the latest repair.
+"""Digest file of a checkpoint (hfpatch_weights.json): digests of weights and config.json, and the latest repair report.
 
 `save_pretrained` writes `hfpatch_weights.json` (of a variant `hfpatch_weights.fp16.json`) from the files that it wrote:
 
@@ -54,8 +54,8 @@ _WEIGHTS = re.compile(r"model(\..+?)?(?:-\d{5}-of-\d{5})?\.safetensors|model\.sa
 DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
 
 
-class Saved(NamedTuple):
-    """What the file says.
+class DigestFile(NamedTuple):
+    """Content of the digest file.
 
     Attributes:
         path: the file.
@@ -72,8 +72,8 @@ class Saved(NamedTuple):
     repair: dict[str, Any] | None
 
 
-class Compared(NamedTuple):
-    """What was compared before a checkpoint is opened.
+class WeightComparison(NamedTuple):
+    """Result of comparing weight files with their digests before they are opened.
 
     Attributes:
         tensors, size: how many tensors and bytes its weight files have.
@@ -105,7 +105,7 @@ def write_digests(folder: Path, variant: str | None = None, repair: Any = None) 
     (folder / _NAME.format(suffix)).write_text(text + "\n", encoding="utf-8")
 
 
-def read_digests(name: Any, options: Mapping[str, Any]) -> Saved | None:
+def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
     """Return what the file of a checkpoint says; None without one. Name and options are as in `from_pretrained`.
 
     Raises:
@@ -118,11 +118,11 @@ def read_digests(name: Any, options: Mapping[str, Any]) -> Saved | None:
     if path is None:
         return None
 
-    def read(stored: Any) -> tuple[Saved, Any]:
+    def read(stored: Any) -> tuple[DigestFile, Any]:
         tables = stored["tensors"], stored.get("samples", {}), stored.get("repair")
         if not all(isinstance(table, dict) for table in tables[:2]) or not isinstance(tables[2], dict | None):
             raise TypeError
-        return Saved(path, *tables[:2], stored.get("config"), tables[2]), stored["version"]
+        return DigestFile(path, *tables[:2], stored.get("config"), tables[2]), stored["version"]
 
     saved, version = read_json(path, read)
     if version != _VERSION:
@@ -144,7 +144,9 @@ def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
     return name is not None and options.get("state_dict") is None and not others
 
 
-def compare(name: Any, options: Mapping[str, Any], saved: Saved | None, every_byte: bool = True) -> Compared:
+def compare(
+    name: Any, options: Mapping[str, Any], saved: DigestFile | None, every_byte: bool = True
+) -> WeightComparison:
     """Compare the weight files of a checkpoint, before they are opened, with the digests that were saved beside them.
 
     Args:
@@ -160,7 +162,7 @@ def compare(name: Any, options: Mapping[str, Any], saved: Saved | None, every_by
     if not opens_weight_files(name, options):
         if every_byte:
             raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
-        return Compared(0, 0, {})
+        return WeightComparison(0, 0, {})
     if saved is None:
         lacking = f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained)"
         again = "Open it with check_fingerprint=False and save it again, and it has one"
@@ -168,7 +170,7 @@ def compare(name: Any, options: Mapping[str, Any], saved: Saved | None, every_by
             raise CheckpointError(f"{lacking}, so its weights can't be compared byte by byte. {again}.")
         message = f"{lacking}, so whether its weights are those that were saved isn't known. {again}."
         warnings.warn(message, FingerprintWarning, stacklevel=3)
-        return Compared(0, 0, {})
+        return WeightComparison(0, 0, {})
     named = named_file(name, options)
     find = finder(name, options)
     files = weight_files(find, _suffix(options)) if named is None else [find(named)]
@@ -188,11 +190,11 @@ def compare(name: Any, options: Mapping[str, Any], saved: Saved | None, every_by
         )
     commit = None if Path(name).is_dir() else extract_commit_hash(str(saved.path), None)
     same = {"revision": commit, "force_download": False} if commit else {}
-    return Compared(len(found), sum(one.size for one in found.values()), same)
+    return WeightComparison(len(found), sum(one.size for one in found.values()), same)
 
 
 def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
-    """The file of all weights, if the config names one; name and options are as in `from_pretrained`."""
+    """Return the file of all weights if the config names one; name and options are as in `from_pretrained`."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
@@ -201,12 +203,12 @@ def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `from_pretrained` that say where files are."""
+    """Return the options of `from_pretrained` that say where files are."""
     return {key: options[key] for key in _WHERE if options.get(key) is not None}
 
 
 def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
-    """What finds a file of a checkpoint: in its folder, or in the Hub's cache, where it is downloaded to."""
+    """Return a function that finds a file of a checkpoint: in its folder, or in the Hub's cache after a download."""
 
     def find(file: str) -> Path | None:
         found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
@@ -230,7 +232,7 @@ class _Digest(NamedTuple):
     sampled: str | None
     size: int
 
-    def differs(self, saved: Saved) -> bool:
+    def differs(self, saved: DigestFile) -> bool:
         if self.whole is None:
             return saved.samples.get(self.name, self.sampled) != self.sampled
         return self.whole != saved.tensors[self.name]
@@ -278,7 +280,7 @@ def _hash(header: bytes, flat: Tensor) -> str:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Entries of a tensor, flat: all of a small one, else runs at evenly spaced places."""
+    """Return entries of a tensor, flat: all of a small one, else runs at evenly spaced places."""
     flat, n = tensor.detach().reshape(-1), tensor.numel()
     if n <= _WHOLE:
         return flat
@@ -287,7 +289,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Any:
-    """A tensor's memory as an array of bytes, which numpy can read in every dtype."""
+    """Return a tensor's memory as an array of bytes, for any dtype."""
     return flat.cpu().view(torch.uint8).numpy()
 
 

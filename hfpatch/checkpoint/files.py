@@ -1,4 +1,4 @@
-"""Weight files and the names in them: what is refused before a file is opened, and what is told after it was.
+"""Checks of weight files and tensor names: before a checkpoint is opened, and warnings after loading.
 
 transformers opens whatever file an index names, pickled ones and those outside the folder included.
 """
@@ -70,12 +70,12 @@ def require_sound_files(
 
 
 def weight_names(variant: str) -> tuple[str, str]:
-    """Names of the file that holds all weights of a variant ("" or ".fp16"), and of the index of several files."""
+    """Return the names of the file with all weights of a variant ("" or ".fp16"), and of the index of shards."""
     return f"model{variant}{SUFFIX}", f"model{SUFFIX}.index{variant}.json"
 
 
 def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]:
-    """The files that transformers opens, the single one before shards, as `find` finds them; [] without any.
+    """Return the files that transformers opens, the single one before shards, as `find` finds them; [] without any.
 
     Raises:
         CheckpointError: one is missing that the index names, or the index isn't sound.
@@ -92,7 +92,7 @@ def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]
 
 
 def listed_files(index: Path) -> list[str]:
-    """The files of its folder that an index names. What is in which of them transformers reads from the files."""
+    """Return the files that an index names, in its folder."""
     files, _ = read_json(index, lambda stored: (list(dict(stored["weight_map"]).values()), dict(stored["metadata"])))
     for file in files or [""]:
         if not is_plain_name(file):
@@ -101,7 +101,7 @@ def listed_files(index: Path) -> list[str]:
 
 
 def read_json(path: Path, read: Callable[[Any], T]) -> T:
-    """What `read` makes of what is stored in a file.
+    """Read a JSON file and return what `read` makes of its value.
 
     Raises:
         CheckpointError: it can't be read, or `read` fails on what is in there.
@@ -113,17 +113,17 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def is_plain_name(file: Any) -> bool:
-    """Whether it is the name of a safetensors file, and of nothing beside or outside the folder."""
+    """Return whether it is the name of a safetensors file directly in the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
 
 
 def printable(text: str) -> str:
-    """A text of a file with everything that isn't printed (line ends, a terminal's codes) escaped."""
+    """Return a text with unprintable characters (line ends, terminal codes) escaped."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def require_known_names(model: PreTrainedModel, where: Any, info: Mapping[str, Collection[str]]) -> None:
-    """Refuse weights that go by other names than this version of transformers has for the class that saved them.
+    """Refuse weights whose names this version of transformers doesn't know for the class that saved them.
 
     Weights that the file lacks alone are told: it was saved without them (a pooling layer, say).
 

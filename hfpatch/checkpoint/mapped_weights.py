@@ -1,4 +1,4 @@
-"""Opens a checkpoint with its weights mapped from the files, and writes it tensor by tensor into the shards of before.
+"""Memory-mapped loading of checkpoints, and saving tensor by tensor into the same shards.
 
 `hfpatch patch` opens models so: of their weights that is in memory which one module's forward or one weight change
 reads. transformers' own loading puts them in place, so names are as ever; weights that it computes from those of the
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 
-from ..core.mapped import MAPPED, Mappings, mapped
+from ..core.mapped import MAPPED, Mappings, map_tensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, as_bytes, finder, variant_of
@@ -30,7 +30,7 @@ _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torc
 
 
 def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
-    """The safetensors files of a checkpoint whose weights may stay in them; None where opening it is more than that.
+    """Return the safetensors files that can be memory-mapped; None if opening the checkpoint needs more than that.
 
     It is for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed checkpoints,
     code of the repository, and files that config.json names.
@@ -47,8 +47,8 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
     return found if usual and not any(found[0].parent.glob(DISTRIBUTED)) else None
 
 
-def opened_from(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """A model whose large weights stay in their files, and what transformers says of loading it.
+def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """Load a model with its large weights memory-mapped, and the loading info.
 
     Args:
         files: as `files_of` found them.
@@ -88,12 +88,12 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
             dtype = str_to_torch_dtype.get(header[name]["dtype"])
             start = 8 + length + header[name]["data_offsets"][0]
             fits = dtype is not None and start % dtype.itemsize == 0
-            found[name] = mapped(memory, dtype, header[name]["shape"], start) if fits else reader.get_tensor(name)
+            found[name] = map_tensor(memory, dtype, header[name]["shape"], start) if fits else reader.get_tensor(name)
     return found
 
 
 def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
-    """Write the weights of a model that was opened by `opened_from`, one tensor in memory at a time.
+    """Write the weights of a model that was opened by `open_mapped`, one tensor in memory at a time.
 
     Args:
         model: what `save_pretrained` saves.
@@ -101,7 +101,7 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) ->
         max_shard_size: as there; None: each tensor goes into the file that it came in, a new one into that of the
             tensor before it.
     """
-    state = _saved(model)
+    state = _saved_tensors(model)
     single, index = weight_names("")
     if max_shard_size is None:
         places = _places(state, vars(model)[FILES])
@@ -120,7 +120,7 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) ->
         (folder / index).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _saved(model: Any) -> dict[str, Tensor]:
+def _saved_tensors(model: Any) -> dict[str, Tensor]:
     """What transformers' `save_pretrained` saves, by the names that it gives."""
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}

@@ -1,4 +1,4 @@
-"""Gives a patched model a config of its own, with the patch record and the new lengths, and takes it back."""
+"""Gives a model a patched copy of its config, with the patch record and the new lengths, and restores the original."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def give_patched_config(
 
 
 def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict[str, Any]) -> None:
-    """Give an unpatched model what its user changed in the patched config: a resized vocabulary, labels, ...
+    """Copy a user's changes of the patched config to an unpatched model: a resized vocabulary, labels, ...
 
     It goes into a copy of the original config, which other models may share.
 

@@ -57,8 +57,8 @@ class {name}(PatchedModel, host.{name}{lensed}):
 """
 
 
-def opened_by(model: PreTrainedModel) -> dict[str, type]:
-    """The class of a model's family that each Auto class opens; those that open its own class come first.
+def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
+    """Return the class of a model's family that each Auto class opens; those that open its own class come first.
 
     Raises:
         UnsupportedError: the model isn't patched, or its class isn't transformers' own.
@@ -119,8 +119,8 @@ def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
 
 
 @contextmanager
-def code_beside(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
-    """Write a patched model's code into a folder; meanwhile its config has the `auto_map` that belongs to it.
+def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required: bool) -> Iterator[None]:
+    """Write a patched model's code into a folder; in this context its config has the matching `auto_map`.
 
     Args:
         model, folder: as in `write_code`.
@@ -154,12 +154,13 @@ def code_beside(model: PreTrainedModel, folder: Any, wanted: bool, required: boo
 
 
 def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    """Write the modeling file and the files that it needs into a folder; the `auto_map` that belongs to them.
+    """Write the modeling file and the files that it needs into a folder, and return the matching `auto_map`.
 
     Raises:
-        UnsupportedError: as in `opened_by`; or a component's file needs more than torch, transformers and the runtime.
+        UnsupportedError: as in `classes_by_auto_class`; or a component's file needs more than torch, transformers and
+            the runtime.
     """
-    autos = opened_by(model)
+    autos = classes_by_auto_class(model)
     runtime_files = {path.stem: path for path in _runtime_files()}
     sources: dict[str, str] = {}
     components: dict[str, list[str]] = {}
@@ -200,7 +201,7 @@ def _portable(module: Any) -> str:
         raise UnsupportedError(f"{module.__name__}: its components have no file of their own that could be shipped.")
     text = Path(module.__file__).read_text(encoding="utf-8")
     allowed = (*sys.stdlib_module_names, "torch", "transformers")
-    for name in _imported(ast.parse(text)):
+    for name in _find_imports(ast.parse(text)):
         if not name.startswith(_OURS) and name.partition(".")[0] not in allowed:
             raise UnsupportedError(
                 f"{module.__name__} imports {name}: a file whose components are shipped imports torch, transformers "
@@ -210,7 +211,7 @@ def _portable(module: Any) -> str:
     return text.replace(f"from {_OURS}", "from .")
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _find_imports(tree: ast.Module) -> Iterator[str]:
     """The modules that a file imports; `import hfpatch.runtime.norms`, which can't be shipped, as `hfpatch`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

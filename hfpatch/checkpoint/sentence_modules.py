@@ -1,4 +1,4 @@
-"""The other modules of a folder of sentence-transformers (pooling, prompts): carried along without that package.
+"""Keeps the other modules of a sentence-transformers folder (pooling, prompts) without importing that package.
 
 Its modules.json lists them. Of the folder's own files only the transformers model and its tokenizer change by a patch.
 """
@@ -26,7 +26,7 @@ _BESIDE = (MODULES, "config_sentence_transformers.json", _SETTINGS)
 
 
 def with_modules(model: PreTrainedModel, source: str, length: int | None = None) -> Any:
-    """The model and the other modules of the folder or Hub id that it was opened from; without any, the model alone.
+    """Return a holder of the model and the other modules of its folder or Hub id; the model alone if there are none.
 
     Args:
         length: of the longest text in tokens, where that isn't what it was.
@@ -39,7 +39,7 @@ def with_modules(model: PreTrainedModel, source: str, length: int | None = None)
 
 
 class StoredModules(nn.Module):
-    """A holder of a model whose other modules are files; they are saved with it."""
+    """Holder of a model whose other modules are files; they are saved with it."""
 
     def __init__(self, model: PreTrainedModel, files: dict[str, Path], length: int | None = None):
         super().__init__()
@@ -50,7 +50,7 @@ class StoredModules(nn.Module):
         return self.transformer
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Save the model, and the files beside it."""
+        """Save the model and the files of the other modules."""
         self.transformer.save_pretrained(folder, **options)
         for name, path in self.files.items():
             target = Path(folder, name)
@@ -63,7 +63,7 @@ class StoredModules(nn.Module):
 
 
 def module_kinds(listed: Path) -> dict[str, str]:
-    """The folders of modules that a modules.json names, with the class of each; the transformers model's is "".
+    """Return the folders of modules that a modules.json names, with the class of each; the transformers model's is "".
 
     Raises:
         CheckpointError: it can't be read, or one leads out of the checkpoint's folder.

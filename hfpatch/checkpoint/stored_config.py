@@ -1,4 +1,4 @@
-"""Checks what stands in a patched checkpoint's config.json before it is believed; the digest of it."""
+"""Validation of a patched checkpoint's config.json on load, and its digest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, checked
+from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, validate_record
 from ..runtime.refuse_host import ENTRY as GUARDED
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `Opened`
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `ConfigFile`
 # of a config: what changes no output in eval mode, or what loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
@@ -28,8 +28,8 @@ _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementati
 _HARMLESS |= {FILE}  # the file's name: what is in it is compared
 
 
-class Opened(NamedTuple):
-    """What a config that was read from disk knows of the file.
+class ConfigFile(NamedTuple):
+    """Digests of a config.json that was read from disk, and whether remote code is next to it.
 
     Attributes:
         digest: of what it says.
@@ -44,11 +44,11 @@ class Opened(NamedTuple):
     remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
-        """Whether it is the one that was saved, as far as that is known; `saved` is as in `require_unchanged`."""
+        """Return whether it is the saved one, as far as known; `saved` is as in `require_unchanged`."""
         return (saved or self.saved) in (None, self.digest)
 
     def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
-        """Report a config.json that isn't the one that was saved; many a change is meant, so by default as a warning.
+        """Report a config.json that isn't the saved one: by default as a warning, since many changes are intended.
 
         Args:
             name: of the checkpoint.
@@ -70,8 +70,8 @@ class Opened(NamedTuple):
         warnings.warn(message, FingerprintWarning, stacklevel=3)
 
 
-def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
-    """Validates a patched config.json; returns it without an export's `auto_map` entries.
+def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
+    """Validate a patched config.json, and return it without an export's `auto_map` entries.
 
     Raises:
         CheckpointError: as in `HfpatchConfig.from_dict`.
@@ -83,7 +83,7 @@ def checked_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
         raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
     record: Any = without_disk_only_entry(config_dict.get(KEY))
-    checked(record, where)
+    validate_record(record, where)
     parse_edits(record["edits"], where)
     return without_remote_code(config_dict)
 
@@ -110,12 +110,12 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
 
 
 def has_remote_code(stored: Mapping[str, Any]) -> bool:
-    """Whether a config.json names an export's code."""
+    """Return whether a config.json names an export's code."""
     return any(own_code(reference) is not None for reference in (stored.get("auto_map") or {}).values())
 
 
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's dictionary without the `auto_map` entries of an export's code, which hfpatch doesn't need."""
+    """Return a config.json's dictionary without the `auto_map` entries of an export, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
     others = {auto: ref for auto, ref in auto_map.items() if own_code(ref) is None}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}
@@ -123,12 +123,12 @@ def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_name(config_dict: dict[str, Any]) -> Any:
-    """A checkpoint's name for error texts."""
+    """Return a checkpoint's name for error texts."""
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
 def without_disk_only_entry(stored: Any) -> Any:
-    """A patch record without the entry that exists on disk only (see `refuse_host.released`)."""
+    """Return a patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
     return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
 
 
@@ -141,7 +141,7 @@ def _is_reference(value: Any) -> bool:
 
 
 def config_digest(stored: Mapping[str, Any]) -> str:
-    """A digest of what config.json says of the model and its patch, but for what hfpatch 0.2 added of its own digests.
+    """Return a digest of config.json and its patch record, without the digests that hfpatch 0.2 added.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
     """

@@ -13,14 +13,14 @@ import typer
 import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
-from ..checkpoint.by_name import config_of, is_config, opened, random_weights
+from ..checkpoint.by_name import config_of, is_config, open_model, random_weights
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
-from ..core.mapped import released
+from ..core.mapped import unload_after_forward
 from ..core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from ..core.results import Table
-from ..core.staging import require_free, staged_folder
+from ..core.staging import require_free, stage_folder
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
@@ -35,7 +35,7 @@ from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
 from ..schemes.positions import Position
-from ..schemes.request import EXACT, HOW, Record
+from ..schemes.request import EXACT, MEASUREMENT_NOTE, Record
 from ..verification import verify as verification
 from ..verification.report import Report
 from .launcher import launch
@@ -177,10 +177,10 @@ def patch(
     require_writable(report)
     require_size(max_shard_size)
     torch.manual_seed(seed)
-    built = opened(model, head, trust_remote_code, stored=True)
+    built = open_model(model, head, trust_remote_code, stored=True)
     kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    with released(built):
+    with unload_after_forward(built):
         planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
@@ -189,18 +189,18 @@ def patch(
     longest = None if scheme is None else scheme.max_positions
     saved = built if is_config(model) else with_modules(built, model, longest)
     tokenizer = None if longest is None else tokenizer_of(processor)
-    with released(built):
+    with unload_after_forward(built):
         patch_model(built, **request, calibration=data, fit=fit, tokenizer=tokenizer)
     repaired = repair_report(built)
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     outcomes = Record.of(built.config).outcomes()
     found = [(request, outcome.result) for request, outcome in outcomes.items()]
-    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{HOW}")
+    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{MEASUREMENT_NOTE}")
     if data is None and init != "reset" and any(outcome.verdict != EXACT for outcome in outcomes.values()):
         own = "--calibration self (its own sequences) or " if planned.generates else ""
         typer.echo(_NOT_REPAIRED.format(own))
-    with staged_folder(out, overwrite) as folder:
+    with stage_folder(out, overwrite) as folder:
         saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
         if processor is not None:
             processor.save_pretrained(folder)
@@ -243,8 +243,8 @@ def verify(
         raise PatchError("verify compares two checkpoints; random weights (config:FAMILY) have no original.")
     for place in (json, plot):
         require_apart(place, model, reference, text)
-    built = opened(model, head, trust_remote_code)
-    report = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
+    built = open_model(model, head, trust_remote_code)
+    report = _compare(built, model, reference, text, examples, length, head, trust_remote_code)
     typer.echo(str(report))
     if json is not None:
         report.save(json)
@@ -280,9 +280,9 @@ def report(
     if out is not None:
         require_apart(out, model, reference, text, json)
     saved = None if json is None else Report.load(json)
-    built = opened(model, head, trust_remote_code)
+    built = open_model(model, head, trust_remote_code)
     if saved is None and reference is not None:
-        saved = _compared(built, model, reference, text, examples, length, head, trust_remote_code)
+        saved = _compare(built, model, reference, text, examples, length, head, trust_remote_code)
     write_page(built, place, checkpoint=model, reference=reference, report=saved, repair=repair_report(built))
     typer.echo(f"Saved to {place}.")
 
@@ -309,7 +309,7 @@ def export(
         raise PatchError("export takes a patched checkpoint, not config:FAMILY (random weights).")
     require_apart(out, model)
     require_size(max_shard_size)
-    built = opened(model, head, trust_remote_code, strongest=True)
+    built = open_model(model, head, trust_remote_code, strongest=True)
     processor = processor_of(model, trust_remote_code)
     how: dict[str, Any] = {"tokenizer": processor, "overwrite": overwrite, "max_shard_size": max_shard_size}
     typer.echo(str(export_model(with_modules(built, model), out, to, architecture=architecture, serve=serve, **how)))
@@ -372,11 +372,11 @@ def run(
     launch(command or [])
 
 
-def _compared(
+def _compare(
     built: Any, model: str, reference: str, text: Path | None, examples: int, length: int, head: str | None, trust: bool
 ) -> Report:
     """What `verify` measures of an opened model, on random inputs or on a text."""
-    original = opened(reference, head, trust) if trust else reference
+    original = open_model(reference, head, trust) if trust else reference
     batches = None
     if text is not None:
         processor = processor_of(model, trust) or processor_of(reference, trust)
@@ -393,5 +393,5 @@ def _verify_files(model: str, head: str | None, trust: bool) -> None:
     found = compare(model, {}, saved)
     vars(config)[OPENED].require_unchanged(model, saved and saved.config, refuse=True)
     typer.echo(f"{found.tensors} tensors ({found.size:,} bytes) are those that were saved, byte by byte.")
-    built = opened(model, head, trust, **found.same)
+    built = open_model(model, head, trust, **found.same)
     typer.echo(f"{type(built).__name__} opens, and config.json is the one that was saved.")

@@ -30,7 +30,7 @@ def launch(command: Sequence[str]) -> NoReturn:
     Raises:
         OptionError: there is no such program or file.
     """
-    words, environment = resolved(command), with_startup(os.environ)
+    words, environment = resolve_command(command), with_startup(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     if sys.platform == "win32":
@@ -40,7 +40,7 @@ def launch(command: Sequence[str]) -> NoReturn:
     os.execve(words[0], words, environment)
 
 
-def resolved(command: Sequence[str]) -> list[str]:
+def resolve_command(command: Sequence[str]) -> list[str]:
     """The command with its program's path. A program is looked for beside this Python first, then in PATH.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), in which a patch couldn't replace modules."""
+"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), whose modules a patch couldn't replace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..runtime.record import KEY
 
 
 def require_bare(model: object) -> None:
-    """Refuse everything but a bare transformers model.
+    """Refuse any model but a bare transformers model.
 
     Raises:
         OptionError: it is no model at all.
@@ -60,13 +60,13 @@ def require_bare(model: object) -> None:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether weights of a model are another library's, or too short to be floating-point numbers."""
+    """Return whether weights are quantized by another library, or too narrow for floating-point numbers."""
     foreign = (type(p).__module__.partition(".")[0] != "torch" or p.dtype.itemsize < 2 for p in model.parameters())
     return getattr(model, "hf_quantizer", None) is not None or any(foreign)
 
 
 def require_unquantized(model: nn.Module) -> None:
-    """Refuse a quantized model, whose weights can't be changed or compared as numbers.
+    """Refuse a quantized model, whose weights can't be changed or compared.
 
     Raises:
         UnsupportedError: it is one.

@@ -1,4 +1,4 @@
-"""Globs of only= and keep= over module names, which match with or without the base model's prefix."""
+"""Matching of only= and keep= globs against module names, with or without the base model's prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .suggest import did_you_mean
 
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    """`only` or `keep` as a tuple of globs; one string is one glob.
+    """Return `only` or `keep` as a tuple of globs; one string is one glob.
 
     Raises:
         OptionError: something in it is no non-empty string, or `only` is an empty list.
@@ -34,7 +34,7 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass
 class Names:
-    """A model's module names as globs see them: with and without the prefix of the base model.
+    """Module names as globs match them: with and without the base model's prefix.
 
     `transformer.h.0.*` written for GPT2LMHeadModel thus also names the modules of a bare GPT2Model, whose own names
     start at `h`, and the other way round.
@@ -61,25 +61,25 @@ class Names:
         return cls(prefix, bool(prefix) and prefix in model._modules, headed)
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """A name unchanged, and with the base model's prefix added or removed."""
+        """Return a name unchanged, and with the base model's prefix added or removed."""
         if not self.prefix:
             return (name,)
         return (name, name.removeprefix(f"{self.prefix}.") if self.has_prefix else f"{self.prefix}.{name}")
 
     def in_head(self, name: str) -> bool:
-        """Whether a module belongs to a head rather than to a base model."""
+        """Return whether a module belongs to a head rather than to a base model."""
         return any(name.startswith(model) and not name.startswith(base) for model, base in self.headed)
 
     def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
-        """Why a module of these names stays, going by the request's globs; None where they leave it to change."""
+        """Return why the request's globs keep a module of these names; None if they let it change."""
         if any(self.matches(glob, names) for glob in keep):
             return "keep"
         if only and not any(self.matches(glob, names) for glob in only):
             return "not in only"
         return None
 
-    def matched_special(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
-        """Special modules, which are kept unless `only` names them, that a glob of `only` selects.
+    def explicitly_selected(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:
+        """Return the special modules that a glob of `only` selects; others of them are kept.
 
         A glob selects them if it matches special modules alone: `*` selects none.
 
@@ -95,7 +95,7 @@ class Names:
         return found
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
-        """Whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
+        """Return whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
         return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
 
 
@@ -116,11 +116,11 @@ def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Seque
                 shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
                 raise NoMatchError(
                     f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change."
-                    f"{_suggested(glob, shown)} Their names look like: {', '.join(shown[:8])}."
+                    f"{_suggest(glob, shown)} Their names look like: {', '.join(shown[:8])}."
                 )
 
 
-def _suggested(glob: str, shown: Sequence[str]) -> str:
+def _suggest(glob: str, shown: Sequence[str]) -> str:
     """The glob that may be meant, by the ends of names: " Did you mean '*.ln_1'?", or ""."""
     written = glob.strip("*.")
     length = written.count(".") + 1

@@ -1,6 +1,6 @@
-"""Holders: objects of sentence-transformers, which hold a transformers model among modules of their own.
+"""Holders: objects of sentence-transformers that contain a transformers model.
 
-That package is imported to look up one list (`_opened_patched`), and never else: a holder is what has the property
+That package is imported to look up one list (`_opens_patched`), and never else: a holder is what has the property
 `transformers_model`, as `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.
 """
 
@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
-from ..runtime.refuse_host import LISTS_ENCODERS, listed_encoder
+from ..runtime.refuse_host import LISTS_ENCODERS, find_nested_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
 
 
 def model_inside(candidate: Any) -> Any:
-    """The transformers model of a holder; anything else as it is.
+    """Return the transformers model of a holder; anything else as it is.
 
     Raises:
         UnsupportedError: a holder has none, or several, or one that its library couldn't open again.
@@ -38,7 +38,7 @@ def model_inside(candidate: Any) -> Any:
     if len(found) == 1:
         (model,) = found.values()
         name = host_class(type(model)).__name__
-        if name.endswith(_OPENED_BY_CLASS) and not _opened_patched(type(model.config)):
+        if name.endswith(_OPENED_BY_CLASS) and not _opens_patched(type(model.config)):
             raise UnsupportedError(
                 f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
                 "couldn't open a saved patch again. Use the patched model without the library, or "
@@ -53,11 +53,11 @@ def model_inside(candidate: Any) -> Any:
     )
 
 
-def _opened_patched(config: type) -> bool:
+def _opens_patched(config: type) -> bool:
     """Whether the library that is installed opens such an encoder by its list, which patched classes can be put on."""
     with suppress(ImportError):
         importlib.import_module(LISTS_ENCODERS)  # of a folder's modules nobody did it yet
-    return listed_encoder(config) is not None
+    return find_nested_config(config) is not None
 
 
 def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
@@ -69,17 +69,17 @@ def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
             yield name, one
 
 
-def reader_inside(holder: nn.Module) -> nn.Module:
-    """The module of a holder that has its transformers model as a child, and the tokenizer."""
+def tokenizer_owner(holder: nn.Module) -> nn.Module:
+    """Return the module of a holder that has its transformers model as a child, and the tokenizer."""
     model = model_inside(holder)
     return next(one for one in holder.modules() if any(child is model for child in one.children()))
 
 
-def takes_holders(function: F) -> F:
-    """Decorator of a function of models: a holder may stand for the model inside it, and is returned for that.
+def unwrap_holders(function: F) -> F:
+    """Decorate a function of models: it takes a holder in place of the model inside, and returns the holder.
 
-    A `tokenizer` that isn't given is the holder's `reader_inside`. Where new tensors are made on meta by default, as a
-    model that is built there wants it, the function's own are not: it goes by the device of the model.
+    If no `tokenizer` is passed, it is the holder's `tokenizer_owner`. Where new tensors are made on meta by default, as
+    a model that is built there wants it, the function's own are not: it goes by the device of the model.
     """
     reads_texts = "tokenizer" in inspect.signature(function).parameters
 
@@ -87,7 +87,7 @@ def takes_holders(function: F) -> F:
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         inner = model_inside(model)
         if inner is not model and reads_texts and kwargs.get("tokenizer") is None:
-            kwargs["tokenizer"] = reader_inside(model)
+            kwargs["tokenizer"] = tokenizer_owner(model)
         kwargs = {name: one if name == "tokenizer" else model_inside(one) for name, one in kwargs.items()}
         with _off_meta():
             returned = function(inner, *map(model_inside, args), **kwargs)

@@ -1,4 +1,4 @@
-"""Names of a module that are imported when they are first used."""
+"""Lazy imports: a module's names are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors whose values are in a file and mapped into memory: read when they are used, given back by `release`."""
+"""Tensors that are memory-mapped from files: pages are read on use and freed by `release`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from
 
 
 class Mappings:
-    """Files that are mapped into memory as long as tensors of them live.
+    """Files that stay memory-mapped while tensors of them live.
 
     A mapped tensor is an ordinary one. What is written in place to one of a checkpoint is lost by `release`, and never
     in the file.
@@ -38,40 +38,40 @@ class Mappings:
         return new
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Write a tensor to a temporary file that has no name (where TMPDIR says): a CPU tensor of the same strides.
+        """Write a tensor to an unnamed temporary file (in TMPDIR) and map it: a CPU tensor of the same strides.
 
         Raises:
             PatchError: the file can't be written; a full disk, for one.
         """
         with temporary_files(tempfile.gettempdir()), torch.no_grad(), tempfile.TemporaryFile(prefix="hfpatch-") as file:
-            file.write(_flat(tensor.detach()).cpu().view(torch.uint8).numpy().data)
+            file.write(_flatten(tensor.detach()).cpu().view(torch.uint8).numpy().data)
             file.flush()
-            flat = mapped(self.map(file, mmap.ACCESS_WRITE), tensor.dtype, (tensor.numel(),))
+            flat = map_tensor(self.map(file, mmap.ACCESS_WRITE), tensor.dtype, (tensor.numel(),))
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def release(self) -> None:
-        """Let go of what was read: it is read again when it is used."""
+        """Free the pages that were read; they are read again on use."""
         for one in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
                 one.madvise(mmap.MADV_DONTNEED)
 
 
-def mapped(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
-    """The tensor that lies in a mapped file from a byte on."""
+def map_tensor(file: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> Tensor:
+    """Return a tensor of a mapped file, from a byte offset."""
     count = math.prod(shape)
     return torch.frombuffer(file, dtype=dtype, count=count, offset=start).view(shape) if count else torch.empty(shape)
 
 
 def read_into_memory(model: nn.Module) -> None:
-    """Bring the weights of a model into memory, if they are mapped from files."""
+    """Read a model's memory-mapped weights into memory."""
     if vars(model).pop(MAPPED, None) is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
 
 
 @contextmanager
-def released(model: nn.Module) -> Iterator[None]:
-    """Context in which mapped weights that a module's forward read are let go of when it ends."""
+def unload_after_forward(model: nn.Module) -> Iterator[None]:
+    """Context in which a module's mapped weights are released after its forward."""
     mappings: Mappings | None = vars(model).get(MAPPED)
     hook = mappings and nn.modules.module.register_module_forward_hook(lambda *_: mappings.release())
     try:
@@ -82,13 +82,13 @@ def released(model: nn.Module) -> Iterator[None]:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor whose elements lie side by side in memory, in some order of its axes."""
+    """Return whether it is a plain tensor whose elements are contiguous in memory, in some order of its axes."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""Knows which transformers model another one is a part of, where that was built after hfpatch was imported.
+"""Finds the transformers model that contains another one, if it was built after hfpatch was imported.
 
 A module doesn't know its parent. torch tells whoever asks when a module becomes the child of another
 (`register_module_module_registration_hook`); of these only transformers models inside transformers models are kept,

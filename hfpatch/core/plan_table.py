@@ -1,4 +1,4 @@
-"""Rows of a printed plan and the changes behind them; rows that differ in layer numbers alone become one line."""
+"""Rows of a printed plan and the changes behind them; rows that differ only in layer numbers are one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Any)  # a row about one module or Parameter
 
 @dataclass
 class Row:
-    """What happens to one module.
+    """One module in a plan: what happens to it and why.
 
     Attributes:
         kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
@@ -46,7 +46,7 @@ class Row:
     aliases: tuple[str, ...] = ()
 
     def replace_by(self, becomes: str, *, loss: str | None = None, exact: str | None = None) -> Row:
-        """The same row, of a module that is replaced: with what is lost, or where that is None with why nothing is.
+        """Return the row of a replaced module, with what is lost, or (None) with why nothing is.
 
         Raises:
             ValueError: neither is given. No replacement is exact by default.
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def expected(self) -> str:
-        """ "exact" or "approximate"; "" of what is kept."""
+        """ "exact" or "approximate"; "" for a kept module."""
         return "" if self.becomes is None else "exact" if self.exact else "approximate"
 
     @property
@@ -80,15 +80,15 @@ class Row:
 
 
 class Step(Protocol):
-    """A step of a plan that runs code of the model's class, as plain data."""
+    """Step of a plan that runs code of the model's class, as plain data."""
 
     def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Carry it out on the model, after the edits."""
+        """Apply the step to the model, after the edits."""
 
 
 @dataclass
 class Change:
-    """A row and how it is carried out.
+    """A row of a plan with the edits and weight changes that apply it.
 
     Attributes:
         row: for the plan; its action says whether anything changes.
@@ -107,7 +107,7 @@ class Change:
     otherwise: str | None = None
 
     def inexact(self, measured: str) -> Change:
-        """The same change where nothing is centred for it, since that failed its check.
+        """Return the change without centring, for an exact conversion whose check failed.
 
         Args:
             measured: how it failed, in words.
@@ -118,12 +118,12 @@ class Change:
 
     @property
     def changes(self) -> bool:
-        """Whether the module isn't kept."""
+        """Return whether the module isn't kept."""
         return self.row.action == "replace"
 
 
 def refuse_private_forward(name: str, module: nn.Module) -> None:
-    """Refuse a module whose instance has a forward of its own, which would still run after its class is changed.
+    """Refuse a module whose instance has its own forward, which would still run after its class is changed.
 
     Raises:
         WrappedModelError: some speed and quantization libraries do that.
@@ -136,7 +136,7 @@ def refuse_private_forward(name: str, module: nn.Module) -> None:
 
 
 def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> None:
-    """Refuse a module whose forward isn't transformers' own, inside of one that is.
+    """Refuse a module with another library's forward inside one of transformers.
 
     Args:
         name, module: an attention or a rotation, which is read by what is known of transformers' classes.
@@ -153,10 +153,10 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
         )
 
 
-def grouped(
+def group_rows(
     rows: list[R], words: Callable[[R], tuple[object, ...]], name: Callable[[R], str] = lambda row: row.module
 ) -> list[tuple[list[R], str]]:
-    """Rows that differ in the numbers of their names alone, as one line each: (the rows, `h.{0-11}.ln_1`).
+    """Yield rows that differ only in the numbers of their names as one: (the rows, `h.{0-11}.ln_1`).
 
     `words` gives what the rows of one line must have in common besides the words of their names.
     """

@@ -1,4 +1,4 @@
-"""Names of schemes and architectures: one registry each, filled by decorator or by entry point."""
+"""Registries of schemes and architectures by name; entries come from decorators or entry points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A mapping from names to schemes (or records) that third parties extend.
+    """Mapping from names to schemes or records that third parties can extend.
 
     In a module of your own: `@NORMS.register("mynorm")` over the class. In a package: an entry point in the group
     `hfpatch.<kind>s` whose name is the scheme's and whose value is the class; it is imported when it is first needed.
@@ -62,7 +62,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries.pop(name, None)
 
     def name_of(self, entry: object) -> str:
-        """The name under which `entry` is registered.
+        """Return the name under which `entry` is registered.
 
         Raises:
             UnknownNameError: it isn't.
@@ -95,7 +95,7 @@ class Registry(Mapping[str, T], Generic[T]):
         raise UnknownNameError(f"no {self.kind} called {name!r}.{hint} Registered: {', '.join(self)}.")
 
     def spellings(self) -> dict[str, str]:
-        """What people may write for each name: the name, the classes' names, and what the entry says it is called."""
+        """Return the accepted spellings of each name: the name, class names, and the entry's aliases."""
         found = {name: name for name in self}
         for name, entry in self._entries.items():
             classes = [one for one in (entry, getattr(entry, "component", None)) if isinstance(one, type)]
@@ -121,7 +121,7 @@ ARCHITECTURES: Registry = Registry("architecture")
 
 
 def name_in_records(cls: type) -> str:
-    """The name of a class in records: transformers' classes by name, others with their file: "modeling_my.MyModel".
+    """Return a class's name in records: transformers' classes by name, others with their file: "modeling_my.MyModel".
 
     A class from elsewhere may have the name of one of transformers' and compute something else.
     """
@@ -130,6 +130,6 @@ def name_in_records(cls: type) -> str:
 
 
 def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """The record of a module's class, or of the nearest class that it derives from."""
+    """Return the record of a module's class or of its nearest base class."""
     names = map(name_in_records, type(module).__mro__)
     return next((records[name] for name in names if name in records), None)

@@ -1,4 +1,4 @@
-"""What plans and reports share: one list of parts that is printed and shown as HTML, JSON, and a pandas dataframe."""
+"""Base classes of plans and reports: text, HTML, JSON, and pandas dataframes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from ..errors import MissingPackageError, OptionError
-from .staging import staged
+from .staging import stage
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
 _SIDES = {"<": "left", ">": "right"}
@@ -48,7 +48,7 @@ class Table:
         return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
     def html(self) -> str:
-        """The same cells as an HTML table."""
+        """Return the same cells as an HTML table."""
         sides = [_SIDES[side] for side in self.sides]
         head, *body = (
             "".join(
@@ -62,10 +62,10 @@ class Table:
 
 
 class Result:
-    """Base of results for people: `str(result)` and a console show text, a notebook the same as HTML tables."""
+    """Base of printable results: `str(result)` and consoles show text, notebooks show HTML tables."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
-        """The parts of the text, between which is an empty line; each is lines and tables."""
+        """Return the parts of the text, between which is an empty line; each is lines and tables."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -84,17 +84,17 @@ class Result:
 
 
 class SavedResult(Result):
-    """Base of reports, which are dataclasses: they are saved as JSON and read again."""
+    """Base of reports that are saved as JSON and loaded again; subclasses are dataclasses."""
 
     version: ClassVar[int] = 1  # of the JSON
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; infinite numbers and NaN, which JSON lacks, are "inf", "-inf" and "nan"."""
-        return {"version": self.version, **plain(asdict(self))}  # type: ignore[call-overload]  # a dataclass
+        """Return everything as plain JSON values; numbers that JSON lacks are "inf", "-inf" and "nan"."""
+        return {"version": self.version, **to_json_value(asdict(self))}  # type: ignore[call-overload]  # a dataclass
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
-        """The report that `to_json` wrote.
+        """Return the report that `to_json` wrote.
 
         Raises:
             OptionError: it is none, or of a later version.
@@ -103,7 +103,7 @@ class SavedResult(Result):
             raise OptionError(f"this is no {cls.__name__} that hfpatch wrote: it has no version.")
         if stored["version"] > cls.version:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
-        return typed(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
+        return from_json_value(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -111,12 +111,12 @@ class SavedResult(Result):
         Raises:
             PatchError: it can't be written.
         """
-        with staged(Path(path)) as file:
+        with stage(Path(path)) as file:
             file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """The report that `save` wrote.
+        """Return the report that `save` wrote.
 
         Raises:
             OptionError: the file holds none, or one of a later version.
@@ -129,7 +129,7 @@ class SavedResult(Result):
 
 
 def dataframe(kind: type, rows: Sequence[Any], **more: type) -> Any:
-    """Rows, instances of a dataclass, as a pandas dataframe: a column for each field, numbers where they are numbers.
+    """Return dataclass instances as a pandas dataframe, with a column for each field.
 
     Args:
         kind: the dataclass; an empty dataframe has its columns too.
@@ -157,17 +157,17 @@ def _dtype(expected: Any) -> str:
     return {int: "int64", bool: "bool"}.get(expected, "object")
 
 
-def plain(value: Any) -> Any:
-    """A value of dictionaries, lists, texts and numbers with the numbers that JSON lacks as text."""
+def to_json_value(value: Any) -> Any:
+    """Return a value of dictionaries, lists, texts and numbers with infinities and NaN as text."""
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def typed(expected: Any, value: Any, where: str) -> Any:
-    """A JSON value as a dataclass, list or plain value of the expected type.
+def from_json_value(expected: Any, value: Any, where: str) -> Any:
+    """Convert a JSON value to a dataclass, list or plain value of the expected type.
 
     Raises:
         OptionError: it is of another type, or lacks fields.
@@ -178,10 +178,10 @@ def typed(expected: Any, value: Any, where: str) -> Any:
         required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
         if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
             raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
-        found = {name: typed(types[name], item, f"{where}: {name}") for name, item in value.items()}
+        found = {name: from_json_value(types[name], item, f"{where}: {name}") for name, item in value.items()}
         return expected(**found)  # type: ignore[operator]  # a class: mypy takes it for an instance
     if get_origin(expected) is list and isinstance(value, list):
-        return [typed(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [from_json_value(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     kinds = get_args(expected) or (expected,)
     if float in kinds and isinstance(value, str):
         value = _NOT_FINITE.get(value, value)

@@ -1,4 +1,4 @@
-"""Base class of schemes: a frozen dataclass whose fields are its options, and the text that stands for one."""
+"""Base class of schemes: a frozen dataclass whose fields are its options, written as "name:option=value"."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Scheme:
         text = ",".join(f"{name}={value if _is_word(value) else json.dumps(value)}" for name, value in options)
         return f"{self.name}:{text}" if text else self.name
 
-    def settled(self: S, init: str) -> S:
+    def with_defaults(self: S, init: str) -> S:
         """The scheme with every option set that depends on `init`: the form that a checkpoint records."""
         return self
 
-    def unsettled(self: S, init: str) -> S:
-        """The scheme without the options that `settled` sets to the same values again: the form that people read."""
+    def without_defaults(self: S, init: str) -> S:
+        """The scheme without options that `with_defaults` would set to the same values: the form that people read."""
         return self
 
     @classmethod

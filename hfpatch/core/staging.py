@@ -1,4 +1,4 @@
-"""Writes a folder or a file completely or not at all: beside its place first, then moved there by renaming."""
+"""Atomic replacement of a folder or file: it is written next to its target, then renamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.errors import PatchError, first_line
 
 
 def require_free(folder: Path, overwrite: bool = False) -> None:
-    """Refuse a file, a folder that isn't empty unless it is to be overwritten, and a place that can't be written.
+    """Refuse a file, a non-empty folder without `overwrite`, and a place that can't be written.
 
     Raises:
         PatchError: it is one of these.
@@ -30,7 +30,7 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
 
 
 def require_place(output: Path, kind: str = "place") -> None:
-    """Refuse an output in a place that can't be written; `kind` is what to choose another of.
+    """Refuse an output in a place that can't be written; `kind` is named in the error.
 
     Raises:
         PatchError: the nearest folder above that exists is a file or read-only.
@@ -42,21 +42,21 @@ def require_place(output: Path, kind: str = "place") -> None:
 
 
 @contextmanager
-def staged_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+def stage_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Temporary folder that replaces `folder` when the context ends without an error.
 
     Raises:
         PatchError: as in `require_free`, or something couldn't be written.
     """
     require_free(folder, overwrite)
-    with staged(folder) as staging:
+    with stage(folder) as staging:
         staging.mkdir()
         yield staging
         require_free(folder, overwrite)  # by now it may be somebody else's
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def stage(target: Path) -> Iterator[Path]:
     """Path that a folder or a file is written to; it replaces `target` when the context ends without an error.
 
     It lies in a hidden folder beside the target, which is removed in any case, so whatever interrupts the context, the
@@ -97,7 +97,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_files(folder: str | Path) -> Iterator[None]:
-    """Context in which temporary files are written to a folder; what goes wrong there says what to do.
+    """Context for temporary files in a folder, with errors that say what to do.
 
     Raises:
         PatchError: one can't be written.

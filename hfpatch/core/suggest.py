@@ -1,4 +1,4 @@
-"""Suggestions in messages for names that are misspelt."""
+""" "Did you mean" suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 
 def nearest(word: str, known: Mapping[str, str] | Iterable[str], cutoff: float | None = None) -> str | None:
-    """The name that is spelt most like a word, without regard to case and punctuation; None where none is like it.
+    """Return the name spelt most like a word, ignoring case and punctuation; None if none is similar.
 
     The longest name that the word begins with comes first: of "bert-base" that is "bert", not "roberta".
 
@@ -28,7 +28,7 @@ def nearest(word: str, known: Mapping[str, str] | Iterable[str], cutoff: float |
 
 
 def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str]) -> str:
-    """`nearest` as a sentence with a space before it, or ""."""
+    """Return `nearest` as a sentence with a space before it, or ""."""
     name = nearest(word, known)
     return f" Did you mean {name!r}?" if name else ""
 

@@ -1,4 +1,4 @@
-"""Transaction: changes a model and logs the inverse of each change, so that all of them can be undone."""
+"""Transaction: changes a model and logs the inverse of each change, so that all can be undone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 
 
 class Transaction:
-    """Writes changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
+    """Applies changes to a model and logs how to undo each; `undo` reverts them bit for bit, newest first.
 
     A patch changes a model only through these methods. The log holds what was replaced, so it pickles and
     deep-copies together with the model.
@@ -46,7 +46,7 @@ class Transaction:
 
     @classmethod
     def on(cls, model: nn.Module) -> Transaction:
-        """The transaction of a change of a model that can't be undone once it has succeeded."""
+        """Return a transaction for a change that is irreversible once it has succeeded."""
         weights: Mappings | None = vars(model).get(MAPPED)
         return cls(weights or Mappings(), weights is not None)
 
@@ -64,7 +64,7 @@ class Transaction:
         self._record(_undo_item, target, key, old, place)
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
-        """Put a child where another (or none) was; None removes it. Hooks of a replaced child move to the new one."""
+        """Set a child module (None removes it); hooks of a replaced child move to the new one."""
         old = parent._modules.get(name)
         self._record_item(parent._modules, name)
         if new is None:
@@ -78,12 +78,12 @@ class Transaction:
         parent._modules[name] = new
 
     def set_parameter(self, module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-        """Replace a Parameter; None leaves the name without one."""
+        """Set a Parameter (or None for a name without one)."""
         self._record_item(module._parameters, name)
         module._parameters[name] = new
 
     def set_buffer(self, module: nn.Module, name: str, new: Tensor) -> None:
-        """Replace a buffer; whether it is saved stays as it was."""
+        """Set a buffer; its persistence doesn't change."""
         self._record_item(module._buffers, name)
         module._buffers[name] = new
 
@@ -101,15 +101,15 @@ class Transaction:
             target.__class__ = new
 
     def drop_key(self, target: dict, key: Any) -> None:
-        """Remove a key from a dictionary, if it is there."""
+        """Remove a key from a dictionary, if present."""
         if key in target:
             self._record_item(target, key)
             del target[key]
 
     def write(self, root: nn.Module, change: WeightChange) -> None:
-        """Change a Parameter's values; what shares the old ones' memory keeps them.
+        """Change a Parameter's values; tensors that share the old memory keep the old values.
 
-        It stays the same object, unless its shape changes or nothing is left of it ("fill"): another may hold it.
+        It is the same object, unless its shape changes or nothing is left of it ("fill"): another module may hold it.
 
         Args:
             root: the module in which the change's names are names.
@@ -126,14 +126,16 @@ class Transaction:
             with torch.inference_mode(new.is_inference()):  # outside, such a Parameter can't require gradients
                 self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return
-        kept = old if disk is None or self._from_files else _Stored(disk.store(old), old.device, old.is_inference())
+        kept = (
+            old if disk is None or self._from_files else _SavedValues(disk.store(old), old.device, old.is_inference())
+        )
         self._record(_undo_values, module, name, kept)
         parameter.data = new
         if disk is not None and self._from_files:
             disk.release()
 
-    def find_left(self, model: nn.Module) -> nn.Module | None:
-        """Return a module whose values `undo` would write back though it left the model since, or None."""
+    def find_detached(self, model: nn.Module) -> nn.Module | None:
+        """Return a module whose values `undo` would restore although it is no longer in the model, or None."""
         back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
         known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}
         written = (arguments[0] for undo, arguments in self._log if undo is _undo_values)
@@ -154,7 +156,7 @@ class Transaction:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """While it is open, an error or Ctrl-C undoes the changes that were made since."""
+        """Context in which an error or Ctrl-C undoes the changes made inside."""
         length = len(self)
         try:
             yield
@@ -164,7 +166,7 @@ class Transaction:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _SavedValues:
     """Old values on disk, with the device that they were on, and whether they were an inference tensor."""
 
     values: Tensor
@@ -185,7 +187,7 @@ class _Stored:
 
 @dataclass
 class UndoRecord:
-    """What `unpatch_model` needs of a model whose patches are reversible.
+    """State that `unpatch_model` restores, of a model with reversible patches.
 
     Attributes:
         edits: the transaction of all of them.
@@ -200,7 +202,7 @@ class UndoRecord:
 
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
-    """A transaction that changes a model by itself, all or nothing; `unpatch_model` takes it back with the patches."""
+    """Return a transaction that changes a model all or nothing, and that `unpatch_model` undoes with the patches."""
     kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
     edits = Transaction.on(model) if kept is None else kept.edits
     with edits.all_or_nothing():
@@ -227,8 +229,8 @@ def _undo_attribute(target: Any, name: str, old: tuple[Any] | None) -> None:
     _undo_item(target.__dict__, name, old, None)
 
 
-def _undo_values(module: nn.Module, name: str, old: Tensor | _Stored) -> None:
+def _undo_values(module: nn.Module, name: str, old: Tensor | _SavedValues) -> None:
     parameter = module._parameters[name]
     if parameter is None or parameter.shape != old.shape:  # after a resize the old values don't fit
         return
-    parameter.data = (old.read() if isinstance(old, _Stored) else old).to(parameter.device, parameter.dtype)
+    parameter.data = (old.read() if isinstance(old, _SavedValues) else old).to(parameter.device, parameter.dtype)

@@ -1,4 +1,4 @@
-"""Weight changes: what a plan does to the values of Parameters, as data that is printed, applied and undone."""
+"""Weight changes: changes of Parameters' values as data that can be printed, applied and undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = 2**18  # elements converted to float64 at once
 
 @dataclass(frozen=True, eq=False)
 class WeightChange:
-    """A change of one Parameter's values x, computed in float64 and rounded to its dtype.
+    """Change of one Parameter's values x, computed in float64 and rounded to its dtype.
 
     Attributes:
         parameter: its name in the model.
@@ -41,14 +41,14 @@ class WeightChange:
         return _text(self.operand)
 
     def to_json(self) -> dict[str, Any]:
-        """The change as plain JSON values, a tensor as its shape."""
+        """Return the change as plain JSON values, a tensor as its shape."""
         operand = self.operand if isinstance(self.operand, int | float | None) else _text(self.operand)
         return {"parameter": self.parameter, "op": self.op, "operand": operand, "axis": self.axis}
 
     def apply(
         self, values: Tensor, operand: Tensor | None = None, copy: Callable[[Tensor], Tensor] = Tensor.clone
     ) -> Tensor:
-        """Return the new values, in memory of their own with the strides of the old ones.
+        """Return the new values in new memory, with the strides of the old ones.
 
         The arithmetic runs in pieces, so it takes little memory besides the result.
 
@@ -74,9 +74,9 @@ class WeightChange:
                 by = torch.tensor(given or 0.0, dtype=torch.float64, device="cpu")
             if operand is not None:
                 by = along_axis(by, values, self.axis)
-            return self._rewritten(copy(values), by)
+            return self._rewrite(copy(values), by)
 
-    def _rewritten(self, values: Tensor, operand: Tensor) -> Tensor:
+    def _rewrite(self, values: Tensor, operand: Tensor) -> Tensor:
         """Overwrite values by the result of the arithmetic, piece by piece."""
         device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
         axis = self.axis if self.op == "centre" else None
@@ -86,7 +86,7 @@ class WeightChange:
         parts = (values, operand.to(device).to(torch.float64).expand(values.shape))
         chunks = [x.chunk(pieces, chunk_axis) if pieces > 1 else [x] for x in parts]
         for x, y in zip(*chunks, strict=True):
-            x.copy_(_calculated(self.op, x.to(device).to(torch.float64, copy=True), y, axis))
+            x.copy_(_calculate(self.op, x.to(device).to(torch.float64, copy=True), y, axis))
         return values
 
 
@@ -95,7 +95,7 @@ def along_axis(vector: Tensor, parameter: Tensor, axis: int | None) -> Tensor:
     return vector.reshape([-1 if i == axis else 1 for i in range(parameter.dim())])
 
 
-def _calculated(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
+def _calculate(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
     """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
     if op == "centre":
         return x.sub_(x.mean(axis, keepdim=True))

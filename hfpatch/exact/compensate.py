@@ -1,4 +1,4 @@
-"""Post-norm models: subtracts the constant part of the mean at norms whose input can't be made zero-mean exactly.
+"""Corrects the bias before norms in post-norm models, so that their input has nearly zero mean.
 
 The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
 writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..measure.hooks import hooked
+from ..measure.hooks import observe_calls
 from ..measure.outputs import in_float64, outputs_of
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..measure.snapshot import NormInput, run
 from ..sites.norms import describe
 from .observe import channel_axes
@@ -26,7 +26,7 @@ from .observe import channel_axes
 
 @dataclass(frozen=True)
 class Pair:
-    """A norm in the stream, the norm before it and the biased writer between the two, by name."""
+    """Names of a norm in the stream, of the norm before it, and of the writer with a bias between them."""
 
     norm: str
     earlier: str
@@ -36,10 +36,10 @@ class Pair:
 def find_pairs(
     model: nn.Module, inputs: Mapping[str, Any], norms: list[str], stream: list[str], writers: list[str]
 ) -> list[Pair]:
-    """For each norm the writer (a module whose bias was centred) and the norm that run last before it."""
+    """Return for each norm the writer (a module whose bias was centred) and the norm that ran last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
-    with quiet(model), hooked(modules, after=lambda name, _: order.append(name)):
+    with inference_state(model), observe_calls(modules, after=lambda name, _: order.append(name)):
         outputs_of(model, inputs)
     found = []
     earlier = None
@@ -53,7 +53,7 @@ def find_pairs(
 def compensate(
     model: nn.Module, inputs: Mapping[str, Any], pairs: list[Pair], transaction: Transaction
 ) -> dict[str, tuple[float, float]]:
-    """Subtract the mean of the earlier norm's shift from the writer's bias, and keep that only where it helps.
+    """Subtract the mean of the earlier norm's shift from the writer's bias, if that helps.
 
     A writer that feeds several norms (ALBERT runs one layer many times) takes the mean of what each of them needs.
 
@@ -77,7 +77,7 @@ def compensate(
 
 
 def norm_inputs(model: nn.Module, norms: Iterable[str]) -> dict[str, NormInput]:
-    """The inputs of norms, by name, as `measure.snapshot.run` measures their means."""
+    """Return the inputs of norms, by name, as `measure.snapshot.run` measures their means."""
     found = {name: describe(model.get_submodule(name)) for name in norms}
     return {name: NormInput(channel_axes(facts), facts.eps or 0.0) for name, facts in found.items() if facts}
 

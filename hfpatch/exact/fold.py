@@ -1,4 +1,4 @@
-"""What is centred so that a model's LayerNorms may become RMSNorms, and how that is carried out.
+"""Centres the weights that write to the residual stream, so that LayerNorms may become RMSNorms.
 
 LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: if everything that writes to the
 residual stream is zero-mean over the channels, then C x = x and the two norms are the same function.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
-from ..runtime.apply import apply, condensed
+from ..runtime.apply import apply, condense
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED, LENS, host_class, lensed_class
@@ -78,7 +78,7 @@ def carry_out(
     transaction: Transaction,
     norms: Mapping[str, NormFacts] | None = None,
 ) -> None:
-    """Make everything that writes to the residual stream zero-mean over its channels, then put in RMSNorms.
+    """Make all writers of the residual stream zero-mean over its channels, then replace LayerNorms by RMSNorms.
 
     Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; a layer-scale
     goes into the linear before it first. What can't be folded (an embedding tied to the output head) has its output
@@ -97,16 +97,16 @@ def carry_out(
     changes = plan_centring(model, centring)
     for value in (one for change in changes for one in change.values):
         transaction.write(model, value)
-    apply(condensed([edit for change in changes for edit in change.edits], model), model, transaction)
+    apply(condense([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
     exact = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact]
     swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
-    apply(condensed(swaps, model), model, transaction)
+    apply(condense(swaps, model), model, transaction)
 
 
 def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
-    """The changes that centre the stream, in order; nothing is changed yet. Arguments and errors as in `carry_out`."""
+    """Return the changes that centre the stream, in order. Arguments and errors as in `carry_out`."""
     outputs = _centred_outputs(model, dict(centring.outputs))
     embeddings = _centred_embeddings(model, set(centring.embeddings))
     return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]
@@ -125,7 +125,7 @@ class _Place:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
     def row(self, becomes: str, exact: str = _CENTRED) -> Row:
-        """The plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
+        """Return the plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             row = Row("stream", self.name, "Parameter")
         else:
@@ -163,7 +163,7 @@ def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
 
 
 def same_layer(scale: str, writer: str) -> bool:
-    """Whether the numbers in a layer-scale's name are the first ones in a writer's."""
+    """Return whether the numbers in a layer-scale's name are the first ones in a writer's."""
     own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
     return others[: len(own)] == own
 

@@ -1,4 +1,4 @@
-"""Runs a model once in float64 and records its outputs, its modules' outputs and the means at its norms' inputs."""
+"""Runs a model once in float64 and records outputs, module outputs and the means at norm inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
-from ..measure.hooks import Call, first_tensor, hooked
+from ..measure.hooks import Call, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
@@ -20,8 +20,8 @@ _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean s
 
 
 @dataclass
-class Observed:
-    """A recorded call of a module.
+class RecordedCall:
+    """Recorded call of a module.
 
     Attributes:
         index: number of the call in the forward.
@@ -36,7 +36,7 @@ class Observed:
 
 @dataclass
 class Forward:
-    """Record of one forward, or of several in turn.
+    """Record of one or several forwards.
 
     Attributes:
         outputs: the model's outputs, name -> tensor, floats as float64.
@@ -47,13 +47,13 @@ class Forward:
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, list[Observed]] = field(default_factory=dict)
-    returned: dict[str, list[Observed]] = field(default_factory=dict)
+    means: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    returned: dict[str, list[RecordedCall]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     calls: int = 0
 
     def numbers(self) -> dict[str, Tensor]:
-        """All outputs and means, by name."""
+        """Return all outputs and means, by name."""
         means = {f"{name} {one.index}": one.value for name, calls in self.means.items() for one in calls}
         return {**self.outputs, **means}
 
@@ -66,7 +66,7 @@ def observe(
     seen: Forward | None = None,
     name: str = "",
 ) -> Forward:
-    """Run a model once in float64, with the random generators' state restored afterwards.
+    """Run a model once in float64; the random state is restored.
 
     Args:
         model, inputs: as in `outputs_in_float64`.
@@ -82,17 +82,17 @@ def observe(
         if x.numel():
             seen.calls += 1
             rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
-            seen.means.setdefault(norm, []).append(Observed(seen.calls, x.mean(channel_axes(known[norm])), rms))
+            seen.means.setdefault(norm, []).append(RecordedCall(seen.calls, x.mean(channel_axes(known[norm])), rms))
 
     def returned(module: str, output: Any) -> None:
         seen.calls += 1
         seen.called.add(module)
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(module, []).append(Observed(seen.calls, output.clone()))
+            seen.returned.setdefault(module, []).append(RecordedCall(seen.calls, output.clone()))
 
     with (
-        hooked({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
-        hooked(dict(model.named_modules()) if watch else {}, after=returned),
+        observe_calls({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
+        observe_calls(dict(model.named_modules()) if watch else {}, after=returned),
     ):
         outputs = outputs_in_float64(model, inputs)
     seen.outputs |= {f"{key} ({name})" if name else key: value for key, value in outputs.items()}
@@ -100,17 +100,17 @@ def observe(
 
 
 def channel_axes(facts: NormFacts) -> tuple[int, ...]:
-    """The axes of its input that a norm normalises."""
+    """Return the axes of its input that a norm normalises."""
     return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
 
 
 def relative_error(original: Forward, other: Forward) -> float:
-    """Largest difference of the outputs, relative to each one's root mean square; infinite where incomparable."""
+    """Return the largest difference of outputs, relative to each one's RMS; infinite if incomparable."""
     return max_error(original.outputs, other.outputs)
 
 
 def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:
-    """Norms whose input's mean differs between two forwards -> index of the first call in which it does."""
+    """Return norms whose input's mean differs between two forwards -> index of the first call in which it does."""
     found = {}
     for name, calls in original.means.items():
         others = other.means.get(name, [])
@@ -125,10 +125,10 @@ def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]
 
 
 @contextmanager
-def added_to_outputs(
+def add_to_outputs(
     modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED
 ) -> Iterator[list[Tensor]]:
-    """Context in which random values, constant along an axis, are added to modules' outputs; yields them call by call.
+    """Context that adds random values, constant along an axis, to modules' outputs; yields them call by call.
 
     `size` is relative to the output's root mean square.
     """
@@ -141,5 +141,5 @@ def added_to_outputs(
         drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
         return output + drawn[-1]
 
-    with hooked(modules, after=add):
+    with observe_calls(modules, after=add):
         yield drawn

@@ -1,4 +1,4 @@
-"""Probe: adds constants to a small model's Parameters or module outputs and measures which norms and outputs change."""
+"""Probe: adds constants to a small model's Parameters or outputs and measures which norms and outputs change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.weight_change import along_axis
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .fold import Axis, Centring, carry_out, same_layer
-from .observe import SEED, Forward, added_to_outputs, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, Forward, add_to_outputs, norms_with_changed_mean, observe, relative_error
 
 EXACT = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
@@ -25,7 +25,7 @@ _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as
 
 @dataclass
 class Effect:
-    """Effect of a shift: of constants added to a Parameter or to a module's output.
+    """Effect of a shift: constants added to a Parameter or to a module's output.
 
     Attributes:
         error: largest relative change of a model output.
@@ -44,7 +44,7 @@ class Effect:
 
 
 class Probe:
-    """A small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
+    """Small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
 
     Attributes:
         norms: its LayerNorms, by name.
@@ -93,7 +93,7 @@ class Probe:
     # --- centred ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def centred(self, centring: Centring) -> Iterator[None]:
+    def centre(self, centring: Centring) -> Iterator[None]:
         """Context in which the model is centred; undone afterwards."""
         changes = Transaction()
         try:
@@ -103,20 +103,20 @@ class Probe:
             changes.undo()
 
     def error_of(self, centring: Centring) -> float:
-        """Largest relative change of an output that a centring causes."""
-        with self.centred(centring):
+        """Return the largest relative change of an output under a centring."""
+        with self.centre(centring):
             return relative_error(self.base, self.forward())
 
     def zero_mean(self, centring: Centring) -> set[str]:
-        """Norms whose input is zero-mean in every call once the model is centred."""
-        with self.centred(centring):
+        """Return the norms whose input is zero-mean in every call once the model is centred."""
+        with self.centre(centring):
             after = self.forward()
         return set(after.means) - off_centre(after)
 
     # --- shifts ------------------------------------------------------------------------------------------------------
 
     def measure(self, shift: Callable[[float, int], AbstractContextManager[Any]]) -> Effect:
-        """Effect of shifts of several sizes, tried as long as none is seen in an output.
+        """Return the effect of shifts of increasing size, as long as no output shows one.
 
         One size can stay unseen by chance: where an attention or a gate is saturated, or a choice doesn't tip over.
 
@@ -136,7 +136,7 @@ class Probe:
 
     @contextmanager
     def shift(self, writer: Axis, size: float, seed: int) -> Iterator[None]:
-        """Context in which random values, constant along the writer's axis, are added to its Parameters."""
+        """Context that adds random values, constant along the writer's axis, to its Parameters."""
         generator, before = torch.Generator().manual_seed(seed), list[tuple[nn.Parameter, Tensor]]()
         with torch.no_grad():
             try:
@@ -156,12 +156,12 @@ class Probe:
                     parameter.copy_(old)  # bit for bit
 
     def scale_of(self, writer: Axis, name: str) -> Tensor | None:
-        """The layer-scale in the same layer as one of the writer's Parameters."""
+        """Return the layer-scale in the same layer as one of the writer's Parameters."""
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
     def centrable(self, pattern: str) -> dict[str, int]:
-        """Norms whose input changes if constants are added to the outputs of a pattern's modules, as `Effect.moved`.
+        """Return norms whose input changes if constants are added to a pattern's outputs, as `Effect.moved`.
 
         {} if an output of the model changes too: then these modules can't be centred.
         """
@@ -171,14 +171,14 @@ class Probe:
             axis = axes.pop() if len(axes) == 1 else None
             effect = None
             if axis is not None:
-                effect = self.measure(partial(added_to_outputs, {name: self.modules[name] for name in names}, axis))
+                effect = self.measure(partial(add_to_outputs, {name: self.modules[name] for name in names}, axis))
             self._centrable[pattern] = effect.moved if effect is not None and effect.invisible else {}
         return self._centrable[pattern]
 
     # --- what modules return ------------------------------------------------------------------------------------------
 
     def axis_of(self, module: str) -> int | None:
-        """The axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
+        """Return the axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
         seen = self.base.returned.get(module, [])
         for axis in (-1, 1):
             if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
@@ -186,22 +186,22 @@ class Probe:
         return None
 
     def axis_of_pattern(self, pattern: str) -> int:
-        """`axis_of` of the first module of a pattern that has one."""
+        """Return `axis_of` of the first module of a pattern that has one."""
         return next(axis for name in self.names_by_pattern[pattern] if (axis := self.axis_of(name)) is not None)
 
     def is_layer_or_branch(self, name: str) -> bool:
-        """Whether a module has no children, or at least no norm inside."""
+        """Return whether a module has no children, or at least no norm inside."""
         holds_norms = not name or any(norm.startswith(f"{name}.") for norm in self.norms)
         return not self.modules[name]._modules or not holds_norms
 
     def last_carrier(self, module: str) -> str | None:
-        """Pattern of the last module before any norm whose output also changes by constants added to a module's output.
+        """Return the pattern of the last module before any norm whose output changes with a module's output.
 
         Only modules that can be centred count; None if there is none.
         """
         axis = self.axis_of(module)
         assert axis is not None
-        with added_to_outputs({module: self.modules[module]}, axis):
+        with add_to_outputs({module: self.modules[module]}, axis):
             after = self.forward(watch=True)
         first = min(norms_with_changed_mean(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading
@@ -215,7 +215,7 @@ class Probe:
         return next(filter(self.centrable, patterns), None)
 
     def sources(self, after: Forward) -> list[str]:
-        """Patterns of modules whose output isn't zero-mean, in the order of calls, those without children first."""
+        """Return patterns of modules whose output isn't zero-mean, in call order, those without children first."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis = self.axis_of(name)
@@ -229,7 +229,7 @@ class Probe:
 
 
 def off_centre(forward: Forward) -> set[str]:
-    """Norms whose input isn't zero-mean in every call."""
+    """Return the norms whose input isn't zero-mean in every call."""
     return {
         name
         for name, calls in forward.means.items()
@@ -238,6 +238,6 @@ def off_centre(forward: Forward) -> set[str]:
 
 
 def is_constant(change: Tensor, axis: int) -> bool:
-    """Whether a change is the same all along an axis, and not zero."""
+    """Return whether a change is the same all along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size

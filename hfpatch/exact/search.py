@@ -1,4 +1,4 @@
-"""Finds what to centre so that a model's LayerNorms may become RMSNorms, by measuring on a small model of its class.
+"""Search for the weights to centre so that LayerNorms may become RMSNorms, measured on a small model of the class.
 
 A Parameter is a *writer* of the residual stream if values that are constant along one of its axes, and random over the
 others, can be added to it so that the mean over channels of some norm's input changes and no output of the model does.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import Call, hooked
+from ..measure.hooks import Call, observe_calls
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
@@ -27,7 +27,7 @@ from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .fold import EMBEDDINGS, Axis, Centring
-from .observe import SEED, added_to_outputs, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, add_to_outputs, norms_with_changed_mean, observe, relative_error
 from .probe import EXACT, Effect, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
@@ -61,7 +61,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
 
 
 def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> Centring:
-    """`find_centring` on the small model itself: in float64, with random weights, and `inputs` of its forward.
+    """Search on the small model itself (float64, random weights); `inputs` are those of its forward.
 
     The latest result for each class is cached, since `plan_patch` is often followed by `patch_model`. It is used again
     for a model with the same modules whose forward computes the same numbers.
@@ -102,14 +102,14 @@ class _Search:
         if self.unused_parameters and self.add_mask_input():
             self.unused_parameters.clear()
             writers = self.writers()
-        if (unreached := self.unreached()) is not None:
+        if (unreached := self.find_unreached()) is not None:
             return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
         while writers and probe.error_of(Centring(tuple(writers))) > EXACT:  # one isn't a writer: drop the worst
             alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.without_costly(writers, self.outputs(writers))
         centring = Centring(tuple(writers), tuple(outputs))
-        exact, compensated = self.exact(centring), self.compensated(centring)
+        exact, compensated = self.exact(centring), self.find_compensated(centring)
         useful = {norm for norm in norms if pattern_of(norm) in {*exact, *compensated}}
         centring = Centring(
             folds=tuple(writer for writer, seen in writers.items() if seen.keys() & useful),
@@ -133,7 +133,7 @@ class _Search:
     # --- writers ------------------------------------------------------------------------------------------------------
 
     def writers(self) -> dict[Axis, dict[str, int]]:
-        """The writers, each with the norms that it affects; without a layer-scale, then with one."""
+        """Return the writers, each with the norms that it affects; without a layer-scale, then with one."""
         found: dict[Axis, dict[str, int]] = {}
         rest = []
         for axis in self.candidates():
@@ -152,7 +152,7 @@ class _Search:
         return found
 
     def candidates(self) -> Iterator[Axis]:
-        """Axes that may be the stream's channels: as long as some norm is wide, of all Parameters outside norms."""
+        """Return axes that may be the stream's channels: as wide as some norm, of all Parameters outside norms."""
         probe = self.probe
         for pattern, named in probe.parameters.items():
             dims = {parameter.dim() for parameter in named.values()}
@@ -163,7 +163,7 @@ class _Search:
                     yield Axis(pattern, axis)
 
     def scales(self) -> Iterator[str]:
-        """Patterns of Parameters that may be layer-scales: vectors over the channels, but no biases nor norms' own."""
+        """Return patterns of Parameters that may be layer-scales: vectors over the channels, no biases or norms."""
         for pattern, named in self.probe.parameters.items():
             owner, _, name = next(iter(named)).rpartition(".")
             vectors = (p.dim() == 1 and p.numel() in self.probe.widths and bool((p != 0).all()) for p in named.values())
@@ -171,7 +171,7 @@ class _Search:
                 yield pattern
 
     def scale_fits(self, writer: Axis) -> bool:
-        """Whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
+        """Return whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
         assert writer.scale is not None
         shared = writer.scale.rpartition("*")[0]
         if writer.pattern == writer.scale or not writer.pattern.startswith(shared):
@@ -208,14 +208,14 @@ class _Search:
         return False
 
     def mask_lengths(self) -> list[int]:
-        """Possible lengths of the mask: the numbers of positions in the modules' outputs."""
+        """Return possible lengths of the mask: the numbers of positions in the modules' outputs."""
         shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.probe.base.returned.values() for one in calls)
         counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
         counts += [shape[1] for shape in shapes if len(shape) == 3]
         return list(dict.fromkeys(counts))[:12]
 
-    def unreached(self) -> str | None:
-        """Reason to refuse: modules that may write to the stream didn't run, as inputs are missing; None if all ran."""
+    def find_unreached(self) -> str | None:
+        """Return a reason to refuse if modules that may write to the stream didn't run; None if all ran."""
         probe = self.probe
         takes = inspect.signature(probe.model.forward).parameters
         missing = [name for name in takes if _OTHER_INPUTS.search(name) and name not in probe.inputs[""]]
@@ -233,7 +233,7 @@ class _Search:
     # --- outputs centred in every forward -----------------------------------------------------------------------------
 
     def outputs(self, writers: Mapping[Axis, Any]) -> _Outputs:
-        """Modules to centre in every forward, since folding these writers leaves their outputs off-centre.
+        """Return modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
@@ -242,7 +242,7 @@ class _Search:
         found: _Outputs = {}
         tried: set[str] = set()
         while True:
-            with probe.centred(Centring(tuple(writers), tuple(found))):
+            with probe.centre(Centring(tuple(writers), tuple(found))):
                 after = probe.forward(watch=True)
             off = off_centre(after)
             sources = [one for one in probe.sources(after) if one not in tried] if off else []
@@ -255,7 +255,7 @@ class _Search:
             found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
 
     def without_costly(self, writers: Mapping[Axis, Any], outputs: _Outputs) -> _Outputs:
-        """The outputs that are worth centring: each makes more norms exact than it adds centrings to a forward."""
+        """Return outputs worth centring: each makes more norms exact than it adds operations to a forward."""
         kept = dict(outputs)
         for one in outputs:
             fewer = {other: seen for other, seen in kept.items() if other != one}
@@ -268,7 +268,7 @@ class _Search:
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
     def embeddings(self, centring: Centring) -> tuple[str, ...]:
-        """Modules whose `inputs_embeds` are to be centred: the innermost that get them; () where nothing is lacking."""
+        """Return the innermost modules whose `inputs_embeds` must be centred; () if none."""
         probe = self.probe
         taken: set[str] = set()
 
@@ -276,23 +276,23 @@ class _Search:
             if isinstance(call.kwargs.get(EMBEDDINGS), Tensor):
                 taken.add(name)
 
-        inputs = self.embedded()
+        inputs = self.with_random_embeddings()
         if inputs is None:
             return ()
         try:
-            with hooked(probe.modules, before=note):
+            with observe_calls(probe.modules, before=note):
                 before = observe(probe.model, inputs)
         except UnsupportedError:  # it takes none, or not without more
             return ()
         for modules in ((), *_from_within(taken)):
             embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
-            with probe.centred(replace(centring, embeddings=embeddings)):
+            with probe.centre(replace(centring, embeddings=embeddings)):
                 if relative_error(before, observe(probe.model, inputs)) <= EXACT:
                     return embeddings
         return ()
 
-    def embedded(self) -> dict[str, Any] | None:
-        """The inputs with random embeddings in place of tokens; None where the model has no table of tokens."""
+    def with_random_embeddings(self) -> dict[str, Any] | None:
+        """Return the inputs with random embeddings in place of tokens; None if the model has no table of tokens."""
         probe, inputs = self.probe, dict(self.probe.inputs[""])
         table, takes = input_embedding(probe.model), inspect.signature(probe.model.forward).parameters
         names = [one for one in (EMBEDDINGS, f"decoder_{EMBEDDINGS}") if one in takes]
@@ -307,7 +307,7 @@ class _Search:
     # --- norms --------------------------------------------------------------------------------------------------------
 
     def exact(self, centring: Centring) -> list[str]:
-        """Patterns of norms that are exact as RMSNorms once the model is centred."""
+        """Return patterns of norms that are exact as RMSNorms once the model is centred."""
         probe = self.probe
         inexact = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(centring)}
         found = list(dict.fromkeys(one for name in probe.norms if (one := pattern_of(name)) not in inexact))
@@ -317,18 +317,18 @@ class _Search:
         found = [one for one in found if error([one]) <= EXACT]
         return found if error(found) <= EXACT else []
 
-    def compensated(self, centring: Centring) -> list[str]:
-        """Patterns of post-norms whose input's mean is, but for a small rest, the mean of an earlier norm's shift.
+    def find_compensated(self, centring: Centring) -> list[str]:
+        """Return patterns of post-norms whose input mean is nearly the mean of an earlier norm's shift.
 
         That norm's output is part of their input: a constant added to it changes their input's mean by just that.
         """
         probe = self.probe
         found: set[str] = set()
-        with probe.centred(centring):
+        with probe.centre(centring):
             before = probe.forward()
             for norm in before.means if off_centre(before) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
-                with added_to_outputs({norm: probe.modules[norm]}, axis) as constants:
+                with add_to_outputs({norm: probe.modules[norm]}, axis) as constants:
                     after = probe.forward()
                 places = norms_with_changed_mean(before, after)
                 for other in sorted(places, key=places.__getitem__):
@@ -346,7 +346,7 @@ class _Search:
         return [one for one in dict.fromkeys(map(pattern_of, probe.norms)) if one in (found & off) - rest]
 
     def reasons(self, exact: list[str], compensated: list[str]) -> dict[str, str]:
-        """Why norms aren't exact, by pattern."""
+        """Return why norms aren't exact, by pattern."""
         found = {}
         for name in self.probe.norms:
             pattern = pattern_of(name)
@@ -365,7 +365,7 @@ class _Search:
         return found
 
     def refusal(self, reasons: dict[str, str]) -> str:
-        """Why no norm is exact: the commonest reason."""
+        """Return why no norm is exact: the commonest reason."""
         counts = Counter(reasons[pattern_of(name)] for name in self.probe.norms)
         return f"none of its {len(self.probe.norms)} LayerNorms has a zero-mean input: {counts.most_common(1)[0][0]}"
 

@@ -1,4 +1,4 @@
-"""Exports: the plugin's own checkpoints, remote code (trust_remote_code) and stock architectures."""
+"""Export to hfpatch checkpoints, remote code (trust_remote_code=True) and stock transformers architectures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.holders import model_inside
-from ..core.staging import staged_folder
+from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
 from ..runtime.lens import host_class
 from .holders import can_be_measured, write_holder
@@ -113,7 +113,7 @@ def export_model(
             inner.save_pretrained(place, remote_code=False, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)
 
-    with staged_folder(Path(folder), overwrite) as written:
+    with stage_folder(Path(folder), overwrite) as written:
         exported = write(written) if inner is model else write_holder(model, inner, written, write)
         if tokenizer is not None:
             save_tokenizer(tokenizer, written)

@@ -1,5 +1,6 @@
-"""A stack of transformer blocks as plain weights by role, whatever class they came from, and the algebra that moves
-constants, means, gains and orders of channels between weights that meet without anything nonlinear in between.
+"""A stack of transformer blocks as plain weights by role, independent of its class, and exact rewrites of them.
+
+A rewrite moves constants, means, gains and orders of channels between weights without a nonlinearity between them.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ class Affine:
     weight: Tensor
     bias: Tensor | None = None
 
-    def centred(self) -> Affine:
-        """The same without the mean of its output's channels."""
+    def centre_output(self) -> Affine:
+        """Return the same without the mean of its output's channels."""
         bias = None if self.bias is None else self.bias - self.bias.mean()
         return Affine(self.weight - self.weight.mean(0, keepdim=True), bias)
 
     def after(self, shift: Tensor) -> Affine:
-        """x -> weight (x + shift) + bias."""
+        """Return x -> weight (x + shift) + bias."""
         moved = self.weight @ shift
         return Affine(self.weight, moved if self.bias is None else self.bias + moved)
 
     def before(self, gain: Tensor) -> Affine:
-        """x -> weight (gain * x) + bias."""
+        """Return x -> weight (gain * x) + bias."""
         return Affine(self.weight * gain, self.bias)
 
     def rows(self, index: Tensor) -> Affine:
-        """The same with the channels of its output in another order."""
+        """Return the same with the channels of its output in another order."""
         return Affine(self.weight[index], None if self.bias is None else self.bias[index])
 
     def times(self, factor: float) -> Affine:
-        """x -> factor * (weight x + bias)."""
+        """Return x -> factor * (weight x + bias)."""
         return Affine(self.weight * factor, None if self.bias is None else self.bias * factor)
 
 
@@ -62,7 +63,7 @@ class PlainNorm:
 
 @dataclass(kw_only=True)
 class Anatomy:
-    """A stack of blocks, what feeds it and what reads it.
+    """A stack of blocks with its stem (embeddings) and head, as plain weights.
 
     Attributes:
         stem: "embedding" of tokens; "types" (of tokens), "embedding_norm" and "final_norm" as far as there are.
@@ -102,13 +103,13 @@ class Anatomy:
         return [part for parts in (*self.blocks, self.stem) for part in parts.values() if isinstance(part, PlainNorm)]
 
 
-def changed(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
-    """A copy of some parts with those of the roles changed that are there."""
+def change_roles(parts: Parts, roles: Iterable[str], change: Callable[[Affine], Affine]) -> Parts:
+    """Return a copy of some parts with the named roles changed, if present."""
     return {**parts, **{role: change(parts[role]) for role in roles if role in parts}}
 
 
 def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
-    """Queries, keys and values of a fused projection."""
+    """Split a fused projection into queries, keys and values."""
     rows, width = fused.weight.shape
     head_dim = width // heads
     channels = layout.channels(heads, (rows // head_dim - heads) // 2, head_dim)
@@ -116,7 +117,7 @@ def split_qkv(fused: Affine, layout: FamilyLayout, heads: int) -> Parts:
 
 
 def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
-    """The fused projection of a block's queries, keys and values."""
+    """Fuse a block's queries, keys and values into one projection."""
     parts = [block[role] for role in QKV]
     biases = [part.bias for part in parts if part.bias is not None]
     joined = Affine(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
@@ -124,7 +125,7 @@ def fuse_qkv(anatomy: Anatomy, block: Parts, layout: FamilyLayout) -> Affine:
 
 
 def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
-    """RoPE in its other order of a head's channels: rows of queries and keys change places."""
+    """Convert RoPE to its other channel order, by reordering rows of queries and keys."""
     scheme = anatomy.positions
     if not isinstance(scheme, RoPE) or scheme.pairing == pairing:
         return anatomy
@@ -132,22 +133,23 @@ def with_pairing(anatomy: Anatomy, pairing: str) -> Anatomy:
     pairs = torch.arange(turned).view(*((2, -1) if pairing == "interleaved" else (-1, 2)))
     index = torch.cat((pairs.T.flatten(), torch.arange(turned, anatomy.head_dim)))
 
-    def reordered(layer: Affine) -> Affine:
+    def reorder(layer: Affine) -> Affine:
         heads = len(layer.weight) // len(index)
         return layer.rows((torch.arange(heads)[:, None] * len(index) + index).flatten())
 
-    blocks = [changed(block, ("query", "key"), reordered) for block in anatomy.blocks]
+    blocks = [change_roles(block, ("query", "key"), reorder) for block in anatomy.blocks]
     return replace(anatomy, blocks=blocks, positions=replace(scheme, pairing=pairing))
 
 
 def with_zero_mean_stream(anatomy: Anatomy) -> Anatomy:
-    """The same stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
-    blocks = [changed(block, ("output", "down"), Affine.centred) for block in anatomy.blocks]
-    return replace(anatomy, blocks=blocks, stem=changed(anatomy.stem, ("embedding", "types"), Affine.centred))
+    """Return the stack with a zero-mean residual stream, so that its LayerNorms equal RMSNorms (pre-norm only)."""
+    blocks = [change_roles(block, ("output", "down"), Affine.centre_output) for block in anatomy.blocks]
+    stem = change_roles(anatomy.stem, ("embedding", "types"), Affine.centre_output)
+    return replace(anatomy, blocks=blocks, stem=stem)
 
 
 def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
-    """A pre-norm stack whose blocks' norms have no shift: the layers that read them take it up.
+    """Fold the norms' shifts into the layers that read them (pre-norm only).
 
     Args:
         anatomy: the stack.
@@ -157,11 +159,11 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
     for block in blocks:
         for role, readers in READERS.items():
             norm = block[role]
-            block.update(changed(block, readers, partial(_reading, norm=norm, gains=gains)))
+            block.update(change_roles(block, readers, partial(_reading, norm=norm, gains=gains)))
             block[role] = replace(_without_gain(norm) if gains else norm, bias=None)
     stem, head = anatomy.stem, anatomy.head
     if gains and "final_norm" in stem and "head" in head:
-        head = changed(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
+        head = change_roles(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
         stem = {**stem, "final_norm": _without_gain(stem["final_norm"])}
     return replace(anatomy, blocks=blocks, stem=stem, head=head)
 

@@ -1,4 +1,4 @@
-"""What two models drop in training, read off one forward of each: configs don't say it, classes share their settings.
+"""Compares which dropouts two models apply in a training forward; configs don't say it.
 
 GPT-2 has a dropout of its embeddings with a setting of its own; GPT-NeoX's goes by that of its branches.
 """
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import cast_for_model, inference_state
 
 EMBEDDINGS, ATTENTION, BRANCHES = "embeddings", "attention scores", "branches"
 
@@ -41,28 +41,28 @@ class _Recorder(TorchFunctionMode):
 
 
 def dropouts_of(model: Any, inputs: Mapping[str, Any]) -> Counter[tuple[str, float]]:
-    """How often a training forward drops which share of what; dropouts of nothing aside.
+    """Return how often a training forward drops which share of what; dropouts of nothing aside.
 
     What it drops before its first attention are embeddings.
     """
     copied, recorder = copy_of(model, share=True), _Recorder()
-    with quiet(copied):
+    with inference_state(copied):
         copied.train()
         with recorder:
-            copied(**fitting(copied, inputs))
+            copied(**cast_for_model(copied, inputs))
     attention = next((i for i, (what, _) in enumerate(recorder.found) if what == ATTENTION), 0)
     found = ((EMBEDDINGS if i < attention else what, p) for i, (what, p) in enumerate(recorder.found))
     return Counter((what, p) for what, p in found if p > 0)
 
 
 def embedding_dropout(model: Any) -> float:
-    """The share of its embeddings that a model drops in training."""
+    """Return the share of its embeddings that a model drops in training."""
     found = dropouts_of(model, example_inputs(model))
     return max((p for what, p in found if what == EMBEDDINGS), default=0.0)
 
 
 def different_dropouts(model: Any, other: Any, inputs: Mapping[str, Any]) -> str:
-    """How two models of equal outputs differ in training, in words; "" where they drop the same.
+    """Return how two models of equal outputs differ in training, in words; "" if they drop the same.
 
     `inputs` are keyword arguments of one forward that both take.
     """

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..measure.copies import copy_of
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.outputs import FACTOR, Deviation, noise_floor, outputs_of
-from ..measure.quiet_forward import fitting, quiet
-from ..measure.randomness import own_randomness
+from ..measure.quiet_forward import cast_for_model, inference_state
+from ..measure.randomness import seed_deterministically
 from ..measure.snapshot import media_inputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
@@ -26,8 +26,8 @@ Batch = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Two models compared.
+class OutputComparison:
+    """Measured difference of two models' outputs.
 
     Attributes:
         error: largest difference of an output, by that output's standard deviation.
@@ -49,8 +49,8 @@ class Measured:
         return f"{self.worst} differs by {self.error:.1e} of its spread, where {self.tolerance:.0e} is allowed"
 
 
-def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> Measured:
-    """Every output of `model` against that of the same name of `other`, on inputs that both take.
+def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> OutputComparison:
+    """Compare outputs of the same name of two models, on inputs that both take.
 
     Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
     the right. Outputs at padding aren't compared, nor those for a whole text that starts with it. Other inputs are
@@ -65,37 +65,37 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0)
         beyond: a length that one text must have, where functions part only there.
     """
     inputs = list(batches(model, other, longest, beyond))
-    found, worst = _compared(model, other, inputs)
+    found, worst = _compare_outputs(model, other, inputs)
     if found.holds or not found.error < _BEYOND_ROUNDING:
         return found
     wide = _in_float64(model, other, inputs)
     if wide is not None and wide.error <= found.tolerance:
         return replace(wide, tolerance=found.tolerance)
-    return replace(found, tolerance=max(found.tolerance, FACTOR * noise_floor(model, fitting(model, worst))))
+    return replace(found, tolerance=max(found.tolerance, FACTOR * noise_floor(model, cast_for_model(model, worst))))
 
 
-def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> Measured | None:
-    """Float64 copies of two float32 models compared; None where they are too large or don't compute in it."""
+def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> OutputComparison | None:
+    """Float64 copies of two float32 models compared; None if they are too large or don't compute in it."""
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
-        return _compared(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
+        return _compare_outputs(copy_of(model, dtype=torch.float64), copy_of(other, dtype=torch.float64), inputs)[0]
     except Exception:  # some classes put numbers of another dtype into their arithmetic
         return None
 
 
-def _compared(model: Any, other: Any, inputs: list[Batch]) -> tuple[Measured, dict[str, Any]]:
+def _compare_outputs(model: Any, other: Any, inputs: list[Batch]) -> tuple[OutputComparison, dict[str, Any]]:
     """How far the two differ, and the inputs on which they differ most."""
     errors: list[tuple[float, str, dict[str, Any]]] = []
     for name, batch, padding in inputs:
         outputs = []
         for one in (model, other):
-            with quiet(one):
-                outputs.append(outputs_of(one, fitting(model, batch)))
+            with inference_state(one):
+                outputs.append(outputs_of(one, cast_for_model(model, batch)))
         for key, truth in outputs[0].items():
             errors.append((_error(truth, outputs[1].get(key), padding), f"{key} ({name})", batch))
     error, where, worst = max(errors, key=lambda one: (one[0] != one[0], one[0]), default=(float("nan"), "nothing", {}))
-    return Measured(error, TOLERANCE.get(model.dtype, 1e-5), len(inputs), where), worst
+    return OutputComparison(error, TOLERANCE.get(model.dtype, 1e-5), len(inputs), where), worst
 
 
 def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> float:
@@ -112,7 +112,7 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
 
 
 def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Batch]:
-    """What two models are compared on."""
+    """Yield the inputs on which two models are compared."""
     takes, also = (inspect.signature(one.forward).parameters for one in (model, other))
     if model.main_input_name != "input_ids" or "decoder_input_ids" in takes:
         for draw in range(2):
@@ -127,7 +127,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
         rows, extra = 1 if alone else 3, {}
-        with own_randomness(length), torch.device("cpu"):
+        with seed_deterministically(length), torch.device("cpu"):
             ids = Inputs(model.config).ids(rows, length, below=2**31)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:
                 extra["token_type_ids"] = torch.randint(types, (rows, length))

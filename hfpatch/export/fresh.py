@@ -1,6 +1,6 @@
-"""Script `fresh.py JOB ANSWER`: opens a checkpoint in a process that can't import hfpatch, and saves its outputs.
+"""Script `fresh.py JOB ANSWER`: opens a checkpoint in a process without hfpatch, and saves its outputs.
 
-The job is a file that `remote.answer_of` writes; the answer has the outputs of what was opened, and of what was saved
+The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, and of what was saved
 from there and opened again, or an error. A job about the plugin form does import hfpatch.
 """
 
@@ -20,15 +20,15 @@ BLOCKED = "hfpatch"
 
 
 class Blocker(MetaPathFinder):
-    """Lets no import of hfpatch through."""
+    """Import hook that blocks hfpatch."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] == BLOCKED:
             raise ModuleNotFoundError(f"{fullname} must not be needed here.")
 
 
-def opened(job: Mapping[str, Any], folder: str) -> Any:
-    """What a folder opens as: a model by an Auto class, or a holder by its own."""
+def open_folder(job: Mapping[str, Any], folder: str) -> Any:
+    """Open a folder: a model by an Auto class, or a holder by its own class."""
     import transformers
 
     if "auto" in job:
@@ -40,18 +40,18 @@ def opened(job: Mapping[str, Any], folder: str) -> Any:
 
 
 def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Open the checkpoint, save what was opened and open that again; run both."""
+    """Open the checkpoint, save it, open that again, and run both."""
     from transformers import PreTrainedModel
 
     sys.path.append(str(Path(__file__).parents[1]))  # what measures outputs needs nothing else of the package
     from measure.outputs import outputs_of, outputs_of_texts  # type: ignore[import-not-found]
-    from measure.quiet_forward import fitting  # type: ignore[import-not-found]
+    from measure.quiet_forward import cast_for_model  # type: ignore[import-not-found]
 
     sys.path.pop()
     torch.set_num_threads(job["threads"])
     found = []
     for folder in (job["folder"], job["again"]):
-        model = opened(job, folder)
+        model = open_folder(job, folder)
         cls = type(next(one for one in model.modules() if isinstance(one, PreTrainedModel)))
         if cls.__name__ != job["class"] or not cls.__module__.startswith(job["home"]):
             raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
@@ -64,7 +64,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             if "texts" in job:
                 found.append(outputs_of_texts(model, job["texts"]))
             else:
-                found.append(outputs_of(model, fitting(model, job["inputs"])))
+                found.append(outputs_of(model, cast_for_model(model, job["inputs"])))
     return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
 
 

@@ -1,4 +1,4 @@
-"""Exports of a holder (a SentenceTransformer): it saves itself, and where it saves its model, a form is written.
+"""Export of sentence-transformers models: the holder saves itself, and the exported model replaces its inner one.
 
 So its modules, prompts and settings lie where its library wants them, in whatever layout that has. What was written is
 opened in another process, and its embeddings are compared.
@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.holders import reader_inside
+from ..core.holders import tokenizer_owner
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, noise_floor, outputs_of_texts
-from ..measure.quiet_forward import fitting, quiet
+from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.text_batches import tokenizer_of
-from ..runtime.errors import UnsupportedError, described
-from .equality import TOLERANCE, Measured
-from .remote import compare_elsewhere
+from ..runtime.errors import UnsupportedError, describe_error
+from .equality import TOLERANCE, OutputComparison
+from .remote import compare_in_subprocess
 from .tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ _HOMES = {"plugin": "", "remote": "transformers_modules.", "native": "transforme
 
 
 def can_be_measured(holder: Any) -> bool:
-    """Whether it computes something of texts."""
+    """Return whether a holder computes something from texts."""
     return hasattr(holder, "encode_query") or hasattr(holder, "predict")
 
 
 def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
-    """Save a holder to a folder, with `write` for the model inside it, and compare what opens from there.
+    """Save a holder with `write` for the model inside it, and compare it with what opens from the folder.
 
     Raises:
         UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for, or doesn't
@@ -64,15 +64,15 @@ def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], 
             f"{type(holder).__name__} saves its model in the subfolder {found[0].folder.name}, and transformers looks "
             "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
         )
-    exported, tokenizer = found[0], tokenizer_of(reader_inside(holder))
+    exported, tokenizer = found[0], tokenizer_of(tokenizer_owner(holder))
     if tokenizer is not None:  # beside a model of another type another class may open it
         save_tokenizer(tokenizer, exported.folder)
     if not can_be_measured(holder):
         return exported
-    return replace(exported, embeddings=_compared(holder, model, folder, exported))
+    return replace(exported, embeddings=_compare(holder, model, folder, exported))
 
 
-def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Measured:
+def _compare(holder: Any, model: Any, folder: Path, exported: Exported) -> OutputComparison:
     """The embeddings of a holder beside those of what opens from a folder in another process, and is saved from there.
 
     Raises:
@@ -81,11 +81,12 @@ def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Meas
     """
     kind = type(holder).__name__
     try:
-        with quiet(holder):
+        with inference_state(holder):
             outputs = outputs_of_texts(holder, TEXTS)
     except Exception as error:  # one for images, or a module of the user's
         raise UnsupportedError(
-            f"{kind} can't be checked, since it doesn't run on texts: {described(error)}. Export the model inside it."
+            f"{kind} can't be checked, since it doesn't run on texts: {describe_error(error)}. "
+            "Export the model inside it."
         ) from error
     library = next(cls for cls in type(holder).__mro__ if cls.__module__.startswith("sentence_transformers."))
     job = {
@@ -96,6 +97,6 @@ def _compared(holder: Any, model: Any, folder: Path, exported: Exported) -> Meas
         "trust": exported.to == "remote" or getattr(holder, "trust_remote_code", False),
         "texts": TEXTS,
     }
-    allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, fitting(model, example_inputs(model)))
-    worst = compare_elsewhere(model, kind, folder, job, outputs, allowed)
-    return Measured(worst, allowed, len(TEXTS), "what it makes of texts")
+    allowed = TOLERANCE.get(model.dtype) or FACTOR * noise_floor(model, cast_for_model(model, example_inputs(model)))
+    worst = compare_in_subprocess(model, kind, folder, job, outputs, allowed)
+    return OutputComparison(worst, allowed, len(TEXTS), "what it makes of texts")

@@ -1,5 +1,6 @@
-"""Tables of 33 families: paths of the norms, projections and heads around and in their blocks, the names that configs
-have for sizes and options, and the stock architectures that a patched model may equal. Data only.
+"""Layouts of 33 families, as data: module paths, config names, and stock architectures for native export.
+
+Paths are those of the norms, projections and heads around and in blocks; config names those of sizes and options.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ OLDER_NAMES = {
 
 @dataclass(frozen=True)
 class FamilyLayout:
-    """One family's stack of blocks.
+    """Module paths and config names of one family's stack of blocks.
 
     Attributes:
         paths: by role. In the base model: "body" (else the base model itself); in the body: "blocks", "table" (of
@@ -98,11 +99,11 @@ class FamilyLayout:
     pairing: str = "half"
 
     def at(self, roles: Iterable[str]) -> dict[str, str]:
-        """The paths of those of the roles that the family has."""
+        """Return the paths of the roles that the family has."""
         return {role: self.paths[role] for role in roles if role in self.paths}
 
     def channels(self, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-        """Which channels of a fused projection are queries, keys and values, each (heads * head_dim,)."""
+        """Return the channels of queries, keys and values in a fused projection, each (heads * head_dim,)."""
         if self.by_head:
             return tuple(torch.arange(3 * heads * head_dim).view(heads, 3, -1).transpose(0, 1).reshape(3, -1))
         sizes = [count * head_dim for count in (heads, kv_heads, kv_heads)]
@@ -265,7 +266,7 @@ LAYOUTS: dict[str, tuple[FamilyLayout, ...]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture to write; its config must have a name in `SETTINGS` for each fact that it varies in.
+    """Stock architecture to write; its config has a name in `SETTINGS` for each fact that varies.
 
     Attributes:
         model_type: transformers' name of it.

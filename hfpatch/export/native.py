@@ -21,16 +21,16 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import OptionError, UnknownNameError, VerificationError
 from ..measure.copies import copy_of
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .dropouts import different_dropouts
-from .equality import Measured, batches, compare
+from .equality import OutputComparison, batches, compare
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
-from .runtimes import RUNTIMES, unserved
+from .runtimes import RUNTIMES, runtime_obstacle
 from .same_host import as_stock_host, host_obstacle
 from .weights import gains_of
 from .write import write
@@ -38,7 +38,7 @@ from .write import write
 
 @dataclass
 class Candidate:
-    """An architecture that a model might equal.
+    """Stock architecture that a model might equal.
 
     Attributes:
         model_type: transformers' name of it.
@@ -52,7 +52,7 @@ class Candidate:
     model_type: str
     model: Any = None
     longest: int | None = None
-    measured: Measured | None = None
+    measured: OutputComparison | None = None
     reason: str | None = None
     training: str = ""
 
@@ -78,9 +78,9 @@ class Exported:
     folder: Path
     to: str
     architecture: str
-    measured: Measured | None = None
+    measured: OutputComparison | None = None
     longest: int | None = None
-    embeddings: Measured | None = None
+    embeddings: OutputComparison | None = None
     training: str = ""
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Exported:
 
 
 def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
-    """Save a stock model, with the settings in its config under older names too where converters go by these."""
+    """Save a stock model; its config also has older names of settings that converters read."""
     known = {**vars(stock.config), **(getattr(stock.config, "rope_parameters", None) or {})}
     for older, name in OLDER_NAMES.get(stock.config.model_type, {}).items():
         setattr(stock.config, older, known[name])
@@ -119,7 +119,7 @@ def native_model(model: Any, architecture: str | None = None, serve: str | None 
 
 
 def find_native(model: Any, architecture: str | None = None, serve: str | None = None) -> Candidate:
-    """The first architecture that a model equals.
+    """Return the first architecture that a model equals.
 
     Raises:
         UnsupportedError: no architecture has what the model has; says for each what is missing.
@@ -140,7 +140,7 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
 
 
 def candidates(model: Any, architecture: str | None = None, serve: str | None = None) -> Iterator[Candidate]:
-    """Every architecture that the model might equal, with its measured error or the reason against it; likeliest first.
+    """Yield the architectures that the model might equal, likeliest first, with error or reason against it.
 
     Args:
         model: a patched transformers model with weights.
@@ -165,7 +165,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
             f"hfpatch can't write {host!r} models as {architecture!r}. It can write them as: {', '.join(known)}."
         )
     if architecture in (None, host):
-        yield _compared_candidate(host, source, partial(as_stock_host, source), serve)
+        yield _compare_candidate(host, source, partial(as_stock_host, source), serve)
     chosen = [target for target in targets if architecture in (None, target.model_type)]
     if layout is None or not chosen:
         return
@@ -186,11 +186,11 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
     beyond = anatomy.scaled_from + 3 if scaling and scaling["rope_type"] in ADAPTIVE else 0
     activation = anatomy.facts["activation"]
     for target in sorted(chosen, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
-        yield _compared_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
+        yield _compare_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
 
 
-def why_none(model: Any) -> str | None:
-    """Why no architecture equals a patched model, whatever its weights are; None where an export has to measure it."""
+def native_obstacle(model: Any) -> str | None:
+    """Return why no architecture equals a patched model, whatever its weights; None if only a measurement can tell."""
     known, _ = _layout_of(model.config)
     host = host_class(type(model)).__name__
     try:
@@ -211,20 +211,20 @@ def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
     return next(iter(fitting or family), (None, None))
 
 
-def _compared_candidate(
+def _compare_candidate(
     model_type: str, source: Any, build: Callable[[], tuple[Any, int | None]], serve: str | None, beyond: int = 0
 ) -> Candidate:
     try:
         model, longest = build()
     except UnsupportedError as error:
         return Candidate(model_type, reason=str(error).rstrip("."))
-    reason = None if serve is None else unserved(model, serve, source.config.model_type)
+    reason = None if serve is None else runtime_obstacle(model, serve, source.config.model_type)
     if reason is not None:
         return Candidate(model_type, reason=reason)
     try:
         measured = compare(source, model, longest, beyond)
     except Exception as error:  # whatever a class raises whose forward doesn't take its own config's settings
-        return Candidate(model_type, reason=f"its forward fails: {described(error)}")
+        return Candidate(model_type, reason=f"its forward fails: {describe_error(error)}")
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 

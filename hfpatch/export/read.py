@@ -1,4 +1,4 @@
-"""Reads a patched model into an `Anatomy` by its family's layout; refuses by name what the layout doesn't know of."""
+"""Reads a patched model into an `Anatomy` by its family's layout, and refuses what the layout doesn't describe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
 from ..schemes.rope import RoPE
 from ..sites.rotations import find_rotations
-from .anatomy import Affine, Anatomy, Parts, changed, split_qkv
+from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
 from .dropouts import embedding_dropout
 from .layouts import SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
-    """The model taken apart.
+    """Read a model into an `Anatomy`.
 
     Args:
         model: a patched model or a stock one, in float32 or float64.
@@ -52,7 +52,7 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
     stem = _with_constant(weights, stem, body, layout)
     heads = config.num_attention_heads
     blocks = [_with_plain_scores(parts, block, layout, heads) for parts, block in zip(blocks, stack, strict=True)]
-    unread = weights.untouched(layout)
+    unread = weights.names_left(layout)
     if unread:
         more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
@@ -75,13 +75,13 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
 
 
 def setting(config: Any, fact: str, default: Any) -> Any:
-    """A config's value of a fact, under the first of its names that has one."""
+    """Return a config's value of a fact, under the first of its names that has one."""
     values = (getattr(config, name, None) for name in SETTINGS[fact].split())
     return next((value for value in values if value is not None), default)
 
 
 def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:
-    """Which setting makes a model another stack than its family's layout describes; None where none does.
+    """Return the setting that makes a model another stack than its family's layout; None if none does.
 
     Windows are settings of which a comparison of short texts would see nothing.
     """
@@ -99,7 +99,7 @@ def _with_constant(weights: Weights, stem: Parts, body: nn.Module, layout: Famil
     """The stem with its embedding scaled, and the constant row of a removed table added to the token types."""
     embedding = vars(module_at(body, layout.paths["embedding"]))
     scale = next((embedding[name] for name in _SCALES if name in embedding), 1.0)
-    stem = changed(stem, ["embedding"], lambda layer: layer.times(scale))
+    stem = change_roles(stem, ["embedding"], lambda layer: layer.times(scale))
     table = module_at(body, layout.paths.get("table", ""))
     if isinstance(table, ConstantPositions):
         constant = weights.value(table.constant).reshape(-1, 1)
@@ -118,7 +118,11 @@ def _with_plain_scores(parts: Parts, block: nn.Module, layout: FamilyLayout, hea
     if isinstance(scale, str):
         scale = getattr(module_at(block, layout.paths["attention"]), scale)
     factor = scale / usual
-    return parts if math.isclose(factor, 1, rel_tol=1e-6) else changed(parts, ["query"], lambda one: one.times(factor))
+    return (
+        parts
+        if math.isclose(factor, 1, rel_tol=1e-6)
+        else change_roles(parts, ["query"], lambda one: one.times(factor))
+    )
 
 
 def _activation(block: nn.Module, layout: FamilyLayout) -> str:
@@ -148,14 +152,14 @@ def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALi
             attached.append((RoPE.of(rotary), rotary.length))
         elif rotary is not None or bias is not None:
             raise UnsupportedError("the position scheme of its attentions isn't one that configs can express")
-    own = [rotation for rotation in find_rotations(model) if not rotation.dropped]
+    own = [rotation for rotation in find_rotations(model) if not rotation.is_dropped]
     if attached:
         if len({str(pair) for pair in attached}) > 1 or len(attached) < len(stack):
             raise UnsupportedError("its attentions have different positions")
         return attached[0]
     if own:
         return _own_rotation(model, own, layout)
-    return (RoPE(pairing=layout.pairing).resolved(), 0) if layout.computed else (None, 0)
+    return (RoPE(pairing=layout.pairing).with_paper_values(), 0) if layout.computed else (None, 0)
 
 
 def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tuple[RoPE, int]:
@@ -166,4 +170,4 @@ def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tup
     theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
     start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
     scaling = settings if settings.get("rope_type", "default") != "default" else None
-    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).resolved(), start
+    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).with_paper_values(), start

@@ -19,13 +19,13 @@ from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.remote_code import opened_by
+from ..checkpoint.remote_code import classes_by_auto_class
 from ..core.bare import require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import max_error, outputs_of
-from ..measure.quiet_forward import device_of, fitting, quiet
+from ..measure.quiet_forward import cast_for_model, device_of, inference_state
 from ..runtime.errors import UnsupportedError
 from . import fresh
 
@@ -59,7 +59,7 @@ def write_remote(
     require_unquantized(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
-    auto = next(iter(opened_by(model)))
+    auto = next(iter(classes_by_auto_class(model)))
     model.save_pretrained(folder, remote_code=True, **save_options)
     if verify:
         verify_remote(model, folder, auto, example_inputs)
@@ -73,23 +73,26 @@ def verify_remote(
     Raises:
         VerificationError: one doesn't open, or gives other outputs.
     """
-    inputs, kind = fitting(model, random_inputs(model) if example_inputs is None else example_inputs), type(model)
-    with quiet(model):
+    inputs, kind = (
+        cast_for_model(model, random_inputs(model) if example_inputs is None else example_inputs),
+        type(model),
+    )
+    with inference_state(model):
         torch.manual_seed(0)
-        outputs = outputs_of(_aligned(model), inputs)
+        outputs = outputs_of(_call_with_aligned_weights(model), inputs)
     job = {
         "auto": auto,
         "class": kind.__name__,
         "home": "transformers_modules.",
         "inputs": send_to_device(inputs, "cpu"),
     }
-    compare_elsewhere(model, kind.__name__, folder, job, outputs)
+    compare_in_subprocess(model, kind.__name__, folder, job, outputs)
 
 
-def compare_elsewhere(
+def compare_in_subprocess(
     model: Any, what: str, folder: Path, job: Mapping[str, Any], outputs: Mapping[str, Tensor], allowed: float = 0.0
 ) -> float:
-    """The larger difference to the outputs of what a folder opens as in another process, and of what that one saves.
+    """Return the larger error of outputs after opening a folder in another process, and after saving it there.
 
     Args:
         model: the model inside what is opened.
@@ -101,7 +104,7 @@ def compare_elsewhere(
     Raises:
         VerificationError: one doesn't open, or differs more.
     """
-    answer = answer_of(model, folder, job)
+    answer = run_job(model, folder, job)
     if "error" in answer:
         why = answer["error"].strip().rstrip(".")
         raise VerificationError(f"{what}: the export doesn't open in another process: {why}. It was deleted.", why)
@@ -115,8 +118,8 @@ def compare_elsewhere(
     return worst
 
 
-def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process of `fresh.py` answers that opens a folder, with what the model inside computes by now."""
+def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Run `fresh.py` in a subprocess on a folder and return its answer."""
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     how = {
@@ -141,7 +144,7 @@ def answer_of(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any
     return {"error": (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]}
 
 
-def _aligned(model: nn.Module) -> Any:
+def _call_with_aligned_weights(model: nn.Module) -> Any:
     """The model, called with weights in memory of their own where they lie unaligned, which moves the last bit."""
     moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.data_ptr() % 64}
     if not moved:

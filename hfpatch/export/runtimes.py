@@ -1,4 +1,4 @@
-"""Table of the runtimes besides transformers that take a stock model, and the check of a model against it.
+"""Other runtimes (llama.cpp, ONNX, ...) and the stock models that they support, with the check of a model.
 
 Runtimes go by the name of the class in config.json, and some compute a part of it in one way whatever the config says:
 a model that differs there would be served wrongly without a word. An entry says what a runtime computes of a class.
@@ -22,8 +22,8 @@ _SCALED = ("default", "linear", "yarn")
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a runtime computes of a class.
+class RuntimeSupport:
+    """What a runtime supports of a class.
 
     Attributes:
         evidence: "measured" (tests/ecosystem/test_gguf.py, test_onnx.py) or "read" (in the runtime's code; the table's
@@ -50,51 +50,53 @@ class Served:
 # out: SmolLM3 (three of four layers turn whatever its config says), Falcon with sequential branches, Mpt (its name
 # there is MPTForCausalLM), Persimmon, encoders.
 _LLAMA_CPP = {
-    "GPT2LMHeadModel": Served("measured", _GELU, biases=True, wide=True),
-    "GPTNeoXForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
-    "Starcoder2ForCausalLM": Served("measured", _GELU, rope=_SCALED, biases=True),
-    "Jais2ForCausalLM": Served("measured", _RELU2, rope=_SCALED, biases=True),
-    "ArceeForCausalLM": Served("measured", _RELU2, rope=(*_SCALED, "llama3"), biases=False),
-    "LlamaForCausalLM": Served("measured", _SILU, rope=(*_SCALED, "llama3")),
-    "MistralForCausalLM": Served("measured", _SILU, rope=(*_SCALED, "llama3")),
-    "Qwen2ForCausalLM": Served("measured", _SILU, rope=_SCALED),
-    "StableLmForCausalLM": Served("measured", _SILU, rope=("default",), theta=10_000.0),
-    "OlmoForCausalLM": Served("measured", _SILU, rope=_SCALED, biases=False),
-    "GemmaForCausalLM": Served("measured", _GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True),
-    "NemotronForCausalLM": Served("measured", _RELU2, rope=("default", "linear"), sentencepiece=True),
+    "GPT2LMHeadModel": RuntimeSupport("measured", _GELU, biases=True, wide=True),
+    "GPTNeoXForCausalLM": RuntimeSupport("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
+    "Starcoder2ForCausalLM": RuntimeSupport("measured", _GELU, rope=_SCALED, biases=True),
+    "Jais2ForCausalLM": RuntimeSupport("measured", _RELU2, rope=_SCALED, biases=True),
+    "ArceeForCausalLM": RuntimeSupport("measured", _RELU2, rope=(*_SCALED, "llama3"), biases=False),
+    "LlamaForCausalLM": RuntimeSupport("measured", _SILU, rope=(*_SCALED, "llama3")),
+    "MistralForCausalLM": RuntimeSupport("measured", _SILU, rope=(*_SCALED, "llama3")),
+    "Qwen2ForCausalLM": RuntimeSupport("measured", _SILU, rope=_SCALED),
+    "StableLmForCausalLM": RuntimeSupport("measured", _SILU, rope=("default",), theta=10_000.0),
+    "OlmoForCausalLM": RuntimeSupport("measured", _SILU, rope=_SCALED, biases=False),
+    "GemmaForCausalLM": RuntimeSupport(
+        "measured", _GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True
+    ),
+    "NemotronForCausalLM": RuntimeSupport("measured", _RELU2, rope=("default", "linear"), sentencepiece=True),
 }
 
 # vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
 # MLPs of arcee.py, gpt_neox.py, stablelm.py, starcoder2.py in copies. Only classes whose MLP was read. Not run.
 _VLLM = {
-    "GPTNeoXForCausalLM": Served("read", biases=True),
-    "Starcoder2ForCausalLM": Served("read"),
-    "FalconForCausalLM": Served("read", ("gelu",), wide=True),
-    "Jais2ForCausalLM": Served("read", _RELU2),
-    "ArceeForCausalLM": Served("read", _RELU2),
-    "LlamaForCausalLM": Served("read", _SILU),
-    "MistralForCausalLM": Served("read", _SILU),
-    "StableLmForCausalLM": Served("read", _SILU),
+    "GPTNeoXForCausalLM": RuntimeSupport("read", biases=True),
+    "Starcoder2ForCausalLM": RuntimeSupport("read"),
+    "FalconForCausalLM": RuntimeSupport("read", ("gelu",), wide=True),
+    "Jais2ForCausalLM": RuntimeSupport("read", _RELU2),
+    "ArceeForCausalLM": RuntimeSupport("read", _RELU2),
+    "LlamaForCausalLM": RuntimeSupport("read", _SILU),
+    "MistralForCausalLM": RuntimeSupport("read", _SILU),
+    "StableLmForCausalLM": RuntimeSupport("read", _SILU),
 }
 
 # sglang/srt/models: arcee.py in a copy; that llama.py (bf7a0e2) and mistral.py (64825b8), made from vLLM's, are there.
 # Not run.
 _SGLANG = {
-    "ArceeForCausalLM": Served("read", _RELU2, biases=False),
-    "LlamaForCausalLM": Served("read", _SILU),
-    "MistralForCausalLM": Served("read", _SILU),
+    "ArceeForCausalLM": RuntimeSupport("read", _RELU2, biases=False),
+    "LlamaForCausalLM": RuntimeSupport("read", _SILU),
+    "MistralForCausalLM": RuntimeSupport("read", _SILU),
 }
 
 # backends/candle/src/lib.rs of text-embeddings-inference (0d124dc): models that it knows by `model_type`, of which none
 # that a rotation was added to is one. TEI was not run.
 _TEI = {
-    name: Served("read")
+    name: RuntimeSupport("read")
     for name in ("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel")
 }
 
 # torch.onnx.export(dynamo=True) of the stock model with eager attention; ONNX Runtime at another batch and length
 _ONNX = {
-    name: Served("measured")
+    name: RuntimeSupport("measured")
     for name in (
         *("GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM"),
         *("PersimmonForCausalLM", "FalconForCausalLM", "Jais2ForCausalLM", "MptForCausalLM", "ArceeForCausalLM"),
@@ -106,7 +108,7 @@ _ONNX = {
 }
 
 # By the name that `serve=` takes; transformers opens every class
-RUNTIMES: Mapping[str, Mapping[str, Served]] = {
+RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
     "llama.cpp": _LLAMA_CPP,
     "vllm": _VLLM,
     "sglang": _SGLANG,
@@ -115,8 +117,8 @@ RUNTIMES: Mapping[str, Mapping[str, Served]] = {
 }
 
 
-def unserved(model: Any, runtime: str, host: str | None = None) -> str | None:
-    """Why a runtime doesn't take a stock model, or would compute something else; None where it takes it.
+def runtime_obstacle(model: Any, runtime: str, host: str | None = None) -> str | None:
+    """Return why a runtime doesn't support a stock model, or would compute something else; None if it supports it.
 
     `host` is the `model_type` that the model was made from.
     """

@@ -1,4 +1,4 @@
-"""Writes a patched model as the stock class that it was patched from, by other weights or settings.
+"""Export as the stock class that was patched, if other weights or settings give the same outputs.
 
 That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
 for all where positions were dropped), settings of a rotation (`NO_ROTATION` where it was dropped), a stream without a
@@ -37,7 +37,7 @@ _STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
 @torch.no_grad()
 def as_stock_host(model: Any) -> tuple[Any, int | None]:
-    """A stock model of the host's class, and the longest text that it takes where that is fewer than before.
+    """Return a stock model of the host's class, and its maximum length if that became shorter.
 
     Args:
         model: a patched model, or a stock one, in float32 or float64.
@@ -64,14 +64,14 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
 
 
 def _longest_text(model: nn.Module) -> int | None:
-    """How many positions of a text the host's tables hold; None where it has none."""
+    """How many positions of a text the host's tables hold; None if it has none."""
     if "input_ids" not in inspect.signature(model.forward).parameters:
         return None
     return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
 
 
 def host_obstacle(module: nn.Module) -> str | None:
-    """Why a module can't be expressed by weights and settings of the host's class; None if it can."""
+    """Return why a module can't be expressed by weights and settings of the host's class; None if it can."""
     if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
         return f"is a {type(module).__name__}, which {{host}} doesn't have"
     if isinstance(module, GatedLinear):
@@ -95,9 +95,9 @@ def _without_dropped_rotations(model: Any) -> Any:
     """
     config = unpatched_config(model.config)
     for rotation in find_rotations(model):
-        if not rotation.dropped:
+        if not rotation.is_dropped:
             continue
-        if rotation.path is None or rotation.theta_alone:
+        if rotation.path is None or rotation.reads_only_theta:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
         part: Any = reduce(getattr, rotation.path, config)
         kept = {name: value for name, value in rotation.settings.items() if name not in SCALING_OPTIONS}

@@ -1,4 +1,4 @@
-"""Saves a tokenizer beside an exported model so that it opens as the same one."""
+"""Saves a tokenizer with an exported model, and checks that the same one is opened again."""
 
 from __future__ import annotations
 

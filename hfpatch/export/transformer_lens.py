@@ -42,7 +42,7 @@ from ..errors import UnsupportedError
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, last_bit, max_error, noise_floor, outputs_of
-from ..measure.quiet_forward import fitting
+from ..measure.quiet_forward import cast_for_model
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import CENTRED, LENS, SCALED
 from ..runtime.norms import HALF, AffineNorm, affine
@@ -58,29 +58,29 @@ _PLACED = ("hook_resid_mid", "hook_attn_out", "hook_mlp_out")  # what a placemen
 
 
 def is_patched(model: Any) -> bool:
-    """Whether hfpatch or an export of its code built a model."""
+    """Return whether hfpatch or an export of its code built a model."""
     return bool(getattr(model, "hfpatch_model", False))
 
 
 def is_own_norm(module: Any) -> bool:
-    """Whether a module is one of hfpatch's norms; exported code has classes of its own."""
+    """Return whether a module is one of hfpatch's norms; exported code has classes of its own."""
     return any(base.__name__ == AffineNorm.__name__ for base in type(module).__mro__)
 
 
 def has_lens(module: Any) -> bool:
-    """Whether a module's forward runs through a lens."""
+    """Return whether a module's forward runs through a lens."""
     return isinstance(module, nn.Module) and vars(module).get(LENS) is not None
 
 
 def is_changed(module: Any) -> bool:
-    """Whether a module isn't one of torch's or transformers', or does more than that."""
+    """Return whether a module isn't one of torch's or transformers', or does more than that."""
     marked = any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
     homes = {base.__module__.partition(".")[0] for base in type(module).__mro__}
     return marked or not homes <= {"torch", "transformers", "builtins"}
 
 
 class OwnNorm:
-    """First base of a norm's component: a norm of hfpatch runs its own forward."""
+    """Mixin for norm components: a norm of hfpatch runs its own forward."""
 
     def set_original_component(self: Any, norm: nn.Module) -> None:
         super().set_original_component(norm)  # type: ignore[misc]
@@ -98,9 +98,9 @@ class OwnNorm:
         x = self.hook_in(hidden_states)
         points = [point for name in ("hook_scale", "hook_normalized") if (point := self._modules.get(name)) is not None]
         hooked = any(point.has_hooks() for point in points)
-        return self.hook_out(self._hooked(norm, x, *args) if hooked else norm(x, *args, **kwargs))
+        return self.hook_out(self._run_hooked(norm, x, *args) if hooked else norm(x, *args, **kwargs))
 
-    def _hooked(self: Any, norm: Any, x: Tensor, *more: Any) -> Tensor:
+    def _run_hooked(self: Any, norm: Any, x: Tensor, *more: Any) -> Tensor:
         """The norm's output, made from the tensors of its hooks if one was changed or has a gradient to pass."""
         wide = x.float() if x.dtype in HALF else x
         normalised, scale_point = norm.normalise(wide, *more), self._modules.get("hook_scale")
@@ -121,7 +121,7 @@ class OwnNorm:
 
 
 class OwnAttention:
-    """First base of an attention's component: an attention with a lens runs its own forward."""
+    """Mixin for attention components: an attention with a lens runs its own forward."""
 
     def set_original_component(self: Any, attention: nn.Module) -> None:
         super().set_original_component(attention)  # type: ignore[misc]
@@ -142,7 +142,7 @@ class OwnAttention:
 
 
 class OwnMLP:
-    """First base of an MLP's component: gate and up projections that a patch put there are `gate` and `in`."""
+    """Mixin for MLP components: a patched MLP's gate and up projections are `gate` and `in`."""
 
     def set_original_component(self: Any, mlp: nn.Module) -> None:
         super().set_original_component(mlp)  # type: ignore[misc]
@@ -154,7 +154,7 @@ class OwnMLP:
 
 
 class OwnBlock:
-    """First base of a block's component: without names that a patch gave another meaning."""
+    """Mixin for block components: without the names whose meaning a patch changed."""
 
     def set_original_component(self: Any, block: nn.Module) -> None:
         super().set_original_component(block)  # type: ignore[misc]
@@ -181,7 +181,7 @@ _OWN: Mapping[Any, Any] = {
 
 
 class PatchedAdapter(ArchitectureAdapter):
-    """First base of an adapter that runs what hfpatch put into a model; other models are its parent's."""
+    """Mixin for adapters that run hfpatch's modules; unpatched models are left to the parent class."""
 
     hfpatch_reference: Any = None
 
@@ -229,7 +229,7 @@ class PatchedAdapter(ArchitectureAdapter):
 
 
 class Reference:
-    """What a patched model computes, and how it is built, before TransformerLens puts its components into it."""
+    """Outputs and structure of a patched model before TransformerLens replaces its components."""
 
     def __init__(self, model: Any):
         self.model, self.name = model, type(model).__name__
@@ -238,7 +238,7 @@ class Reference:
         if not any(parameter.is_meta for parameter in model.parameters()):
             # without the mask, of ones: TransformerLens takes that of GPT-1, patched or not, for a causal one
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
-            self.inputs = fitting(model, inputs)
+            self.inputs = cast_for_model(model, inputs)
             self.outputs = self._outputs()
             self.floor = noise_floor(copy_of(model, share=True), self.inputs)
 
@@ -256,7 +256,7 @@ class Reference:
         return {name: x - x.mean(-1, keepdim=True) if name == "logits" else x for name, x in found.items()}
 
     def require(self, bridge: Any) -> None:
-        """Refuse a bridge that computes something else; at its first check the model is put back.
+        """Refuse a bridge with other outputs; the first check also restores the model.
 
         Raises:
             UnsupportedError: it does, or it doesn't run.
@@ -295,7 +295,7 @@ def _remove(component: Any, name: str) -> None:
 
 
 def _at(model: Any, path: str) -> Any:
-    """What is at a dotted path; None where nothing is."""
+    """What is at a dotted path; None if nothing is."""
     for name in path.split("."):
         model = getattr(model, name, None)
     return model
@@ -315,7 +315,7 @@ def _with_base(parent: Any, own: Any) -> type:
 
 
 def register_adapters() -> None:
-    """Register an adapter for each architecture that TransformerLens has one for, also by the name on disk."""
+    """Register an adapter for each architecture of TransformerLens, also under its name on disk."""
     for name, parent in SUPPORTED_ARCHITECTURES.items():
         adapter: Any = _with_base(parent, PatchedAdapter)
         ArchitectureAdapterFactory.register_adapter(name, adapter)

@@ -24,7 +24,7 @@ _OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, o
 
 
 def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """The blocks of a stack, its stem and its head: where it is, the module, and the paths in it by role."""
+    """Yield the blocks of a stack, its stem and its head: name, module, and paths by role."""
     body, blocks = body_of(model, layout), layout.paths["blocks"]
     for index, block in enumerate(body.get_submodule(blocks)):
         yield f"{blocks}.{index}.", block, layout.at(BLOCK)
@@ -33,7 +33,7 @@ def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str,
 
 
 class Weights:
-    """Reads or fills parts of one model, and remembers which Parameters it has touched.
+    """Reads or fills parts of a model, and tracks which Parameters were used.
 
     Args:
         model: a transformers model; what is read has its dtype.
@@ -44,14 +44,14 @@ class Weights:
         self.model, self.gains = model, gains or {}
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
 
-    def untouched(self, layout: FamilyLayout) -> list[str]:
-        """Names of the Parameters that are left, apart from a table that the model's class computes."""
+    def names_left(self, layout: FamilyLayout) -> list[str]:
+        """Return the names of unused Parameters, without tables that the class computes."""
         computed = self.model.base_model.get_submodule(layout.computed).parameters() if layout.computed else ()
         done = self.touched | {value.data_ptr() for value in computed}
         return [name for name, value in self.model.named_parameters() if value.data_ptr() not in done]
 
     def read(self, where: str, root: Any, paths: Mapping[str, str]) -> Parts:
-        """The parts of a section, by role; what isn't there is left out.
+        """Return the parts of a section by role; absent ones are left out.
 
         Raises:
             UnsupportedError: a norm is neither LayerNorm nor RMSNorm.
@@ -83,22 +83,24 @@ class Weights:
             if module is not None and isinstance(part, PlainNorm):
                 self.fill_norm(module, part, path)
             elif module is not None:
-                self._fill(_stored(module, _output_bias(root, role, paths)), vars(part) if part else {}, path)
+                self._fill(
+                    _parameters_of_layer(module, _output_bias(root, role, paths)), vars(part) if part else {}, path
+                )
 
     def layer(self, module: nn.Module, output_bias: Tensor | None = None) -> Affine:
-        """A linear layer or embedding."""
-        values = self._values(_stored(module, output_bias))
+        """Return a linear layer or embedding."""
+        values = self._values(_parameters_of_layer(module, output_bias))
         layer = Affine(values["weight"], values.get("bias"))
         return layer.times(self.gains[id(module)]) if id(module) in self.gains else layer
 
     def norm(self, module: nn.Module, path: str) -> PlainNorm:
-        """A norm; its gain is 1 where it stores none.
+        """Return a norm; its gain is 1 if it stores none.
 
         Raises:
             UnsupportedError: it is neither LayerNorm nor RMSNorm.
         """
         facts, like = _facts(module, path), self.model
-        values = self._values(_stored_of_norm(module, facts))
+        values = self._values(_parameters_of_norm(module, facts))
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
         gain = values["gain"] + facts.offset if "gain" in values else gain
         return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
@@ -114,12 +116,12 @@ class Weights:
             raise UnsupportedError(
                 f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
             )
-        stored = _stored_of_norm(module, facts)
+        stored = _parameters_of_norm(module, facts)
         gain = norm.weight - (facts.offset if stored["gain"] else 1.0)
         self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
     def value(self, *places: Tensor) -> Tensor:
-        """The value stored at the first of these places; the others are copies of it."""
+        """Return the value stored at the first of these places; the others are copies."""
         self.touched |= {place.data_ptr() for place in places}
         return places[0].detach().to(self.model.dtype)
 
@@ -152,14 +154,14 @@ def _eps(facts: NormFacts, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if facts.eps is None else facts.eps
 
 
-def _stored(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Tensor]]:
+def _parameters_of_layer(module: Any, output_bias: Tensor | None = None) -> dict[str, list[Tensor]]:
     """The Parameters, or views of them, that hold a layer's weight (out, in) and bias; a bias may have two places."""
     transposed = isinstance(module, nn.Embedding) or "Conv1D" in type(module).__name__
     weight, bias = module.weight.T if transposed else module.weight, getattr(module, "bias", None)
     return {"weight": [weight], "bias": [one for one in (bias, output_bias) if one is not None]}
 
 
-def _stored_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
+def _parameters_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
     """Likewise a norm's gain, less its offset, and shift."""
     places = zip(("gain", "shift"), facts.parameters_of(module), strict=True)
     return {name: [] if place is None else [place] for name, place in places}
@@ -170,7 +172,7 @@ def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | Non
 
 
 def module_at(root: Any, path: str) -> Any:
-    """The module at a path, or at the first of several, in a module or its base model; None where there is none."""
+    """Return the module at the first of several paths that exists in a module or its base model, or None."""
     if path == OUTPUT:
         output = root.get_output_embeddings()
         return module_at(root, "lm_head.decoder") if output is None else output
@@ -180,12 +182,12 @@ def module_at(root: Any, path: str) -> Any:
 
 
 def body_of(model: Any, layout: FamilyLayout) -> Any:
-    """The module that holds the stack."""
+    """Return the module that holds the stack."""
     return model.base_model.get_submodule(layout.paths.get("body", ""))
 
 
 def gains_of(model: nn.Module) -> dict[str, float]:
-    """The linear layers at the end of residual branches whose output is multiplied in every forward, and by how much.
+    """Return the last linear layers of residual branches whose output is multiplied, with the factors.
 
     Raises:
         UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.

@@ -1,4 +1,4 @@
-"""Writes an `Anatomy` as a stock model of another architecture; what has no place there is refused by name."""
+"""Writes an `Anatomy` as a stock model of another architecture, and refuses what that can't represent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from ..checkpoint.auto_classes import opened_classes
+from ..checkpoint.auto_classes import model_classes_of
 from ..measure.randomness import keep_random_state
 from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
@@ -31,7 +31,7 @@ _POSITIONS = {"none": "queries and keys without positions", "rope": "RoPE", "ali
 
 @torch.no_grad()
 def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
-    """A stock model, in the anatomy's dtype and in eval mode.
+    """Return a stock model in the anatomy's dtype and in eval mode.
 
     Args:
         anatomy: a model taken apart.
@@ -44,7 +44,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     obstacle = next(_obstacles(anatomy, target), None)
     if obstacle is not None:
         raise UnsupportedError(obstacle)
-    anatomy = _fitted(anatomy, target)
+    anatomy = _adapt_to_target(anatomy, target)
     if target.model_type not in CONFIG_MAPPING:
         raise UnsupportedError(f"transformers {transformers.__version__} doesn't have it")
     configs: Any = CONFIG_MAPPING[target.model_type]
@@ -53,7 +53,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     except Exception as error:  # whatever its validation raises
         reason = str(error).strip().splitlines()[-1].strip()
         raise UnsupportedError(f"its config takes other values: {reason}") from error
-    model_classes = opened_classes(getattr(transformers, auto), configs)
+    model_classes = model_classes_of(getattr(transformers, auto), configs)
     if not model_classes or auto not in target.layout.heads:
         raise UnsupportedError(f"it has no head for {auto}")
     with keep_random_state(), torch.device("cpu"):
@@ -61,7 +61,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     weights, parts = Weights(model), (*_blocks(anatomy, target.layout), anatomy.stem, anatomy.head)
     for (_, root, paths), section in zip(sections(model, target.layout, auto), parts, strict=True):
         weights.fill(root, paths, section)
-    unfilled = weights.untouched(target.layout)
+    unfilled = weights.names_left(target.layout)
     if unfilled:
         raise UnsupportedError(f"its {unfilled[0]} has no counterpart")
     return model
@@ -89,7 +89,7 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
     if isinstance(scheme, RoPE):
         if (scheme.axes or 1) > 1:
             yield "its positions have one axis"
-        if _rotated_part(anatomy, scheme) != 1 and "part of it" not in possible:
+        if _rotary_share(anatomy, scheme) != 1 and "part of it" not in possible:
             yield "it rotates whole heads"
         if scheme.scaling is not None and scheme.scaling["rope_type"] != "default" and "scaling" not in possible:
             yield "its RoPE takes no scaling"
@@ -97,11 +97,11 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
             yield "its RoPE has theta 10,000"
 
 
-def _rotated_part(anatomy: Anatomy, scheme: RoPE) -> float:
+def _rotary_share(anatomy: Anatomy, scheme: RoPE) -> float:
     return scheme.rotary_dim(anatomy.head_dim) / anatomy.head_dim
 
 
-def _fitted(anatomy: Anatomy, target: Target) -> Anatomy:
+def _adapt_to_target(anatomy: Anatomy, target: Target) -> Anatomy:
     """The anatomy in the form that the target holds, as far as that keeps the function."""
     layout = target.layout
     anatomy = with_pairing(anatomy, layout.pairing)
@@ -136,14 +136,14 @@ def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
 
 
 def facts_of(anatomy: Anatomy) -> dict[str, Any]:
-    """What configs contain of a model, by the names of `SETTINGS`."""
+    """Return a model's facts for configs, by the names in `SETTINGS`."""
     blocks, scheme, head, embedding = anatomy.blocks, anatomy.positions, anatomy.head, anatomy.stem["embedding"]
     width, vocabulary = embedding.weight.shape
 
-    def biased(*roles: str) -> bool:
+    def has_bias(*roles: str) -> bool:
         return any(block[role].bias is not None for block in blocks for role in roles if role in block)
 
-    of_attention, of_mlps = biased(*QKV, "output"), biased("up", "down", "gate")
+    of_attention, of_mlps = has_bias(*QKV, "output"), has_bias("up", "down", "gate")
     facts: dict[str, Any] = {
         **anatomy.facts,
         "vocabulary": vocabulary,
@@ -158,13 +158,13 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
         "types": anatomy.token_types,
         "embedding_norm": "embedding_norm" in anatomy.stem,
         "attention_bias": of_attention,
-        "qkv_bias": biased(*QKV),
+        "qkv_bias": has_bias(*QKV),
         "mlp_bias": of_mlps,
         "any_bias": of_attention or of_mlps,
         "rotated_layers": [int(scheme is not None)] * len(blocks),
     }
     if scheme is None:
-        facts["rope"] = NO_ROTATION | {"rope_theta": RoPE().resolved().theta}
+        facts["rope"] = NO_ROTATION | {"rope_theta": RoPE().with_paper_values().theta}
     if isinstance(scheme, RoPE):
         facts |= {"theta": float(scheme.theta or 0), "rope": _rope(scheme, anatomy)}
         if scheme.scaling and scheme.scaling["rope_type"] == "dynamic":
@@ -178,7 +178,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
 def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
     """RoPE as `rope_parameters`."""
     rope = {"rope_type": "default", **(scheme.scaling or {}), "rope_theta": float(scheme.theta or 0)}
-    rope["partial_rotary_factor"] = _rotated_part(anatomy, scheme)
+    rope["partial_rotary_factor"] = _rotary_share(anatomy, scheme)
     kind = rope["rope_type"]
     if kind in (*FACTOR_BY_LENGTH, "llama3") and kind not in ("linear", "dynamic"):
         rope.setdefault(ORIGINAL, anatomy.scaled_from)

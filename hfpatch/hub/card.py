@@ -25,7 +25,7 @@ from ..core.results import Table
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
-from ..schemes.request import HOW, KINDS, Part
+from ..schemes.request import KINDS, MEASUREMENT_NOTE, SchemeRequest
 from ..verification.report import Report
 from .changes import changes_by_config
 from .folder import CARD, Checkpoint
@@ -61,7 +61,7 @@ _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "plac
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts that a model card is written from.
+    """Data of a model card.
 
     Attributes:
         checkpoint: what is pushed.
@@ -82,9 +82,9 @@ class CardFacts:
     eval_results: tuple[EvalResult, ...] = ()
 
     @property
-    def parts(self) -> list[tuple[str, Part]]:
+    def requests(self) -> list[tuple[str, SchemeRequest]]:
         """Every part of the patch record with its kind."""
-        return [] if self.checkpoint.record is None else self.checkpoint.record.parts
+        return [] if self.checkpoint.record is None else self.checkpoint.record.requests
 
     def licence(self) -> dict[str, Any]:
         """Return the metadata about the licence: the caller's, or else the base model's."""
@@ -97,7 +97,7 @@ class CardFacts:
 
 
 def base_of(name: str, required: bool, api: HfApi) -> tuple[str | None, ModelCardData | None]:
-    """The base model's id on the Hub, and the metadata of its card, each None where it isn't known.
+    """Return the base model's id on the Hub, and the metadata of its card, each None if it isn't known.
 
     Args:
         name: an id or a folder; of a folder only the card is read, since its path means nothing to others.
@@ -120,7 +120,7 @@ def base_of(name: str, required: bool, api: HfApi) -> tuple[str | None, ModelCar
 
 
 def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
-    """The text of README.md, and notes for the caller.
+    """Return the text of README.md, and notes for the caller.
 
     Args:
         written: the card that is there already; its text stays, but for the section of an earlier push.
@@ -155,7 +155,7 @@ def card(facts: CardFacts, written: str | None) -> tuple[str, list[str]]:
 
 
 def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
-    """The Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
+    """Return the Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
     model_type = config.get("model_type")
     if model_type in MODEL_TYPES:
         model_type = config[KEY]["base_model_type"]
@@ -184,7 +184,7 @@ def _complete(data: Any, facts: CardFacts, task: str | None, has_section: bool) 
     tags = [tags] if isinstance(tags, str) else tags
     if has_section:  # schemes of an earlier push, which may have been of another patch
         tags = [tag for tag in tags if not any(tag in kind.registry for kind in KINDS.values())]
-    data["tags"] = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in facts.parts)]))
+    data["tags"] = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in facts.requests)]))
     if results := facts.eval_results:
         kept = [old for old in data.get("eval_results") or [] if not any(map(old.is_equal_except_value, results))]
         data["eval_results"] = [*kept, *results]
@@ -197,14 +197,14 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
     yield _summary(facts, data.base_model)
     if record is not None:
         yield "## What was patched"
-        calls = [f"hfpatch.patch_model(model, {part.written(kind)})" for kind, part in facts.parts]
+        calls = [f"hfpatch.patch_model(model, {part.to_text(kind)})" for kind, part in facts.requests]
         if isinstance(data.base_model, str):
             opened = f"model = {auto}.from_pretrained({json.dumps(data.base_model)})"
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
         yield _fenced("\n".join(calls), "python")
         measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
         yield f"What was measured right after each of them, before any training:\n\n{_fenced(measured, 'text')}"
-        yield HOW
+        yield MEASUREMENT_NOTE
         if changes := changes_by_config(found.opened):
             lines = str(Table(changes))
             yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fenced(lines, 'text')}"
@@ -232,7 +232,7 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
         kind = config.get("model_type")
         return f"{of}, patched by hfpatch and exported as a stock `{kind}` model, which transformers opens by itself."
     schemes: dict[str, list[str]] = {}
-    for kind, part in facts.parts:
+    for kind, part in facts.requests:
         schemes.setdefault(_NOUNS[kind], []).append(f"`{part.scheme.name}`")
     changes = ", ".join(f"its {noun} are {' and '.join(dict.fromkeys(names))}" for noun, names in schemes.items())
     version = str(config.get("transformers_version"))

@@ -1,4 +1,4 @@
-"""What a patch changed, module by module: a patched model against its own class without the patch, on the meta device.
+"""Table of the modules that a patch changed, compared with the unpatched class on the meta device.
 
 No weights are compared, so what a patch wrote into them alone (centred projections) isn't seen; `verify` sees it.
 """
@@ -18,21 +18,21 @@ from ..verification.report import ModuleRow, module_lines
 HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
 
 
-def unpatched(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class and settings without the patch, on the meta device."""
+def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class and settings without the patch, on the meta device."""
     return copy_of(model, config=unpatched_config(model.config), device="meta")
 
 
 def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
-    """Rows for the modules that a patch changed, and last for the norms that it kept.
+    """Return rows for the changed modules, then for the norms that were kept.
 
     `model` may be on the meta device.
     """
-    return sorted(compare_modules(model, unpatched(model)), key=lambda row: row.state == "kept")
+    return sorted(compare_modules(model, unpatched_model(model)), key=lambda row: row.state == "kept")
 
 
 def changes_by_config(config: Any) -> list[tuple[str, ...]]:
-    """A table of the same, headings first, from the config of a patched checkpoint.
+    """Return these rows as a table with headings, from a patched checkpoint's config.
 
     [] where nothing changed in the structure, or the model can't be built from its config alone.
     """

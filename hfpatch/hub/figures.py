@@ -1,4 +1,4 @@
-"""The error of a model's stream layer by layer as plain shapes, which the report page's template writes as SVG."""
+"""Plot of the error layer by layer as SVG path data for the report page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """Errors layer by layer of one stream: curves, and where the labels of powers (y) and of layers (x) stand."""
+    """Plot of the error layer by layer: curves, and positions of the axis labels."""
 
     stream: str
     curves: list[Curve]
@@ -35,7 +35,7 @@ class Figure:
 
 
 def layer_figures(rows: list[LayerRow]) -> list[Figure]:
-    """The error of each stream layer by layer, on a logarithmic axis: colours are dtypes, dashes tell what is drawn."""
+    """Return plots of each stream's error by layer, on a log axis; colours are dtypes, dashes are kinds of lines."""
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     colours = {dtype: _COLOURS[i % len(_COLOURS)] for i, dtype in enumerate(dtypes)}
     figures = (_figure(stream, lines, colours) for stream, lines in error_lines(rows).items())
@@ -43,7 +43,7 @@ def layer_figures(rows: list[LayerRow]) -> list[Figure]:
 
 
 def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
-    """None where no error has a logarithm."""
+    """None if no error has a logarithm."""
     powers = [math.log10(error) for line in lines.values() for error in line.values() if not math.isnan(error)]
     if not powers:
         return None

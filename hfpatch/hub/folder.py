@@ -1,4 +1,4 @@
-"""Reads and checks the checkpoint folder that a push uploads, and chooses which of its files are uploaded."""
+"""Reads and checks the checkpoint folder of a push, and selects the files to upload."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ IGNORED = (
 
 @dataclass
 class Checkpoint:
-    """A folder that can be pushed.
+    """Folder of a checkpoint to be pushed.
 
     Attributes:
         config: config.json.
@@ -84,7 +84,7 @@ def checkpoint_of(
     max_shard_size: str | int | None,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """Return the checkpoint of a model, with its tokenizer; what isn't on disk yet is written to `scratch`.
+    """Return the checkpoint of a model and its tokenizer; files that aren't on disk are written to `scratch`.
 
     Raises:
         CheckpointError, OptionError, UnsupportedError, VerificationError, WrappedModelError: as in `push_patched`.
@@ -122,7 +122,7 @@ def checkpoint_of(
 
 
 def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
-    """Return the checkpoint in a folder; with `native` a stock one, which has no patch record.
+    """Return the checkpoint in a folder; with `native`, a stock one without a patch record.
 
     Raises:
         CheckpointError: it is no checkpoint that hfpatch wrote, or its weights are missing.

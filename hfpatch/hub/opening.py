@@ -1,4 +1,4 @@
-"""How people open a checkpoint: code for readers with and without hfpatch, for model cards and report pages."""
+"""Code snippets that open a checkpoint, with and without hfpatch, for model cards and report pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) -> Iterator[tuple[str, str, str]]:
-    """Each way: what it takes, the language of the code, and the code.
+    """Yield each way to open a checkpoint: requirements, language and code.
 
     Args:
         name: the Hub id or folder of the checkpoint.

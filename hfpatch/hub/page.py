@@ -1,4 +1,4 @@
-"""One HTML file about a patched checkpoint: what changed, what that came to, how to open it and how to make it again.
+"""HTML report about a patched checkpoint: its changes, the measured outcomes, how to open and reproduce it.
 
 The file holds its styles and figures and loads nothing; it has no scripts.
 """
@@ -23,18 +23,18 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.results import Table
-from ..core.staging import staged
+from ..core.staging import stage
 from ..errors import OptionError
-from ..export.native import why_none
+from ..export.native import native_obstacle
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import HOW, Part, Record
+from ..schemes.request import MEASUREMENT_NOTE, Record, SchemeRequest
 from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import TASKS
-from .changes import HEADINGS, changed_modules, unpatched
+from .changes import HEADINGS, changed_modules, unpatched_model
 from .figures import layer_figures
 from .folder import CARD
 from .opening import ways_to_open
@@ -81,12 +81,12 @@ def write_page(
     if report is not None:
         report.require_of(title_of(type(model).__name__, Record.of(model.config)))
     text = _template().render(_facts(model, checkpoint, reference, report, repair))
-    with staged(path) as file:
+    with stage(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
 def default_place(checkpoint: str) -> Path:
-    """Where the page of a checkpoint goes if nobody says: into its folder, where a push takes it along.
+    """Return the default path of a checkpoint's page: in its folder, so that a push uploads it.
 
     That of a Hub id goes into the working directory.
     """
@@ -109,7 +109,7 @@ def _facts(
     repair: RepairReport | None,
 ) -> dict[str, Any]:
     """What the template shows."""
-    host, record = unpatched(model), Record.of(model.config)
+    host, record = unpatched_model(model), Record.of(model.config)
     rows = changed_modules(model) if report is None else report.modules
     if not (record.norm or record.placement):
         rows = [row for row in rows if row.state != "kept"]  # norms that nobody asked to change
@@ -134,17 +134,17 @@ def _facts(
         },
         "base_url": f"https://huggingface.co/{base}" if base and "/" in base else None,
         "outcomes": outcomes,
-        "how": HOW,
+        "how": MEASUREMENT_NOTE,
         "sketch": sketches(model, host, rows),
         "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),
         "edits": record.edits,
-        "learned": _learned(model),
+        "learned": _learned_values(model),
         "report": report,
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "ways": list(ways_to_open(name, auto, form, no_native=why_none(model))),
+        "ways": list(ways_to_open(name, auto, form, no_native=native_obstacle(model))),
         "commands": list(_commands(record, base or _ORIGINAL, name)),
         "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
     }
@@ -153,7 +153,7 @@ def _facts(
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
 
 
-def _learned(model: PreTrainedModel) -> list[str]:
+def _learned_values(model: PreTrainedModel) -> list[str]:
     """What the norms of each class have learned besides gain and shift: "DynamicTanh: alpha 0.015 to 0.39"."""
     found: dict[str, list[Tensor]] = {}
     for module in model.modules():
@@ -198,8 +198,8 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
 
     Requests of different kinds with the same globs and start go together.
     """
-    steps: list[dict[str, Part]] = []
-    for kind, part in sorted(record.parts, key=lambda item: item[0] != "placement"):
+    steps: list[dict[str, SchemeRequest]] = []
+    for kind, part in sorted(record.requests, key=lambda item: item[0] != "placement"):
         if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
             steps.append({})
         steps[-1][kind] = part
@@ -208,7 +208,7 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
         target = name if i == len(steps) - 1 else f"step-{i + 1}"
         words = ["hfpatch", "patch", source, target]
         for kind, part in step.items():
-            words += [f"--{kind}", str(part.asked.scheme)]
+            words += [f"--{kind}", str(part.as_requested.scheme)]
         part = next(iter(step.values()))
         words += [word for glob in part.only for word in ("--only", glob)]
         words += [word for glob in part.keep for word in ("--keep", glob)]
@@ -220,5 +220,5 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
     yield shlex.join(["hfpatch", "verify", name, base])
 
 
-def _settings(part: Part) -> tuple[Any, ...]:
+def _settings(part: SchemeRequest) -> tuple[Any, ...]:
     return part.only, part.keep, part.init

@@ -181,7 +181,7 @@ def push_patched(
         def send() -> Push:
             return _send(api, facts, repo_id, private, revision, create_pr, commit_message, dry_run, Path(scratch))
 
-        return _patiently(send, repo_id, once=create_pr)
+        return _retry(send, repo_id, once=create_pr)
 
 
 def _send(
@@ -242,7 +242,7 @@ def _send(
     return push
 
 
-def _patiently(action: Callable[[], T], repo_id: str, once: bool) -> T:
+def _retry(action: Callable[[], T], repo_id: str, once: bool) -> T:
     """`action()`, again after each lost connection; `once`: where another try could open a second pull request.
 
     A commit that arrived although its reply was lost has everything, so the next try makes none.

@@ -1,4 +1,4 @@
-"""Sketches of a model's repeated blocks before and after a patch: which norm, attention and MLP meet the stream where.
+"""Sketches of a model's repeated blocks before and after a patch: norms, attentions, MLPs and the residual stream.
 
 How branches meet the residual stream is measured on a small model of the unpatched class (sites/anatomy.py); what the
 patch made of them is read from the patched model's modules and lenses. A stack of which that isn't known isn't drawn.
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import grouped
+from ..core.plan_table import group_rows
 from ..measure.twin import twin
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains, Joins
@@ -39,7 +39,7 @@ _MOST = 3  # different blocks of one stack that are drawn
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a sketch: its title ("norm", "attention", "MLP"), its name in the block, and lines on what it is."""
+    """Box of a sketch: title ("norm", "attention", "MLP"), name in the block, and text lines."""
 
     title: str
     name: str
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BranchSketch:
-    """One residual branch: how it meets the stream, as a formula, and its pieces in the order of the forward."""
+    """Residual branch in a sketch: its formula, and its pieces in forward order."""
 
     formula: str
     pieces: tuple[Piece, ...]
@@ -56,7 +56,7 @@ class BranchSketch:
 
 @dataclass(frozen=True)
 class Sketches:
-    """The drawn blocks, and notes on what isn't drawn.
+    """Sketches of blocks, and notes on blocks that aren't drawn.
 
     Attributes:
         pairs: the names of blocks that are alike, and their branches before and after, in the order of the sums.
@@ -67,7 +67,7 @@ class Sketches:
 
 
 def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow]) -> Sketches:
-    """The blocks of a patched model and of the same model without its patch.
+    """Return sketches of the blocks of a patched model and of the same model unpatched.
 
     Args:
         model: the patched model, of any device.
@@ -130,7 +130,7 @@ def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[Site]]
 
 def _names(names: list[str]) -> str:
     """Names that differ in numbers as one: h.{0-11}."""
-    return ", ".join(text for _, text in grouped([SimpleNamespace(module=name) for name in names], lambda _: ()))
+    return ", ".join(text for _, text in group_rows([SimpleNamespace(module=name) for name in names], lambda _: ()))
 
 
 def _branch(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSketch:

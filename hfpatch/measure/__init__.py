@@ -1,1 +1,1 @@
-"""Runs models and measures them: small twins, inputs, quiet forwards, outputs compared, repeated blocks."""
+"""Measurements on models: small models, example inputs, forwards without side effects, comparison of outputs."""

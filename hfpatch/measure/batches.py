@@ -1,4 +1,4 @@
-"""Reads the data that users have (texts, rows, batches) into inputs of a model's forward."""
+"""Converts user data (texts, rows, batches) to batches of model inputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
-from ..core.holders import model_inside, reader_inside
+from ..core.holders import model_inside, tokenizer_owner
 from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from .inputs import input_embedding, text_config
-from .text_batches import copied_tokenizer, encode, lines_of
+from .text_batches import copy_tokenizer, encode, lines_of
 
 Batch = Mapping[str, Any]
 SEQUENCES, LENGTH, BATCH = 256, 128, 8
@@ -81,13 +81,13 @@ def read_batches(
     """
     inner, items = model_inside(model), _items(data, sequences, option)
     if tokenizer is None and inner is not model:
-        tokenizer = reader_inside(model)
+        tokenizer = tokenizer_owner(model)
     batches = _Reader(inner, tokenizer, sequences, length, option).read(items)
     return list(batches) if isinstance(items, list | tuple) else batches
 
 
 def require_example(inputs: Any, model: PreTrainedModel) -> None:
-    """Refuse `example_inputs=` that are no keyword arguments of a model's forward; None is allowed.
+    """Refuse an `example_inputs=` that isn't keyword arguments of a model's forward, or None.
 
     Raises:
         OptionError: says what they are, or which of them the forward doesn't take.
@@ -141,12 +141,12 @@ class _Reader:
         self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
 
     def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """All batches, in order."""
+        """Yield all batches, in order."""
         for number, item in enumerate(items):
             found = self._of(item, number)
             if isinstance(found, Mapping):
                 yield from self._waiting()
-                yield self._finished(found)
+                yield self._to_arguments(found)
                 continue
             for one in found:
                 if self.read_alone == self.sequences:
@@ -172,7 +172,7 @@ class _Reader:
         rows, self.waiting = self.waiting, []
         if rows:
             names = [name for name in rows[0] if all(name in row for row in rows)]
-            yield self._finished({name: [row[name] for row in rows] for name in names}, of_rows=True)
+            yield self._to_arguments({name: [row[name] for row in rows] for name in names}, of_rows=True)
 
     def _of(self, item: Any, number: int) -> Mapping[str, Any] | list[Mapping[str, Any]]:
         """A batch, or the rows in an item: of texts as the tokenizer makes them."""
@@ -180,7 +180,7 @@ class _Reader:
             item = item[0]  # how a DataLoader of a TensorDataset gives it
         texts = self._text_column(item) if isinstance(item, Mapping) else _texts(item)
         if texts is not None:
-            return self._encoded(texts)
+            return self._encode(texts)
         if not isinstance(item, Mapping):
             if not isinstance(item, Tensor | list | tuple) and not hasattr(item, "__array__"):
                 raise OptionError(f"{self.option}: item {number} is {type(item).__name__}. {_WORKS.format('It')}")
@@ -201,7 +201,7 @@ class _Reader:
         return columns
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
-        """The texts in a row, or in a batch of rows; None where it holds inputs.
+        """The texts in a row, or in a batch of rows; None if it holds inputs.
 
         Raises:
             OptionError: several columns could be meant.
@@ -219,9 +219,9 @@ class _Reader:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return copied_tokenizer(self.tokenizer, self.option)
+        return copy_tokenizer(self.tokenizer, self.option)
 
-    def _encoded(self, texts: list[str]) -> list[Mapping[str, Any]]:
+    def _encode(self, texts: list[str]) -> list[Mapping[str, Any]]:
         texts = [text for text in texts if text.strip()][: self.sequences - self.read_alone + 1]
         if not texts:
             return []
@@ -236,7 +236,7 @@ class _Reader:
 
     # One batch
 
-    def _finished(self, columns: Mapping[str, Any], of_rows: bool = False) -> dict[str, Any]:
+    def _to_arguments(self, columns: Mapping[str, Any], of_rows: bool = False) -> dict[str, Any]:
         """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
         place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
         self.count += 1
@@ -244,14 +244,14 @@ class _Reader:
         batch: dict[str, Any] = {}
         for name, value in columns.items():
             stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
-            batch[name] = self._stacked(name, value, place) if stacked else value
+            batch[name] = self._stack(name, value, place) if stacked else value
         lengths = _lengths(columns.get(self.main))
         if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
             batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)
         _require_values(batch, place, self.model)
-        return _completed(batch, self.model)
+        return _add_decoder_inputs(batch, self.model)
 
-    def _stacked(self, name: str, values: Any, place: str) -> Tensor:
+    def _stack(self, name: str, values: Any, place: str) -> Tensor:
         """One input of several sequences as a tensor, padded on the right where they differ in length."""
         try:
             each = [torch.as_tensor(value) for value in values]
@@ -353,7 +353,7 @@ def _require_values(batch: Batch, place: str, model: PreTrainedModel) -> None:
             )
 
 
-def _completed(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+def _add_decoder_inputs(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     """An encoder-decoder given input_ids alone reads them in its decoder too, shifted by one."""
     tokens, start = batch.get("input_ids"), getattr(model.config, "decoder_start_token_id", None)
     has_decoder = {"decoder_input_ids", "decoder_inputs_embeds", "labels"} & batch.keys()
@@ -369,12 +369,12 @@ def _completed(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
 
 
 def count_examples(batch: Batch) -> int:
-    """How many examples a batch holds."""
+    """Return how many examples a batch holds."""
     return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
 def count_tokens(batch: Batch) -> int:
-    """How many tokens of a batch aren't padding; 0 where its inputs aren't token ids."""
+    """Return how many tokens of a batch aren't padding; 0 if it has no token ids."""
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(tokens, Tensor):
         return 0

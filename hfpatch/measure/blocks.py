@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, found by its lists of modules."""
+"""Finds the repeated blocks of a model in its module lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
+    """Yield the blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
 
     Where no two elements have the same shapes and they hold such lists themselves (stages of a vision model), theirs.
     """
@@ -29,7 +29,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def listed_modules(model: nn.Module) -> dict[str, str]:
-    """Elements of the outermost `nn.ModuleList`s, with the list's name."""
+    """Return the elements of the outermost `nn.ModuleList`s, with the list's name."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):

@@ -1,4 +1,4 @@
-"""Copies of models and modules, which may be changed and run while the original stays as it is."""
+"""Copies of models and modules that may be changed and run without changing the original."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..core.transaction import UNDO_RECORD
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from .randomness import keep_random_state
-from .shrink import shallow, shrunk
+from .shrink import shallow, shrink
 
-_SIZES = {"shallow": shallow, "small": shrunk}
+_SIZES = {"shallow": shallow, "small": shrink}
 
 
 def unpatched_config(config: PreTrainedConfig) -> Any:
-    """A copy of a config as one of its host's class, without the record of a patch."""
+    """Return a copy of a config in the host's class, without the patch record."""
     plain = copy.deepcopy(config)
     vars(plain).pop(KEY, None)
     object.__setattr__(plain, "__class__", host_class(type(config)))
@@ -82,17 +82,17 @@ def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.devic
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold what can't be copied
                 known[id(hooks)] = OrderedDict(hooks)
     for name, parameter in module.named_parameters():
-        value = _converted(name, parameter, dtype, device, share)
+        value = _convert(name, parameter, dtype, device, share)
         copied = copy.deepcopy(parameter) if value is None else nn.Parameter(value, requires_grad=False)
         vars(copied).update(vars(parameter))
         known[id(parameter)] = copied
     for name, buffer in module.named_buffers():
-        value = _converted(name, buffer, dtype, device, share and buffer.dim() > 1)
+        value = _convert(name, buffer, dtype, device, share and buffer.dim() > 1)
         known[id(buffer)] = buffer.detach().clone() if value is None else value
     return copy.deepcopy(module, known)
 
 
-def _converted(
+def _convert(
     name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, share: bool
 ) -> Tensor | None:
     """What stands for a tensor in a copy; None for what any copy of it is."""

@@ -1,4 +1,4 @@
-"""Runs the forward of a small model in float64 throughout."""
+"""Runs the forward of a small model entirely in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.errors import PatchError, UnsupportedError
 from .outputs import Outputs
 from .quiet_forward import cast
-from .randomness import own_randomness
+from .randomness import seed_deterministically
 
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _NARROWING = {Tensor.float, Tensor.half, Tensor.bfloat16}
@@ -21,7 +21,7 @@ _FACTORIES = {torch.tensor, torch.full}
 
 
 class Float64(TorchFunctionMode):
-    """Everything that would be computed in float32 or less is computed in float64.
+    """Torch mode that computes everything narrower than float64 in float64.
 
     Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
     difference between what is invariant and what nearly is. Only code inside the `with`, on this thread, is concerned.
@@ -51,7 +51,7 @@ def _is_float(values: Any) -> bool:
 
 @contextmanager
 def host_errors(message: str = "{error}") -> Iterator[None]:
-    """Turns any error of a model's own code into an UnsupportedError, with its last line in the message."""
+    """Context that turns errors of a model's own code into an UnsupportedError with its last line."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, PatchError):
@@ -63,7 +63,7 @@ def host_errors(message: str = "{error}") -> Iterator[None]:
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The outputs of one forward by name, floats as float64; the random state is restored afterwards.
+    """Return one forward's outputs by name, in float64; the random state is restored.
 
     Args:
         model: in float64, on the CPU.
@@ -73,6 +73,6 @@ def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str,
         UnsupportedError: the forward fails.
     """
     inputs = cast(inputs, torch.device("cpu"), torch.float64)
-    with own_randomness(0), torch.no_grad(), Float64(), host_errors():
+    with seed_deterministically(0), torch.no_grad(), Float64(), host_errors():
         returned = model(**inputs)
     return {name: x.double() if x.is_floating_point() else x for name, x in Outputs.of(returned).tensors.items()}

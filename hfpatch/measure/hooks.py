@@ -1,4 +1,4 @@
-"""Functions that are called before and after modules of a model, for the time of a context."""
+"""Hooks before and after module calls, removed at the end of a context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Call(NamedTuple):
-    """The arguments of one call of a module."""
+    """Arguments of one module call."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -21,10 +21,10 @@ After = Callable[[str, Any], Any]  # of a module's name and its result; what it 
 
 
 @contextmanager
-def hooked(
+def observe_calls(
     modules: Mapping[str, nn.Module], before: Before | None = None, after: After | None = None
 ) -> Iterator[None]:
-    """Context in which every call of these modules is shown to `before`, and its result to `after`."""
+    """Context in which `before` gets every call of these modules, and `after` its result."""
 
     def before_of(name: str, see: Before) -> Callable[..., None]:
         return lambda _, args, kwargs: see(name, Call(args, kwargs))
@@ -42,7 +42,7 @@ def hooked(
 
 
 def first_tensor(value: Any) -> Tensor:
-    """A tensor, or the first one in a call, tuple, list or dictionary."""
+    """Return a tensor, or the first one in a call, tuple, list or dictionary."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Call):

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.errors import UnsupportedError, described
-from .quiet_forward import cast, quiet
-from .randomness import own_randomness
+from ..runtime.errors import UnsupportedError, describe_error
+from .quiet_forward import cast, inference_state
+from .randomness import seed_deterministically
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
 _GRID = (1, 4, 4)  # frames, rows and columns of patches
 
 
 def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Random inputs for one forward of a transformers model: text, images, sound, or several of them.
+    """Return random inputs for one forward of a transformers model: text, images, sound, or several of them.
 
     Args:
         model: isn't run; its device doesn't matter, the inputs are on the CPU.
@@ -38,7 +38,7 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise UnsupportedError(f"{type(model).__name__} has no transformers config. Pass example_inputs={{...}}.")
     try:
-        with own_randomness(seed), torch.device("cpu"):
+        with seed_deterministically(seed), torch.device("cpu"):
             inputs = make_inputs(model, {}, tokens, batch)
             return _for_head(model, inputs)
     except (ValueError, TypeError) as error:
@@ -49,7 +49,7 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
 
 
 def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Return `example_inputs`, and where a model reads images or sounds beside its text, these as well.
+    """Return `example_inputs`, also with images or sounds if a model reads these next to text.
 
     Of a language model that reads them only where a token says so, text alone would leave a tower of images out.
 
@@ -84,7 +84,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
     failed: Exception | None = None
     for medium in (one for one in _MEDIA if one.argument in takes):
         try:
-            place, made, count = medium.made_for(model, make, seed)
+            place, made, count = medium.make_for(model, make, seed)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the host's own code: it takes sizes beside the pixels, say
@@ -95,7 +95,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
         found |= made
     if failed is not None and not found:
         raise UnsupportedError(
-            f"{type(model).__name__} doesn't run on images or sounds: {described(failed)}"
+            f"{type(model).__name__} doesn't run on images or sounds: {describe_error(failed)}"
         ) from failed
     fewest = ids.shape[1] - inputs["input_ids"].shape[1] + 1
     if not found or (tokens is not None and tokens < fewest):
@@ -129,7 +129,7 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 def make_inputs(
     model: nn.Module, overrides: Mapping[str, Any], tokens: int | None = None, batch: int = BATCH
 ) -> dict[str, Any]:
-    """Inputs for one forward: required ones, text if it takes text, and those in `overrides`.
+    """Return inputs for one forward: required ones, text if it takes text, and those in `overrides`.
 
     Args:
         model: its forward's signature and its config are read.
@@ -168,7 +168,7 @@ def make_inputs(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
+    """Return the config of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous, as transformers says
@@ -176,7 +176,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def longest_text(model: PreTrainedModel) -> int | None:
-    """How many tokens one text of the model may have, None where its config says nothing.
+    """Return a model's maximum number of text tokens; None if its config sets none.
 
     RoBERTa and its like count positions from the row behind the padding's, so a text is shorter than their tables.
     """
@@ -190,7 +190,7 @@ def longest_text(model: PreTrainedModel) -> int | None:
 
 
 class Inputs:
-    """Makes one input by its name, or by the description an override gives."""
+    """Generates one input by its name, or by an override's description."""
 
     def __init__(self, config: PreTrainedConfig, tokens: int | None = None, batch: int = BATCH) -> None:
         self.config, self.batch = config, batch
@@ -206,7 +206,7 @@ class Inputs:
         return _BY_NAME[name](self)
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that a part of the configuration has."""
+        """Return the first of these attributes that a part of the config has."""
         for name in names:
             for part in parts_of(self.config):
                 if (value := getattr(part, name, None)) is not None:
@@ -214,7 +214,7 @@ class Inputs:
         return default
 
     def ids(self, *shape: int, below: int = 100) -> Tensor:
-        """Token ids that aren't special."""
+        """Return token ids that aren't special."""
         special = {
             v for part in parts_of(self.config) for k, v in vars(part).items() if "token_id" in k and type(v) is int
         }
@@ -223,22 +223,22 @@ class Inputs:
         return allowed[torch.randint(len(allowed), shape)]
 
     def normal(self, *shape: int) -> Tensor:
-        """Random numbers whose mean isn't zero."""
+        """Return random numbers with a non-zero mean."""
         return torch.randn(shape) + 0.1
 
     def states(self) -> Tensor:
-        """Hidden states of a text."""
+        """Return random hidden states of a text."""
         return self.normal(self.batch, self.tokens, self.find("hidden_size", "d_model"))
 
     def images(self, *frames: int) -> Tensor:
-        """Pixel values, with a frames axis if a number of frames is given."""
+        """Return random pixel values, with a frames axis if a number of frames is passed."""
         size, channels = self.find("image_size", "img_size", default=IMAGE_SIZE), self.channels()
         if isinstance(size, dict):
             size = (size["height"], size["width"])
         return self.normal(self.batch, *frames, channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
     def channels(self) -> int:
-        """Of an image."""
+        """Return the number of image channels."""
         found = self.find("num_channels", "in_chans", "in_channels", default=3)
         return found if isinstance(found, int) else 3
 
@@ -297,18 +297,18 @@ class _Medium:
     kind: int
     make: Callable[[Inputs], Tensor]
 
-    def made_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
+    def make_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
         """Return its token, the model's arguments, and how many tokens one is."""
         encode, token = getattr(model, self.method), make.find(*self.tokens)
         if not isinstance(token, int):
             raise ValueError(f"no token stands for {self.argument}")
         given: dict[str, Any] = {}
-        with own_randomness(seed), torch.device("cpu"):
+        with seed_deterministically(seed), torch.device("cpu"):
             if "image_grid_thw" in inspect.signature(encode).parameters:  # images that come cut into patches
                 given = {self.argument: _patches(make), "image_grid_thw": torch.tensor([_GRID] * make.batch)}
             else:
                 given = {self.argument: self.make(make)}
-        with quiet(model):
+        with inference_state(model):
             embedded = encode(**cast(given, model.device, model.dtype)).pooler_output
         return token, given, len(embedded[0])
 
@@ -333,7 +333,7 @@ _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def input_embedding(model: Any) -> nn.Embedding | None:
-    """A model's table of tokens; None where it has none, as models of images and sound."""
+    """Return a model's token embedding; None for models of images and sound."""
     try:
         embedding = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):  # how models without one say so

@@ -1,4 +1,4 @@
-"""What a forward returns: its tensors by name, how far they are from another forward's, and what rounding explains."""
+"""Output tensors of a forward by name, their deviation from another forward's, and the rounding noise in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quiet_forward import quiet
+from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
@@ -25,7 +25,7 @@ FACTOR = 10.0  # of a noise floor: what rounding may explain
 
 @dataclass
 class Outputs:
-    """The tensors of one forward by name: "logits", "text_model_output.last_hidden_state", "parts[0]".
+    """Output tensors of one forward by name: "logits", "text_model_output.last_hidden_state", "parts[0]".
 
     Attributes:
         tensors: outputs; collections of caches, attentions and hidden states aside, and tensors without numbers.
@@ -37,7 +37,7 @@ class Outputs:
 
     @classmethod
     def of(cls, returned: Any) -> Outputs:
-        """Collects them from what a forward returned: nested mappings, tuples and lists."""
+        """Collect the tensors of a forward's result: nested mappings, tuples and lists."""
         outputs = cls()
         outputs._collect("", returned)
         return outputs
@@ -64,7 +64,7 @@ class Outputs:
 
 
 def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All floating-point outputs of one forward, by name."""
+    """Return all floating-point outputs of one forward, by name."""
     return Outputs.of(model(**inputs)).floats
 
 
@@ -82,7 +82,7 @@ def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
 
 @dataclass
 class Deviation:
-    """How far outputs y are from their truth t, over everything added so far, computed in float64.
+    """Accumulated deviation of outputs y from their reference t, computed in float64.
 
     Infinities that both have in the same places (masked logits) don't count, and numbers beyond 1e30 are infinities.
 
@@ -104,7 +104,7 @@ class Deviation:
     scatter: float = 0.0
 
     def add(self, truth: Tensor, output: Tensor, mask: Tensor | None = None) -> None:
-        """Count one pair of tensors. `mask` (over the leading axes) is True where numbers count."""
+        """Add one pair of tensors. `mask` (over the leading axes) is True for values that count."""
         if truth.shape != output.shape:
             self.incomparable += max(truth.numel(), output.numel(), 1)
             return
@@ -157,7 +157,7 @@ class Deviation:
 
 
 def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
-    """The deviation of every output; one that can't be compared where the names differ, or there are none.
+    """Return the deviation of every output; one incomparable deviation if names differ or there are none.
 
     NaN in both counts as equal.
     """
@@ -170,18 +170,18 @@ def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> li
 
 
 def not_a_number(outputs: Mapping[str, Tensor]) -> str | None:
-    """The first output that has NaN and no finite number, with which nothing can be compared; None if none has."""
+    """Return the first output with NaN and no finite number, which can't be compared; None if there is none."""
     broken = (name for name, x in outputs.items() if bool(x.isnan().any()) and not bool(x.isfinite().any()))
     return next(broken, None)
 
 
 def max_error(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> float:
-    """The largest `Deviation.max_error` of all outputs; infinite where they can't be compared."""
+    """Return the largest `Deviation.max_error` of all outputs; infinite if they can't be compared."""
     return max(deviation.max_error for deviation in deviations(truth, outputs))
 
 
 def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows (N, d) of tensors whose mask is True, some million numbers at a time, the first two `aligned`."""
+    """Yield rows (N, d) of tensors where mask is True, in chunks, the first two by `to_comparable`."""
     if mask is not None:
         tensors = tuple(x[mask.to(x.device)] for x in tensors)
     rows = [x.detach().reshape(-1, x.shape[-1] if x.dim() > 1 else 1) for x in tensors]
@@ -189,12 +189,12 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
     for piece in zip(*(x.split(size) for x in rows), strict=True):
         if piece[0].numel():
             truth, output, *others = piece
-            wide = aligned(truth, output)
+            wide = to_comparable(truth, output)
             yield *wide, *(x.to(wide[0].device) for x in others)
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return where float64 is computed for tensors of a device: there, or on the CPU if it has none, as Apple's MPS."""
+    """Return the device for float64: the same one, or the CPU if it has no float64 (Apple's MPS)."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -203,15 +203,15 @@ def in_float64(x: Tensor) -> Tensor:
     return x.to(float64_device(x.device)).double()
 
 
-def aligned(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Both `in_float64` on the truth's device; numbers beyond 1e30 are the infinities that they stand for."""
+def to_comparable(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float64 on the first one's device; numbers beyond 1e30 become infinite."""
     pair = (in_float64(x.detach().to(truth.device)) for x in (truth, output))
     t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
     return t, y
 
 
 def last_bit(model: nn.Module) -> float:
-    """The relative spacing (eps) of a model's coarsest dtype, or of float32 if that is coarser.
+    """Return the relative spacing (eps) of a model's coarsest dtype, or float32's if that is coarser.
 
     Some families compute in float32 inside, whatever their weights are.
     """
@@ -220,10 +220,10 @@ def last_bit(model: nn.Module) -> float:
 
 
 def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """How far noise in the `last_bit` (`shaken`) moves the outputs (`max_error`), the larger of two draws."""
+    """Return the largest `max_error` of two draws of `add_rounding_noise` in the `last_bit`."""
 
     def outputs(noise: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
-        with shaken(model, noise, seed):
+        with add_rounding_noise(model, noise, seed):
             return outputs_of(model, inputs)
 
     original, eps = outputs(), last_bit(model)
@@ -231,8 +231,8 @@ def noise_floor(model: nn.Module, inputs: Mapping[str, Any]) -> float:
 
 
 @contextmanager
-def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
-    """`quiet`; outputs of modules that have Parameters are multiplied by 1 + noise * u, u uniform in (-1, 1)."""
+def add_rounding_noise(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
+    """Context that multiplies outputs of modules with Parameters by 1 + noise * u, u uniform in (-1, 1)."""
 
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -240,7 +240,7 @@ def shaken(model: nn.Module, noise: float, seed: int) -> Iterator[None]:
         wide = in_float64(output)
         return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype).to(output.device)
 
-    with quiet(model):  # which takes the hooks off again and puts the random stream back
+    with inference_state(model):  # which takes the hooks off again and puts the random stream back
         if noise:
             torch.manual_seed(seed)
             for module in model.modules():

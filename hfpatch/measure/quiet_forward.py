@@ -1,4 +1,4 @@
-"""One forward of a user's model that leaves no trace: no hook of the user's runs, no mode or random stream changes."""
+"""Runs a forward without side effects: eval mode, no gradients, no user hooks, random state restored."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _AUTOCAST = "_original_forward"  # where accelerate keeps the forward around whi
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no compiled code and no hooks but torch's and transformers' own, on the model's device.
+def inference_state(model: nn.Module) -> Iterator[None]:
+    """Context of eval mode without gradients, compiled code and user hooks, on the model's device.
 
     In the weights' own precision: neither under an autocast around it nor under the one that `accelerator.prepare` puts
     into a model's forward. Hooks that are registered inside are gone afterwards.
@@ -62,8 +62,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[None]:
-    """All attentions of a model computed by one implementation: "sdpa", or "eager", which can return its maps."""
+def use_attention(implementation: str, model: nn.Module) -> Iterator[None]:
+    """Context in which all attentions use one implementation: "sdpa", or "eager", which can return maps."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
     with process_state:  # models may share a config
@@ -77,8 +77,8 @@ def attention_computed_by(implementation: str, model: nn.Module) -> Iterator[Non
                 config._attn_implementation_internal = own
 
 
-def give_back_memory() -> None:
-    """Hand what C's allocator keeps of freed blocks back to the system, where it can be told to (glibc).
+def free_unused_memory() -> None:
+    """Return freed memory of C's allocator to the system (glibc only).
 
     It keeps blocks of up to 32 MiB, the size of activations, and can't use them for the larger ones of wide layers.
     """
@@ -87,7 +87,7 @@ def give_back_memory() -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that a model computes on; where accelerate offloads its weights, that isn't where they lie."""
+    """Return the device that a model computes on, also if accelerate offloads its weights elsewhere."""
     hooks = (module.__dict__.get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((device for device in devices if device is not None), None)
@@ -97,24 +97,24 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def default_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes new tensors there; nothing where they are anyway, since torch's context slows every operation."""
+    """Context that creates new tensors on a device; a no-op if that is the default, since torch's context is slow."""
     return nullcontext() if torch.get_default_device() == device else device
 
 
 def is_library_hook(hook: Any) -> bool:
-    """Whether a hook is torch's or transformers' own, part of what a module computes."""
+    """Return whether a hook belongs to torch or transformers, as part of a module's computation."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
 
 
-def fitting(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs on the model's device, floats in its dtype."""
+def cast_for_model(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs on the model's device, floats in its dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return cast(inputs, device_of(model), like.dtype)
 
 
 def cast(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Copies of all tensors among the inputs, nested ones too, on a device and floats in a dtype."""
+    """Copy all tensors in nested inputs to a device, floats to a dtype."""
 
     def fit(value: Tensor) -> Tensor:
         return value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)

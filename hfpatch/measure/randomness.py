@@ -1,4 +1,4 @@
-"""Random numbers of hfpatch's own: generators are put back, and what is of the whole process changes under one lock."""
+"""Random numbers without side effects: generators and global settings are restored, under one lock."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ process_state = threading.RLock()
 _WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
 
 
-def changes_alone(function: F) -> F:
-    """Decorator of a function that changes a model: other threads that change one wait meanwhile."""
+def exclusive(function: F) -> F:
+    """Decorate a function that changes a model: one thread at a time runs such functions."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def changes_alone(function: F) -> F:
 
 @contextmanager
 def keep_random_state(*devices: torch.device) -> Iterator[None]:
-    """Put torch's random generators back at the end, the CPU's and those of these devices; one thread at a time."""
+    """Context that restores torch's random generators, of the CPU and these devices; one thread at a time."""
     kinds = {device.type for device in devices} - {*_WITHOUT_A_STREAM}
     with process_state, torch.random.fork_rng(devices=[]), ExitStack() as stack:
         for kind in kinds:
@@ -47,8 +47,8 @@ def keep_random_state(*devices: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Seed torch, numpy and random inside, and put their states back; of torch's devices the CPU and these alone."""
+def seed_everything(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Context that seeds torch, numpy and random, and restores their states; of devices only the CPU and these."""
     devices = [device for device in devices if device.type not in _WITHOUT_A_STREAM]
     with keep_random_state(*devices):
         states = random.getstate(), numpy.random.get_state()
@@ -67,9 +67,9 @@ def seeded(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """`seeded`, with deterministic algorithms; memory left uninitialised is NaN inside."""
-    with seeded(seed):
+def seed_deterministically(seed: int) -> Iterator[None]:
+    """Context of `seed_everything` with deterministic algorithms; uninitialised memory is NaN."""
+    with seed_everything(seed):
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -79,7 +79,7 @@ def own_randomness(seed: int) -> Iterator[None]:
 
 
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw every gain, shift, bias and constant parameter anew around a mean that isn't zero, in place.
+    """Draw every gain, shift, bias and constant Parameter at random around a non-zero mean, in place.
 
     Convolutions, which may follow one another without a norm, get the spread that keeps their input's scale.
     """

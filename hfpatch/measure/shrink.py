@@ -70,12 +70,12 @@ SIZES: list[tuple[int, str]] = [
 ]
 
 
-def shrunk(
+def shrink(
     config: PreTrainedConfig,
     changes: dict[str, Any] | None = None,
     of_types: Mapping[str, dict[str, Any]] | None = None,
 ) -> PreTrainedConfig:
-    """A small configuration of the same class: few layers, each kind of them present, and narrow ones.
+    """Return a small config of the same class: few narrow layers, at least one of each kind.
 
     Args:
         config: isn't changed.
@@ -86,7 +86,7 @@ def shrunk(
 
 
 def shallow(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config with few layers, at least one of each kind, and unchanged widths."""
+    """Return the config with few layers, at least one of each kind, and the same widths."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
         kinds = _kinds_of_layers(part)
@@ -127,7 +127,7 @@ def _shrink(
         added = bool(default) and name not in default  # such as the record of a patch
         if added or small != value or value != default.get(name, value):
             arguments[name] = small
-    arguments |= _related(config, layers)
+    arguments |= _derived_sizes(config, layers)
     if stages:
         for name in ("hidden_size", "hidden_dim", "num_hidden_layers", "num_layers"):
             arguments.pop(name, None)
@@ -136,7 +136,7 @@ def _shrink(
     if isinstance(rope, dict) and "rope_parameters" not in changes:
         # split over time, height and width by a list that must fit the head
         sections = "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
-        arguments["rope_parameters"] = _small_rope(rope, _rotated(config, arguments), sections)
+        arguments["rope_parameters"] = _small_rope(rope, _rotary_width(config, arguments), sections)
     return type(config)(**arguments)
 
 
@@ -216,14 +216,14 @@ def _small_ids(config: PreTrainedConfig) -> dict[int, int]:
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The configuration and its sub-configurations, breadth first."""
+    """Yield the config and its sub-configs, breadth first."""
     queue = [config]
     while queue:
         yield (part := queue.pop(0))
         queue += [value for value in vars(part).values() if isinstance(value, PreTrainedConfig)]
 
 
-def _related(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
+def _derived_sizes(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Sizes that depend on several attributes of the original."""
     found: dict[str, Any] = {}
     own = vars(config)
@@ -243,7 +243,7 @@ def _related(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     return found
 
 
-def _rotated(config: PreTrainedConfig, arguments: dict[str, Any]) -> int:
+def _rotary_width(config: PreTrainedConfig, arguments: dict[str, Any]) -> int:
     """Channels per head that the small model may rotate."""
     look = lambda name: arguments.get(name) or getattr(config, name, None)  # noqa: E731
     for name in ("qk_rope_head_dim", "head_dim", "attention_head_dim"):

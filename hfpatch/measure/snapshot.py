@@ -1,4 +1,4 @@
-"""Snapshot of what a model computes before a patch: one forward's inputs and outputs, to compare the result with."""
+"""Snapshot of a model's inputs and outputs before a patch, for comparison afterwards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bare import has_weights
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from .copies import copy_of
-from .hooks import Call, first_tensor, hooked
+from .hooks import Call, first_tensor, observe_calls
 from .inputs import with_media
 from .outputs import (
     DRAWS,
     FACTOR,
     Deviation,
+    add_rounding_noise,
     deviations,
     in_float64,
     last_bit,
@@ -26,16 +27,15 @@ from .outputs import (
     noise_floor,
     not_a_number,
     outputs_of,
-    shaken,
 )
-from .quiet_forward import fitting
+from .quiet_forward import cast_for_model
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
 
 
 @dataclass(frozen=True)
 class NormInput:
-    """The input of a norm whose mean is measured.
+    """Input of a norm whose mean is measured.
 
     Attributes:
         axes: the axes over which the norm takes its mean.
@@ -48,7 +48,7 @@ class NormInput:
 
 @dataclass
 class Forward:
-    """One forward: outputs, mean / standard deviation at the inputs of norms, at every position, and their widths."""
+    """Results of one forward: outputs, and mean / standard deviation at norm inputs by position, with widths."""
 
     outputs: dict[str, Tensor]
     means: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Forward:
 def run(
     model: nn.Module, inputs: Mapping[str, Any], norms: Mapping[str, NormInput], noise: float = 0.0, seed: int = 0
 ) -> Forward:
-    """Return one forward of a model, `shaken` by a noise, with the means at the inputs of norms, given by name."""
+    """Return one forward of a model with rounding noise of this size, and the means at the inputs of norms."""
     found, ratios = Forward({}), dict[str, list[Tensor]]()
 
     def watch(name: str, call: Call) -> None:
@@ -68,14 +68,14 @@ def run(
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
     modules = {name: model.get_submodule(name) for name in norms}
-    with shaken(model, noise, seed), hooked(modules, before=watch):
+    with add_rounding_noise(model, noise, seed), observe_calls(modules, before=watch):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
 
 
 def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) -> dict[str, Tensor] | Exception:
-    """Return the outputs of one forward of a copy on inputs that are made now, or why there are none.
+    """Return the outputs of one forward of a copy on new inputs, or the reason why there are none.
 
     A copy, since some models change their own settings in a forward.
 
@@ -88,7 +88,7 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
     """
     try:
         made = inputs()
-        return {} if made is None else run(copy_of(model, share=True), fitting(model, made), {}).outputs
+        return {} if made is None else run(copy_of(model, share=True), cast_for_model(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
     except Exception as error:  # whatever a forward may raise
@@ -96,7 +96,7 @@ def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) ->
 
 
 def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dict[str, Any] | None:
-    """Return `with_media`'s inputs of one forward if a model runs on these; else None.
+    """Return `with_media`'s inputs of one forward if a model runs on them, else None.
 
     On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
     """
@@ -109,7 +109,7 @@ def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dic
 
 @dataclass
 class Verdict:
-    """Measured relative errors of what should be exact, each with the tolerance that rounding justifies.
+    """Measured errors of an exact conversion, each with the tolerance that rounding justifies.
 
     Attributes:
         error, tolerance: largest difference of an output, divided by the output's root mean square.
@@ -140,12 +140,12 @@ class Verdict:
 
 
 class Snapshot:
-    """What a model computes before a patch: inputs, outputs, and with `norms` what rounding does to them.
+    """Inputs and outputs of a model before a patch, with `norms` also the effect of rounding on them.
 
-    Noise in the last bit (eps) of every module's output (`shaken`) moves the outputs and the means at the norms; what
-    is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error of a
-    mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward, by
-    ten times float32's last bit.
+    `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms;
+    what is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error
+    of a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward,
+    by ten times float32's last bit.
 
     Forwards run on copies that share the weights: some models change their own settings in a forward.
 
@@ -178,13 +178,13 @@ class Snapshot:
             self.why_not = "weights aren't in memory"
             return
         try:
-            self.inputs = fitting(model, inputs())
+            self.inputs = cast_for_model(model, inputs())
             copied = copy_of(model, share=True)
             before = run(copied, self.inputs, self.norms)
         except OUT_OF_MEMORY:
             raise
         except Exception as error:  # whatever a forward on generated inputs may raise
-            self.why_not, self.error = described(error), error
+            self.why_not, self.error = describe_error(error), error
             return
         if (broken := not_a_number(before.outputs)) is not None:
             self.why_not = f"its {broken} was NaN throughout before the patch"
@@ -208,7 +208,7 @@ class Snapshot:
         return self.floor is not None
 
     def verdict(self, model: nn.Module) -> Verdict:
-        """Return how far a model whose function should be the same is from it, with the means at its exact norms.
+        """Return the verdict on a model whose function should be the same, with the means at its exact norms.
 
         Raises:
             Exception: whatever the model's forward raises.

@@ -1,4 +1,4 @@
-"""Texts as token ids: the tokenizer that comes with a checkpoint, and what it makes of texts and of text files."""
+"""Tokenization of texts and text files with a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows 
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer itself, or the one inside a processor; None if there is none."""
+    """Return the tokenizer itself, or the one inside a processor; None if there is none."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
 def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
-    """A checkpoint's tokenizer or processor, None where it has none that opens."""
+    """Return a checkpoint's tokenizer or processor; None if none opens."""
     try:
         processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
@@ -35,8 +35,8 @@ def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
     return processor
 
 
-def copied_tokenizer(processor: Any, option: str) -> Any:
-    """A copy of the tokenizer, since a call of one changes what it would save.
+def copy_tokenizer(processor: Any, option: str) -> Any:
+    """Return a copy of the tokenizer, since calls change what it would save.
 
     Raises:
         OptionError: there is none.
@@ -52,7 +52,7 @@ def copied_tokenizer(processor: Any, option: str) -> Any:
 def encode(
     texts: list[str], tokenizer: Any, model: PreTrainedModel, length: int, option: str
 ) -> Mapping[str, list[list[int]]]:
-    """What a tokenizer makes of texts: lists of unequal length, cut at `length` and at its and the model's limits.
+    """Tokenize texts to lists of unequal length, truncated at `length` and the limits of tokenizer and model.
 
     Raises:
         OptionError: it takes no such texts.
@@ -67,7 +67,7 @@ def encode(
 
 
 def lines_of(path: str | os.PathLike[str], most: int, option: str) -> list[str]:
-    """The first lines of a text file that aren't empty.
+    """Return the first lines of a text file that aren't empty.
 
     Raises:
         OptionError: there is no such file, or it isn't text in UTF-8.

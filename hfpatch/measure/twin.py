@@ -1,4 +1,4 @@
-"""Small twins: random float64 models of a model's class, on which properties of the class are measured quickly."""
+"""Twins: small random float64 models of a model's class, on which its properties are measured fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .copies import copy_of
 from .float64 import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
-from .randomness import own_randomness, randomise
+from .randomness import randomise, seed_deterministically
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
 
@@ -23,7 +23,7 @@ _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep 
 def twin(
     model: nn.Module, example_inputs: Mapping[str, Any] | None = None, seed: int = 0
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A small model of the same class with random weights, in float64 on the CPU, and inputs for its forward.
+    """Return a small random float64 model of the same class on the CPU, and inputs for its forward.
 
     The first of these that runs and is built of the same modules and Parameters, tied in the same way (their names
     with `*` for every number): the config with few narrow layers, with few layers, and a copy of the model itself.
@@ -40,7 +40,7 @@ def twin(
     structure, failures = _structure(model), []
     for what, size in _candidates(model, example_inputs is None):
         try:
-            with own_randomness(seed), default_device(torch.device("cpu")), torch.no_grad():
+            with seed_deterministically(seed), default_device(torch.device("cpu")), torch.no_grad():
                 with host_errors():
                     small = copy_of(model, size=size, dtype=torch.float64, device="cpu")
                 _draw(small, seed)
@@ -87,7 +87,7 @@ def _structure(model: nn.Module) -> dict[str, set[Any]]:
 
 
 def _difference(structure: dict[str, set[Any]], other: dict[str, set[Any]]) -> str | None:
-    """In what two structures differ, for a message; None where they are the same."""
+    """In what two structures differ, for a message; None if they are the same."""
     for what, parts in structure.items():
         if odd := sorted(map(str, parts ^ other[what])):
             return f"its {what} differ, as in {odd[0]}"

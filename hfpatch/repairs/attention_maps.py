@@ -1,4 +1,4 @@
-"""Fits an attention's queries and keys to the original's attention maps, after a change of positions.
+"""Fits an attention's queries and keys to the original's attention maps after a change of positions.
 
 Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
 average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..measure.copies import copy_of
 from ..measure.hooks import Call, first_tensor
-from ..measure.quiet_forward import attention_computed_by
+from ..measure.quiet_forward import use_attention
 from .report import FittedValues
 
 FITS = ("qk", "bias")
@@ -31,7 +31,7 @@ _SUMS_TO_ONE = 1e-2
 
 @dataclass
 class Example:
-    """One batch at an attention.
+    """One batch of inputs of an attention.
 
     Attributes:
         call: how the module is called.
@@ -45,7 +45,7 @@ class Example:
     held_out: Tensor
 
     def divergence(self, module: nn.Module, rows: Tensor) -> Tensor:
-        """Mean of KL(target || the module's map) over heads and over the chosen queries (B, T)."""
+        """Return the mean KL(target || the module's map) over heads and the chosen queries (B, T)."""
         present = map_of(module, self.call)
         assert present is not None
         logarithm = present.float().clamp_min(_LEAST).log()
@@ -54,7 +54,7 @@ class Example:
 
 
 def require_fit(fit: Any) -> None:
-    """Refuse what isn't one of `FITS`.
+    """Refuse a value that isn't one of `FITS`.
 
     Raises:
         OptionError: it isn't.
@@ -64,12 +64,12 @@ def require_fit(fit: Any) -> None:
 
 
 def map_of(module: nn.Module, call: Call) -> Tensor | None:
-    """The attention map (B, H, T, S) that a module returns after its output; None where it returns none."""
+    """Return the attention map (B, H, T, S) that a module returns after its output; None if it returns none."""
     return map_in(module(*call.args, **call.kwargs))
 
 
 def map_in(returned: Any) -> Tensor | None:
-    """The attention map in a module's result, after its output; None if there is none."""
+    """Return the attention map in a module's result, after its output; None if there is none."""
     for item in returned[1:] if isinstance(returned, tuple | list) else ():
         if isinstance(item, Tensor) and item.dim() == 4 and item.is_floating_point() and item.numel():
             sums = item.detach().float().sum(-1)
@@ -79,7 +79,7 @@ def map_in(returned: Any) -> Tensor | None:
 
 
 def in_float32(call: Call) -> Call:
-    """A call with all floats among its arguments in float32; float64's least value, a mask's, becomes float32's."""
+    """Return a call with its float arguments in float32; float64's minimum, used in masks, becomes float32's."""
     limits = torch.finfo(torch.float32)
     return recursively_apply(lambda x: x.float().clamp(limits.min, limits.max) if x.is_floating_point() else x, call)
 
@@ -97,7 +97,7 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
         The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
     """
     work = copy_of(module, dtype=torch.float32)
-    with attention_computed_by("eager", work):
+    with use_attention("eager", work):
         fitted = [example for example in examples if example.fitted.any()]
         chosen = _moving(work, fitted[0], [name for name in own if fit == "qk" or name.split(".")[-1] == "bias"])
         return _descend(work, examples, chosen, f"KL divergence; {fit}") if chosen else None

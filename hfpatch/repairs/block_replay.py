@@ -1,4 +1,4 @@
-"""Block replay: runs single blocks of a model on calibration batches; earlier blocks return outputs cached on disk.
+"""Block replay: runs single blocks of a model on calibration batches, with earlier outputs cached on disk.
 
 A block is an element of an `nn.ModuleList` that runs once in a forward. To record activations inside one, the model's
 own forward is run with every earlier block replaced by its cached output, and is left by an exception as soon as all
@@ -21,10 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
-from ..measure.hooks import After, Before, Call, first_tensor, hooked
+from ..measure.hooks import After, Before, Call, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
-from .calibration import Batches, rows_of, stored
+from .calibration import Batches, rows_of, to_cpu
 
 
 class _AllObserved(BaseException):
@@ -33,7 +33,7 @@ class _AllObserved(BaseException):
 
 @dataclass
 class Segment:
-    """Part of a forward: one block, or the modules that run before, between or after blocks.
+    """Part of a forward: one block, or the modules before, between or after blocks.
 
     Attributes:
         block: name of the block; None outside blocks.
@@ -47,7 +47,7 @@ class Segment:
 
 
 class BlockReplay:
-    """Runs one model on batches, with the outputs of finished blocks and other activations stored on disk.
+    """Runs a model on batches block by block, with outputs of finished blocks and activations stored on disk.
 
     Args:
         model: is run unchanged on its own device, inside the caller's `quiet`.
@@ -73,34 +73,34 @@ class BlockReplay:
     # Forwards
 
     def forward(self, index: int, rows: Tensor | None = None) -> Any:
-        """The model's output for one batch, or for some of its sequences."""
+        """Return the model's output for one batch, or for some of its sequences."""
         with torch.no_grad():
             return self.model(**self.inputs(index, rows))
 
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
-        """Keyword arguments of a forward of one batch, or of some of its sequences."""
+        """Return the keyword arguments of a forward of one batch, or of some of its sequences."""
         inputs = self.batches.inputs(index)
         if rows is not None:
             inputs = rows_of(inputs, rows, self.batches.count_of(index))
         return cast(inputs, self.device, self.model.dtype)
 
-    def forward_kept(self, index: int, row: Tensor | None) -> Any:
-        """The model's output for one sequence, with what `forward_again` needs stored; the first time that is tried."""
+    def forward_and_store(self, index: int, row: Tensor | None) -> Any:
+        """Run one sequence and store what `forward_from_store` needs; the first call also tests that."""
 
         def keep(name: str, value: Any) -> None:
             self.freeze(name, _place(index, row), value)
 
-        with self.hooked(self.ends, after=keep):
+        with self.observe_calls(self.ends, after=keep):
             output = self.forward(index, row)
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
             if self.ends:
-                again = self.forward_again(index, row)
+                again = self.forward_from_store(index, row)
                 self.replays_ends = max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
         return output
 
-    def forward_again(self, index: int, row: Tensor | None) -> Any:
-        """What `forward_kept` returned, without running blocks if that can be."""
+    def forward_from_store(self, index: int, row: Tensor | None) -> Any:
+        """Return what `forward_and_store` returned, without running blocks if possible."""
         replaying = self._replaying(_place(index, row), ends=True) if self.replays_ends else contextlib.nullcontext()
         with replaying:
             return self.forward(index, row)
@@ -108,7 +108,7 @@ class BlockReplay:
     def observe(
         self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()
     ) -> dict[tuple[str, str], Any]:
-        """Records the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
+        """Return the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
 
         Modules that the forward never reaches are missing from the result.
         """
@@ -123,32 +123,32 @@ class BlockReplay:
                     raise _AllObserved
 
         names = {name for _, name in missing}
-        hooks = self.hooked(names, partial(record, "in"), partial(record, "out"))
+        hooks = self.observe_calls(names, partial(record, "in"), partial(record, "out"))
         with hooks, self._replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
         return recorded
 
     def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
-        """First tensor among the arguments of some modules, and among the results of others, by name, for one batch."""
+        """Return the first tensor in some modules' arguments and in others' results, by name, for one batch."""
         recorded = self.observe(index, inputs, outputs)
         return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
-    def hooked(
+    def observe_calls(
         self, names: Iterable[str], before: Before | None = None, after: After | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Context in which the calls and results of these modules are shown to functions, as in `measure.hooks`."""
-        return hooked({name: self.modules[name] for name in names}, before, after)
+        """Context in which functions get the calls and results of these modules, as in `measure.hooks`."""
+        return observe_calls({name: self.modules[name] for name in names}, before, after)
 
     # Frozen blocks
 
     def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
-        """Store a block's output for a batch (`returned`, or else computed), which later forwards return at once."""
+        """Store a block's output for a batch (`returned`, or computed here), which later forwards return."""
         value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
-        output = stored(value) if isinstance(value, Tensor) else tuple(map(stored, value))
+        output = to_cpu(value) if isinstance(value, Tensor) else tuple(map(to_cpu, value))
         save_temporary(output, self._path(block, index))
 
     def discard(self, block: str) -> None:
-        """Delete a frozen block's outputs, which nothing reads any more: it then passes its input through."""
+        """Delete a frozen block's outputs once nothing reads them: it then passes its input through."""
         for index in range(len(self.batches)):
             self._path(block, index).write_bytes(b"")
 
@@ -157,8 +157,8 @@ class BlockReplay:
         for index in range(len(self.batches)):
             self._path(block, index).unlink(missing_ok=True)
 
-    def give_up(self, block: str) -> None:
-        """Free a frozen block's own weights: it can't run again. What shares their memory keeps them."""
+    def free_weights(self, block: str) -> None:
+        """Free a frozen block's own weights, so that it can't run again; shared ones are kept."""
         inside = set(self.modules[block].modules())
         others = (module for module in self.modules.values() if module not in inside)
         shared = {id(p) for module in others for p in module.parameters(recurse=False)}
@@ -190,10 +190,10 @@ class BlockReplay:
 
     def save(self, name: str, index: int, value: Tensor) -> None:
         """Store a tensor of a batch under a name."""
-        save_temporary(stored(value), self._path(f"value {name}", index))
+        save_temporary(to_cpu(value), self._path(f"value {name}", index))
 
-    def saved(self, name: str, index: int) -> Tensor:
-        """The tensor that `save` stored."""
+    def load_saved(self, name: str, index: int) -> Tensor:
+        """Return the tensor that `save` stored."""
         return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
 
     def delete_saved(self) -> None:
@@ -223,7 +223,7 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
+    """Return whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
     weight = module._parameters.get("weight")  # absent where it is parametrised
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 
@@ -238,7 +238,7 @@ def holds_maps(module: nn.Module) -> bool:
 
 
 def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
-    """The segments of a model in forward order, and the modules that run more than once (shared by several layers).
+    """Return a model's segments in forward order, and the modules that run more than once (shared by layers).
 
     Args:
         replay: replay of the model; its `forms` and `ends` are filled in.
@@ -264,7 +264,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
-    with replay.hooked({*blocks, *found}, partial(record, "in"), partial(record, "out")):
+    with replay.observe_calls({*blocks, *found}, partial(record, "in"), partial(record, "out")):
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}

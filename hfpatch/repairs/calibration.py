@@ -1,4 +1,4 @@
-"""Calibration inputs of a repair: checked, stored on disk, and divided into fitted and held-out sequences."""
+"""Calibration inputs of a repair: checked, stored on disk, and split into fitted and held-out sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.bare import has_weights
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
-from ..measure.quiet_forward import fitting, give_back_memory, quiet
+from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
@@ -30,7 +30,7 @@ _MOST = 100_000  # sequences; a generator that gives more is taken for an endles
 
 
 class Batches:
-    """Calibration inputs stored on disk, the same in every pass: batches to fit, and batches to judge by.
+    """Calibration batches stored on disk, split into ones to fit and ones to judge.
 
     No sequence of the one kind nearly equals one of the other (see `distinct.py`). A batch that can't be divided among
     its sequences (images packed into one tensor) counts as one sequence.
@@ -65,7 +65,7 @@ class Batches:
         keys: list[Key] = []
         raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
-            inputs = {name: stored(value) for name, value in batch.items()}
+            inputs = {name: to_cpu(value) for name, value in batch.items()}
             count = count_sequences(inputs, model.main_input_name)
             self.sequences += count
             found = self._keys(inputs, count, model.main_input_name)
@@ -142,26 +142,26 @@ class Batches:
         """Return whether a batch is for judging."""
         return self._judges[index]
 
-    def held_out(self) -> list[int]:
+    def held_out_batches(self) -> list[int]:
         """Return the batches that are for judging."""
         return [index for index in range(len(self)) if self._judges[index]]
 
     def count_held_out(self) -> int:
         """Return how many sequences are for judging."""
-        return sum(self._counts[index] for index in self.held_out())
+        return sum(self._counts[index] for index in self.held_out_batches())
 
     def single_rows(self, index: int) -> list[Tensor | None]:
-        """Return a batch's sequences one by one, each as rows for `BlockReplay.forward`; None for all, undivided."""
+        """Return a batch's sequences one by one, as rows for `BlockReplay.forward`; None for all at once."""
         if is_divisible(self.inputs(index), count := self._counts[index]):
             return [torch.tensor([row]) for row in range(count)]
         return [None]
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
-        """1 where an input isn't padding, of the encoder's (or only) side or of the decoder's."""
+        """Return 1 where an input isn't padding, for the encoder (or only) side or the decoder."""
         return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
 
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> Tensor:
-        """Return which of the flattened rows of activations (B, T, ..., d) count: those that aren't padding.
+        """Return which flattened rows of activations (B, T, ..., d) aren't padding.
 
         Raises:
             OptionError: activations that can't be divided among the sequences.
@@ -176,7 +176,7 @@ class Batches:
         return valid
 
     def row_pieces(self, index: int, decoder: bool, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Return activations (B, T, ..., d) as rows (n, d) without padding, some at a time, in float32 or wider."""
+        """Yield activations (B, T, ..., d) as rows (n, d) without padding, in chunks, in float32 or wider."""
         device = values[0].device  # of a model in bfloat16, all rows of a wide layer would take much room in float32
         valid = self.rows(index, values[0].shape, decoder).to(device)
         flat = [value.to(device).flatten(0, -2) for value in values]
@@ -188,7 +188,7 @@ class Batches:
 def read_calibration(
     calibration: Any, model: PreTrainedModel, tokenizer: Any = None
 ) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
-    """The inputs for a repair that `read_batches` makes of some data, without labels; a decoder reads them instead.
+    """Return a repair's inputs from data, as `read_batches` does, without labels; a decoder reads them instead.
 
     Raises:
         OptionError: as in `read_batches`; of a list also if it holds one sequence.
@@ -204,7 +204,7 @@ def read_calibration(
 
 
 def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
-    """Refuse what `calibration=` can't be combined with.
+    """Refuse options that `calibration=` can't be combined with.
 
     Raises:
         OptionError: `fit` is unknown, or set where nothing is repaired; or init="reset", whose starting values a repair
@@ -220,7 +220,7 @@ def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
 
 
 def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Any:
-    """Return the inputs of a repair that `patch_model` makes of its `calibration=`.
+    """Return the repair inputs for `patch_model`'s `calibration=`; "self" samples them from the model.
 
     "self", or a function that draws them, is returned as it is: nothing is drawn before something needs a repair.
 
@@ -236,7 +236,7 @@ def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) ->
 
 
 def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable[dict[str, Any]]:
-    """Return the same inputs of a repair, after a forward of the first ones.
+    """Run a forward of the first batch of a repair's inputs, and return all of them.
 
     Raises:
         OptionError: the model doesn't take them.
@@ -246,12 +246,12 @@ def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel)
         first = next(rest)
     takes = inspect.signature(model.forward).parameters
     few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    with quiet(model):
+    with inference_state(model):
         try:
-            model(**fitting(model, first), **few)
+            model(**cast_for_model(model, first), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
-    give_back_memory()
+    free_unused_memory()
     return batches if isinstance(batches, list) else itertools.chain([first], rest)
 
 
@@ -271,7 +271,7 @@ def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -
 
 
 def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
-    """How many sequences a batch holds, by its main input where that is a tensor."""
+    """Return how many sequences a batch holds, by its main input if that is a tensor."""
     tensors = [inputs.get(main), *inputs.values()]
     return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
@@ -302,7 +302,7 @@ def require_distinct(distinct: int, sequences: int) -> None:
 
 
 def require_enough(outputs: int, batches: Batches) -> None:
-    """Refuse held-out sequences with so few tokens that help can't be told from noise.
+    """Refuse held-out sequences with too few tokens to tell an improvement from noise.
 
     Raises:
         OptionError: says how many sequences are needed.
@@ -317,6 +317,6 @@ def require_enough(outputs: int, batches: Batches) -> None:
         )
 
 
-def stored(value: Any) -> Any:
-    """A tensor in the form in which it is saved: on the CPU, without the memory of a larger base tensor."""
+def to_cpu(value: Any) -> Any:
+    """Return a tensor on the CPU, detached from a larger base tensor, as it is saved."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -15,15 +15,15 @@ _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies a
 
 
 def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> tuple[str, Tensor]:
-    """Name of the measure, and its values at all tokens (without padding) of the held-out sequences.
+    """Return the measure's name, and its values at all tokens (without padding) of the held-out sequences.
 
     Args:
         new, old: the patched model and the original.
         again: for a second time; then the original's blocks may have been given up.
     """
-    original = old.forward_again if again else old.forward_kept
+    original = old.forward_from_store if again else old.forward_and_store
     found, measure = [], ""
-    for i in new.batches.held_out():
+    for i in new.batches.held_out_batches():
         for row in new.batches.single_rows(i):
             measure, distances = token_distances(original(i, row), new.forward(i, row))
             mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)
@@ -35,13 +35,13 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
 
 
 def helps(before: Tensor, after: Tensor) -> bool:
-    """Whether distances at the same tokens became smaller by more than noise: twice the mean's standard error."""
+    """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error."""
     gain = before - after
     return bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
 
 
 def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
-    """Name of the measure, and the distance of two models' outputs at each token.
+    """Return the measure's name, and the distance of two models' outputs at each token.
 
     KL(old || new) in nats of the distributions over the vocabulary; without logits |old - new|^2 / mean(|old|^2) of the
     first output.

@@ -1,4 +1,4 @@
-"""Divides calibration sequences into those that are fitted and those that judge, so that none of them is on both sides.
+"""Splits calibration sequences into fitted and held-out ones without near duplicates across the two.
 
 Two sequences count as nearly equal if one holds at least four fifths of the other's runs of four tokens, or, where they
 are numbers (images, sound), if they differ by less than a tenth of their distance from the mean of all.
@@ -22,7 +22,7 @@ Key = frozenset[tuple[int, ...]] | Tensor  # what a sequence is compared by
 
 
 def key_of(sequence: Tensor, mask: Tensor | None) -> Key:
-    """Return what a sequence is compared by: its runs of four tokens, or its numbers averaged to 256.
+    """Return the key to compare a sequence by: its runs of four tokens, or its numbers averaged to 256.
 
     Args:
         sequence: one row of the main input, without the batch axis.
@@ -36,7 +36,7 @@ def key_of(sequence: Tensor, mask: Tensor | None) -> Key:
 
 
 def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
-    """Return the places of the sequences to fit and of those that judge; others nearly equal one that judges.
+    """Return the indices of sequences to fit and of those to judge; near duplicates of the latter are left out.
 
     Every eighth distinct sequence judges, or the last of fewer. What is nearly equal to one of these is on neither
     side. What is equal to another sequence that is fitted counts as often as it stands there.

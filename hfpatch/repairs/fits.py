@@ -1,4 +1,4 @@
-"""Fits single modules of a patched model: what is fitted is written, and kept if the written model is nearer.
+"""Fits single modules of a patched model, and keeps a fit if it brings the model nearer to the original.
 
 Each fit computes values; they are written to the Parameters in their dtype, and the error on the held-out sequences is
 measured before and after, by running the model. So the errors that a report gives are those of the model that the user
@@ -19,7 +19,7 @@ from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
-from ..measure.quiet_forward import attention_computed_by, give_back_memory
+from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
@@ -27,7 +27,7 @@ from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
-from .stacked import transformed
+from .stacked import transform_along_axis
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
@@ -73,11 +73,13 @@ class Fitter:
         for i in range(len(self.batches)):
             self.new.save(name, i, _channels_last(module, self.new.run(i, inputs=[name])[name]))
             with torch.no_grad():
-                self.old.save(output, i, _channels_last(module, original(self.old.saved(name, i))))
+                self.old.save(output, i, _channels_last(module, original(self.old.load_saved(name, i))))
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
-                for u, y in self.batches.row_pieces(i, decoder, self.new.saved(name, i), self.old.saved(output, i)):
+                for u, y in self.batches.row_pieces(
+                    i, decoder, self.new.load_saved(name, i), self.old.load_saved(output, i)
+                ):
                     yield u, y, self._judge(i, u)
 
         def write(values: Mapping[str, Tensor]) -> None:
@@ -89,7 +91,7 @@ class Fitter:
         return self.new.delete_saved()
 
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
-        """Fit a map that writes to the stream, so that the stream behind it is nearer to the original's.
+        """Fit a map that writes to the stream, so that the stream after it is nearer to the original's.
 
         Of experts the output o is what is fitted: o <- o + o N, by their last matrices.
 
@@ -127,8 +129,8 @@ class Fitter:
         if not judged:
             return
         fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder)
-        for i in self.batches.held_out():
-            x = self.old.saved(first, i)
+        for i in self.batches.held_out_batches():
+            x = self.old.load_saved(first, i)
             for name in judged:
                 with torch.no_grad():
                     output = first_tensor(modules[name](x.to(next(modules[name].parameters()).dtype)))
@@ -153,13 +155,13 @@ class Fitter:
         self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
 
     def save_maps(self, name: str, original: str) -> None:
-        """Save the original's attention maps, of batches up to the limits above that include held-out sequences."""
+        """Save the original's attention maps of batches, up to the limits above, including held-out sequences."""
         sequences = numbers = held_out = fitted = 0
         self.mapped[name] = 0
         for i in range(len(self.batches)):
             if held_out and fitted and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
                 break
-            with attention_computed_by("eager", self.old.model):
+            with use_attention("eager", self.old.model):
                 call = self.old.observe(i, inputs=[original]).get(("in", original))
                 target = None if call is None else map_of(self.old.modules[original], call)
             if target is None:
@@ -174,9 +176,9 @@ class Fitter:
         module, decoder = self.new.modules[name], self.roles.in_decoder(name)
         examples = []
         for i in range(self.mapped[name]):
-            with attention_computed_by("eager", self.new.model):
+            with use_attention("eager", self.new.model):
                 call = self.new.observe(i, inputs=[name])["in", name]
-            target = self.old.saved(f"{name} map", i)
+            target = self.old.load_saved(f"{name} map", i)
             rows = target[:, 0].shape
             valid = self.batches.rows(i, rows, decoder).unflatten(0, rows[:2]).to(target.device)
             judges = torch.full_like(valid, self.batches.judges(i))
@@ -192,7 +194,7 @@ class Fitter:
 
         def error() -> float:
             work = copy_of(module, dtype=torch.float32)
-            with attention_computed_by("eager", work):
+            with use_attention("eager", work):
                 return held_out_divergence(work, examples)
 
         return self._keep_if_nearer(name, "maps", fit, write, error, _NOTHING_MOVES)
@@ -217,15 +219,15 @@ class Fitter:
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
                 seen = self.new.run(i, inputs, outputs)
-                target = self.old.saved(point, i).to(seen[point])
+                target = self.old.load_saved(point, i).to(seen[point])
                 values = seen[name], target - seen[point], target
                 del seen, target
-                give_back_memory()
+                free_unused_memory()
                 for x, missing, target in self.batches.row_pieces(i, decoder, *values):
                     yield x, missing, target, self._judge(i, x)
                     del x, missing, target
                 del values
-                give_back_memory()
+                free_unused_memory()
 
         return fit_ridge(rows(), bias)
 
@@ -249,11 +251,11 @@ class Fitter:
 
         def measure() -> float:
             moments: dict[str, _Moments] = {name: _Moments() for name in targets}
-            for i in self.batches.held_out():
+            for i in self.batches.held_out_batches():
                 seen = self.new.run(i, inputs, outputs)
                 for name, saved in targets.items():
                     y = _channels_last(self.new.modules[name], seen[name]) if name in outputs else seen[name]
-                    pair = y, self.old.saved(saved, i)
+                    pair = y, self.old.load_saved(saved, i)
                     for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
                         moments[name].add(y, target)
             return sum(found.share() for found in moments.values()) / len(moments)
@@ -294,7 +296,7 @@ class Fitter:
     def _transform(self, module: nn.Module, parameter: str, axis: int, change: Tensor, reads: bool) -> None:
         """Multiply a Parameter with I + change along an axis."""
         values = module.get_parameter(parameter).detach().to(change.device).double()
-        self.edits.write(module, WeightChange(parameter, "add", transformed(values, change, axis, reads)))
+        self.edits.write(module, WeightChange(parameter, "add", transform_along_axis(values, change, axis, reads)))
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""

@@ -1,4 +1,4 @@
-"""Streamed least squares: sums over any number of batches, solved in float64, judged on sequences held out of them.
+"""Streamed least squares: sums over batches, solved in float64, judged on held-out sequences.
 
 The rows held out are kept on disk, so that any candidate can be judged on data it hasn't seen without another pass.
 """
@@ -23,7 +23,7 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diago
 
 
 class Ridge:
-    """Least squares of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, R'X and sums.
+    """Ridge regression of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, R'X and sums.
 
     minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; `PENALTIES` are tried from the
     smallest on, and the largest is taken whose error on the held-out rows is within a tenth of the best one's, and that
@@ -48,7 +48,7 @@ class Ridge:
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
-        """Add rows X (n, in) and R (n, out), which are used up; `held_out` (n,) says which of them are for judging."""
+        """Add rows X (n, in) and R (n, out), which are overwritten; `held_out` (n,) marks rows for judging."""
         if not len(x):
             return
         x, r, held_out = (one.to(self.x.device) for one in (x, r, held_out))
@@ -68,7 +68,7 @@ class Ridge:
         self.r += r.double().sum(0)
 
     def solve(self) -> FittedValues | None:
-        """The best "weight" (in, out) and "bias" (out,), once: the sums are used up.
+        """Return the best "weight" (in, out) and "bias" (out,); callable once, since the sums are overwritten.
 
         None where X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
         """
@@ -125,7 +125,7 @@ class Ridge:
             self.disk.release()
 
     def _error(self, weight: Tensor | None, bias: Tensor) -> float:
-        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 where it is None."""
+        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 if it is None."""
         total, count = bias.new_zeros(()), 0
         for stored_x, stored_r in self.held_out:
             residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
@@ -141,7 +141,7 @@ class Ridge:
 
 
 def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> FittedValues | None:
-    """`Ridge` on streamed rows (x, residual, target, held_out); errors are shares of the target's mean variance."""
+    """Fit `Ridge` on streamed rows (x, residual, target, held_out); errors are shares of the target's variance."""
     ridge: Ridge | None = None
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for x, residual, target, held_out in rows:
@@ -178,7 +178,7 @@ class ChannelAffine:
         self.y, self.yy = zeros(2), zeros(2)
 
     def add(self, hs: Iterable[Tensor], y: Tensor, held_out: Tensor) -> None:
-        """Add rows (n, d): what each candidate gives for h, and the y that it should lead to."""
+        """Add rows (n, d): each candidate's h, and the target y."""
         parts = [(rows, in_float64(y[rows])) for rows in (~held_out, held_out)]
         for part, (_, b) in enumerate(parts):
             self.count[part] += len(b)
@@ -192,7 +192,7 @@ class ChannelAffine:
                 self.hy[part, candidate] += (a * b).sum(0)
 
     def solve(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gain (k, d), shift (k, d), and the mean squared error (k,) on the held-out rows, for each candidate."""
+        """Return gain (k, d), shift (k, d) and held-out mean squared error (k,) for each candidate."""
         n = max(self.count[0], 1)
         h, hh, hy, y = (sums[0] / n for sums in (self.h, self.hh, self.hy, self.y))
         if self.free == (True, True):
@@ -203,12 +203,12 @@ class ChannelAffine:
         return gain, shift, self.error(gain, shift)
 
     def variance(self) -> float:
-        """Mean variance over channels of the y that are fitted."""
+        """Return the mean variance over channels of the targets."""
         n = max(self.count[0], 1)
         return float((self.yy[0] / n - (self.y[0] / n).square()).mean().clamp_min(1e-30))
 
     def error(self, gain: Tensor, shift: Tensor) -> Tensor:
-        """Mean squared error (k,) of given gains and shifts on the held-out rows."""
+        """Return the held-out mean squared error (k,) of gains and shifts."""
         h, hh, hy, y, yy = (sums[1] for sums in (self.h, self.hh, self.hy, self.y, self.yy))
         n = self.count[1]
         error = yy - 2 * gain * hy - 2 * shift * y + gain.square() * hh + 2 * gain * shift * h + n * shift.square()

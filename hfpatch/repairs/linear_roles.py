@@ -1,4 +1,4 @@
-"""Finds by running a block which of its linear layers write to the residual stream and which read the same tensor."""
+"""Finds which linear layers of a block write to the residual stream and which read the same tensor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import attention_computed_by
+from ..measure.quiet_forward import use_attention
 from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.norms import describe
-from ..sites.stream import find_sum, is_read_by_these_alone, read_alike, reads_norm
+from ..sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment, is_linear_map
 from .stacked import Axes, reading_axes, writing_axes
@@ -25,7 +25,7 @@ _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the strea
 
 @dataclass
 class BlockRoles:
-    """Roles of the linear maps of one segment.
+    """Roles of the linear layers of one segment.
 
     Attributes:
         writers: map whose output is added to the stream -> the first norm whose input contains it, or else the block
@@ -47,7 +47,7 @@ class BlockRoles:
 
 
 class Roles:
-    """Roles of the linear maps of a patched model, block by block.
+    """Finds the roles of a patched model's linear layers, block by block.
 
     Each block is run on its recorded arguments for two sequences (so that (B, T, d) differs from (T, B, d)), as it was
     before any fit.
@@ -66,7 +66,7 @@ class Roles:
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
-        """The roles in one segment, found by adding noise to the outputs of its maps one by one.
+        """Return the roles in one segment, found by adding noise to the outputs of its maps one by one.
 
         Outside of blocks only readers of a norm's output are found: a head.
 
@@ -92,13 +92,13 @@ class Roles:
             if point is not None and (plain or name in roles.writes):
                 roles.writers[name] = later[point]
             if (plain and point is None) or name in roles.reads:
-                same = (one for one in roles.readers if read_alike(block, calls[one], calls[name]))
+                same = (one for one in roles.readers if read_same_tensor(block, calls[one], calls[name]))
                 roles.readers.setdefault(next(same, name), []).append(name)
         for first, group in roles.readers.items():
             for norm in points:
                 shift, maps = self._own_shift(norm), [calls[name] for name in group]
                 reads = shift and reads_norm(block, calls[norm], maps[0])
-                if shift and reads and is_read_by_these_alone(block, calls[norm], maps):
+                if shift and reads and is_read_only_by(block, calls[norm], maps):
                     roles.shifts[first] = norm, shift
         ends_in_norm = bool(points) and torch.equal(base.outputs[calls[points[-1]]], base.points[OUTPUT])
         roles.complete = block.name in roles.writers.values() or ends_in_norm
@@ -141,7 +141,7 @@ class Roles:
         return facts.shift if plain and facts is not None and self.owns_parameters(norm) else None
 
     def attentions(self, segment: Segment, roles: BlockRoles) -> dict[str, str]:
-        """The last of the maps from which an attention's queries, keys and values come -> that attention."""
+        """Return the last of the maps from which an attention's queries, keys and values come -> that attention."""
         if segment.block is None:
             return {}
         found: list[str] = []
@@ -151,7 +151,10 @@ class Roles:
                 found.append(name)
 
         inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
-        with attention_computed_by("eager", self.replay.model), self.replay.hooked(inside, after=record_attention):
+        with (
+            use_attention("eager", self.replay.model),
+            self.replay.observe_calls(inside, after=record_attention),
+        ):
             self.replay.run(0, outputs=[segment.block])
         last = {}
         for name in segment.modules:
@@ -169,11 +172,11 @@ class Roles:
         return next((name for name, module in self.replay.modules.items() if module is encoder and name), "encoder")
 
     def in_decoder(self, name: str) -> bool:
-        """Whether a module is part of an encoder-decoder's decoder."""
+        """Return whether a module is part of an encoder-decoder's decoder."""
         return self.encoder is not None and not name.startswith(f"{self.encoder}.")
 
     def reads_encoder(self, name: str) -> bool:
-        """Whether a linear map of a decoder reads the encoder's output."""
+        """Return whether a linear map of a decoder reads the encoder's output."""
         if self.encoder is None or self.encoder not in self.replay.modules:
             return False
         seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])

@@ -1,4 +1,4 @@
-"""Judges a repair on sequences that are longer than those of the calibration, made of tokens that it holds out."""
+"""Judges a repair on sequences longer than the calibration, joined from held-out sequences."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PLAIN = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def positions_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens that one text of a model may have; 0 where its config sets no limit."""
+    """Return a model's number of text positions; 0 if its config sets no limit."""
     return longest_text(model) or 0
 
 
 class LongerSequences:
-    """Held-out sequences joined to longer ones, and the original's outputs for them.
+    """Held-out sequences joined into longer ones, with the original's outputs for them.
 
     Only for models that read token ids alone, with calibration that is much shorter than their positions: what a repair
     does at later positions shows nowhere else. No labels are needed, since the original is what is compared with.
@@ -48,7 +48,7 @@ class LongerSequences:
         limit = min(positions_of(reference), positions_of(model))
         if not is_short(batches.longest or 0, limit) or model.config.is_encoder_decoder:
             return
-        inputs = [batches.inputs(i) for i in batches.held_out()]
+        inputs = [batches.inputs(i) for i in batches.held_out_batches()]
         given = {name for one in inputs for name, value in one.items() if isinstance(value, Tensor)}
         if not given <= _PLAIN or any(one["input_ids"].dim() != 2 for one in inputs):
             return

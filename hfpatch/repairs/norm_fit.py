@@ -1,4 +1,4 @@
-"""Fits a norm to the original's output: gain and shift by least squares per channel, scalars (alpha, s) by search."""
+"""Fits a norm to the original's output: gain and shift by least squares, scalars (alpha, s) by search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
 def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
-    """The best gain, shift and scalars of a norm, which isn't changed.
+    """Return the best gain, shift and scalars of a norm, without changing it.
 
     Errors are shares of the variance of what is to be matched. The note has the scalars, the size of the norm's input
     and the share of saturated values.
@@ -58,13 +58,13 @@ def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step
     for u, y, held_out in rows():
         u, y, held_out = u[::step], y[::step], held_out[::step]
         sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device)
-        sums.add((_normalised(module, u, setting) for setting in settings), y, held_out)
+        sums.add((_normalise(module, u, setting) for setting in settings), y, held_out)
     assert sums is not None
     return sums
 
 
 def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A norm's present gain and shift in float64; 1 and 0 where it has none."""
+    """A norm's present gain and shift in float64; 1 and 0 if it has none."""
     gain, shift = (getattr(module, name) for name in module.names)
     one = torch.ones((), dtype=torch.float64, device=device)
     present = [None if value is None else value.detach().to(device).to(one) for value in (gain, shift)]
@@ -85,12 +85,12 @@ def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
 def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spread: float) -> str:
     if not setting:
         return ""
-    saturated = (_normalised(module, u, setting).abs() > _SATURATED).float().mean()
+    saturated = (_normalise(module, u, setting).abs() > _SATURATED).float().mean()
     scalars = ", ".join(f"{name}={value:.3g}" for name, value in setting.items())
     return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
 
 
-def _normalised(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
+def _normalise(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:
     """What a copy of the norm makes of its input with these scalars."""
     with torch.no_grad():
         for name, value in setting.items():

@@ -1,4 +1,4 @@
-"""What a repair takes: a patched model and its original."""
+"""Checks of the two models of a repair: the patched one and its original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair of a patched model: its Parameters are fitted to the original's activations, without labels or training.
+"""Repair of a patched model: fits its Parameters to the original's activations, without labels or training.
 
 The fits go through the patched model in forward order. Each one uses the model's own activations, with all earlier fits
 done, so that it also corrects the errors that are left of those. Except for the attention maps they have closed forms,
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from transformers.utils.logging import tqdm
 
-from ..core.holders import takes_holders
+from ..core.holders import unwrap_holders
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
-from ..measure.quiet_forward import give_back_memory, quiet
+from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
@@ -54,7 +54,7 @@ _NO_PROJECTION = "no linear map's output is added as it is to the block's output
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 
 
-@takes_holders
+@unwrap_holders
 def repair(
     model: Any,
     reference: Any,
@@ -113,8 +113,8 @@ def repair(
         torch.autocast(model.device.type, enabled=False),
         process_state,
         transaction_on(model) if edits is None else nullcontext(edits) as edits,
-        quiet(model),
-        quiet(reference),
+        inference_state(model),
+        inference_state(reference),
     ):
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
@@ -122,7 +122,7 @@ def repair(
         repairer = _Repairer(new, old, edits, fit, gives_up=not by_itself)
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
-        edits.set_attribute(model.config, KEY, record.repaired(original, repairer.report.outcome()).to_json())
+        edits.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
         edits.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
@@ -202,7 +202,7 @@ class _Repairer:
 
     def _repair(self, segment: Segment) -> None:
         """Fit the norms, readers, projections and attention maps of one segment, in forward order."""
-        give_back_memory()
+        free_unused_memory()
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
         self._save_original(segment, roles, attentions)
@@ -250,7 +250,7 @@ class _Repairer:
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
         if self.gives_up and self.old.replays_ends:
-            self.old.give_up(block)
+            self.old.free_weights(block)
         if stack in self.latest:
             self.new.discard(self.latest[stack])
             self.old.discard(self.latest[stack])

@@ -31,7 +31,7 @@ def is_short(longest: int, positions: int) -> bool:
 
 @dataclass
 class Step:
-    """One step of a repair: a module and what was fitted of it.
+    """Step of a repair: a module and what was fitted.
 
     Attributes:
         module: its name, or that of the first of several maps that read the same tensor.
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass
 class FittedValues:
-    """Values that were fitted to a module's Parameters; they are judged once they are written.
+    """Values fitted to a module's Parameters, before they are written and judged.
 
     Attributes:
         before, after: errors of the present and of the fitted values, as the fit computes them.
@@ -105,7 +105,7 @@ class RepairReport(SavedResult):
 
     @property
     def recovered(self) -> float:
-        """The share of the distance that the repair took away; 0 where it was undone."""
+        """The share of the distance that the repair took away; 0 if it was undone."""
         return 1 - self.after / self.before if self.kept else 0.0
 
     @property
@@ -139,7 +139,7 @@ class RepairReport(SavedResult):
         return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{longer}"
 
     def to_dataframe(self) -> Any:
-        """The steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
+        """Return the steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
 
         Raises:
             MissingPackageError: pandas isn't installed.
@@ -155,7 +155,7 @@ class RepairReport(SavedResult):
         yield Table(lines), _LEGEND, self.summary()
 
     def summary(self) -> str:
-        """The whole in one line."""
+        """Return the whole in one line."""
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
         return (

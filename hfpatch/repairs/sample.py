@@ -1,4 +1,4 @@
-"""Calibration data without a data set: sequences that the language model generates."""
+"""Calibration without a data set: sequences sampled from the language model itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
 from ..measure.inputs import longest_text, text_config
-from ..measure.quiet_forward import device_of, quiet
+from ..measure.quiet_forward import device_of, inference_state
 from ..runtime.errors import UnsupportedError
 
 BATCH = 32
@@ -54,7 +54,7 @@ def sample_batches(
     require_generates(model)
     length = max(2, min(length, longest_text(model) or length))
     batches = []
-    with quiet(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
+    with inference_state(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
         torch.manual_seed(seed)  # inside a fork of the random stream
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)
@@ -72,7 +72,7 @@ def sample_batches(
 
 
 def require_generates(model: PreTrainedModel) -> None:
-    """Refuse a model that can't write its own calibration.
+    """Refuse a model that can't generate calibration data.
 
     Raises:
         OptionError: it doesn't generate text from tokens, or has a decoder without a first token.
@@ -93,7 +93,7 @@ def _refusal(model: PreTrainedModel, why: str) -> OptionError:
 
 
 def generates(model: PreTrainedModel) -> bool:
-    """Whether a model writes tokens after tokens."""
+    """Return whether a model is an autoregressive language model."""
     return model.can_generate() and model.main_input_name == "input_ids"
 
 

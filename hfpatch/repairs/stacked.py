@@ -22,16 +22,16 @@ _ROWS = 64  # of its input that it runs on
 
 
 def reading_axes(module: nn.Module, call: Call) -> Axes | None:
-    """Return the Parameters that a module multiplies its input x with: f(x T) = f'(x). None where there are none."""
+    """Return the Parameters that a module multiplies its input by: f(x T) = f'(x). None if there are none."""
     return _axes(module, call, reads=True)
 
 
 def writing_axes(module: nn.Module, call: Call) -> Axes | None:
-    """Return the Parameters that make a module's output: f(x) T = f'(x). None where there are none."""
+    """Return the Parameters that produce a module's output: f(x) T = f'(x). None if there are none."""
     return _axes(module, call, reads=False)
 
 
-def transformed(value: Tensor, transform: Tensor, axis: int, reads: bool) -> Tensor:
+def transform_along_axis(value: Tensor, transform: Tensor, axis: int, reads: bool) -> Tensor:
     """Return a Parameter's values after a transform T (n, n) along an axis: T v where the axis reads x, else v T."""
     moved = value.movedim(axis, -1) @ (transform.T if reads else transform)
     return moved.movedim(-1, axis)
@@ -72,7 +72,7 @@ def _axes(module: nn.Module, call: Call, reads: bool) -> Axes | None:
     for axes in _candidates(work, width):
         before = {name: work.get_parameter(name).data for name, _ in axes}
         for name, axis in axes:
-            work.get_parameter(name).data = transformed(before[name], transform, axis, reads)
+            work.get_parameter(name).data = transform_along_axis(before[name], transform, axis, reads)
         error = (run() - expected).abs().max()
         for name, _ in axes:
             work.get_parameter(name).data = before[name]

@@ -31,7 +31,7 @@ class LinearBias(nn.Module):
         return torch.tensor(slopes_of(self.num_heads, self.max_bias), dtype=torch.float32, device="cpu")
 
     def reset(self) -> None:
-        """Fill the buffer again, on the device where it is; loading and moving a model need it."""
+        """Fill the buffer again on its device, after loading or moving a model."""
         self.slopes = self._slopes().to(self.slopes.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearBias:
@@ -40,7 +40,7 @@ class LinearBias(nn.Module):
         return self
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The bias (B or 1, H, T, S) in float32, of positions (B or 1, T) of queries and (S,) of keys."""
+        """Return the bias (B or 1, H, T, S) in float32 for positions (B or 1, T) of queries and (S,) of keys."""
         distances = (queries[:, None, :, None] - keys).abs().float()
         return -self.slopes.to(distances.device)[:, None, None] * distances
 
@@ -49,7 +49,7 @@ class LinearBias(nn.Module):
 
 
 def slopes_of(num_heads: int, max_bias: float) -> list[float]:
-    """m_h = 2^(-max_bias h / n) of every head h = 1..n; for n no power of two, every other one of the next as well."""
+    """Return m_h = 2^(-max_bias h / n) of heads h = 1..n; others interleave if n is no power of two."""
     power = 2 ** int(math.log2(num_heads))
 
     def geometric(n: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Applies edits to a model (`apply`), and merges edits of single places into few at patterns (`condensed`)."""
+"""Applies edits to a model (`apply`), and merges edits of single places into patterns (`condense`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, 
 
 
 class Direct:
-    """Writes changes as `core.transaction.Transaction` does, by methods of the same names, but without an undo log."""
+    """Applies changes with the methods of `core.transaction.Transaction`, but without an undo log."""
 
     def set_module(self, parent: nn.Module, name: str, new: nn.Module | None) -> None:
         old = parent._modules.get(name)
@@ -39,7 +39,7 @@ class Direct:
 
 
 def apply(edits: Iterable[Edit], model: nn.Module, changes: Any = None, fresh: bool = False) -> int:
-    """Carry edits out, in their order.
+    """Apply edits in order.
 
     Args:
         edits: made for this model's class, or for another head on the same base model.
@@ -91,7 +91,7 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
 
 
 class Tree:
-    """Finds the places that edits name in a model: by names inside the base model, or patterns of such names.
+    """Finds the places in a model that edits name, by names inside the base model or patterns of them.
 
     Args:
         model: a transformers model.
@@ -105,7 +105,7 @@ class Tree:
         self._holders: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {}  # the places that hold a module
 
     def inside(self, name: str) -> str:
-        """A module's name inside the base model: "" is the base model itself."""
+        """Return a module's name inside the base model: "" is the base model itself."""
         if not self.base:
             return name
         if name == self.base or name.startswith(f"{self.base}."):
@@ -113,7 +113,7 @@ class Tree:
         return f"{HEAD}.{name}".rstrip(".")
 
     def modules(self, pattern: str) -> Iterator[tuple[nn.Module, bool]]:
-        """(module, whether it is in an inner model that was built patched) of all that a pattern matches."""
+        """Yield (module, whether it is in an inner model that was built patched) of all matches of a pattern."""
         first, _, rest = pattern.partition(".")
         if first == HEAD and not self.base:
             return
@@ -132,7 +132,7 @@ class Tree:
         return not (same_record and Tree(inner).base)
 
     def places(self, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module | None, str]]:
-        """(pattern, module, assigned name) of every place that a pattern matches.
+        """Yield (pattern, module, assigned name) of every place that a pattern matches.
 
         The module is None if it is in an inner model that was built patched.
         """
@@ -144,7 +144,7 @@ class Tree:
                         yield pattern, None if built else module, one
 
     def holders(self, owner: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-        """(parent, child name) of every place that holds a child of `owner`: several where it is shared."""
+        """Return (parent, child name) of every place that holds a child of `owner`: several if it is shared."""
         held = owner._modules[name]
         assert held is not None
         if (owner, name) not in self._holders.get(held, ()):
@@ -152,14 +152,14 @@ class Tree:
             self._hold_children(self.model)
         return list(self._holders[held])
 
-    def replaced(self, old: nn.Module, new: nn.Module | None) -> None:
-        """Keep `holders` right after a module was replaced at all places that held it."""
+    def update_holders(self, old: nn.Module, new: nn.Module | None) -> None:
+        """Update `holders` after a module was replaced at all places that held it."""
         places = self._holders.pop(old)
         if new is not None:
             for parent, name in places:
                 self._hold(parent, name, new)
         if old not in self._holders:  # unless the new module holds it
-            self._let_go_children(old)  # last: children may have moved from one to the other
+            self._drop_children(old)  # last: children may have moved from one to the other
 
     def _hold(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         places = self._holders.setdefault(module, {})
@@ -172,14 +172,14 @@ class Tree:
             if child is not None:
                 self._hold(module, name, child)
 
-    def _let_go_children(self, module: nn.Module) -> None:
+    def _drop_children(self, module: nn.Module) -> None:
         """Drop the places inside a module that nothing holds any more, and inside the children that were its alone."""
         for name, child in module._modules.items():
             if child is not None and (places := self._holders.get(child)):
                 places.pop((module, name), None)
                 if not places:
                     del self._holders[child]
-                    self._let_go_children(child)
+                    self._drop_children(child)
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -227,7 +227,7 @@ def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree
         changes.set_module(parent, name, new)
         if new is None:
             changes.set_attribute(parent, name, None)
-    tree.replaced(old, new)
+    tree.update_holders(old, new)
     return new
 
 
@@ -246,7 +246,7 @@ def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> boo
 def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
     """Add a lens (None removes all), the axis over which the output is centred, or a learned scalar on the output."""
     if slot == LENS_SLOT:
-        bound = value.bound(module) if hasattr(value, "bound") else value
+        bound = value.bind(module) if hasattr(value, "bind") else value
         changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
     elif slot == CENTRE_SLOT:
         changes.set_attribute(module, CENTRED, value)
@@ -257,8 +257,8 @@ def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
         changes.set_attribute(module, SCALED, value)
 
 
-def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
-    """Merges edits of single places into few edits at patterns of names inside the base model.
+def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
+    """Merge edits of single places into few edits at patterns of names inside the base model.
 
     A pattern is used only if the edits cover every place that it matches in the model; places that get equal values
     are joined in one edit.
@@ -292,7 +292,7 @@ def condensed(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
 
 
 def _distinct_text(leaf: str, value: Any) -> str:
-    """What tells apart the values that one place may get one after another; "" where a later one overwrites."""
+    """What tells apart the values that one place may get one after another; "" if a later one overwrites."""
     if leaf == LENS_SLOT and value is not None:  # lenses of different kinds, and joins, add up
         return str(value) if hasattr(value._component(), "over") else value.name
     if isinstance(value, Call) and value.is_module():  # each may be built from the one before it

@@ -1,5 +1,4 @@
-"""The lens on an attention: queries and keys leave their projections rotated, its mask carries a bias, causal masks fit
-any length."""
+"""AttentionLens: rotates queries and keys, adds a bias to the attention mask, extends causal masks to any length."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ POSITIONS = "handed_positions"  # argument, or attribute of an attention's view,
 
 
 class Rotation:
-    """Turns x (B, T, H, head_dim), or (T, H, head_dim), or (B, rows, columns, H, head_dim), by its tokens' positions.
+    """Rotates x (B, T, H, head_dim), (T, H, head_dim) or (B, rows, columns, H, head_dim) by token positions.
 
     Args:
         rotary: the module that a scheme attached.
@@ -52,7 +51,7 @@ class Rotation:
         return self.rotary.rotate(in_line, phases).reshape(x.shape)
 
     def of(self, slots: Tensor) -> Rotation:
-        """The same of some of the tokens alone, slots (B, n)."""
+        """Return the rotation for some of the tokens, slots (B, n)."""
         return Rotation(self.rotary, self.positions.expand(len(slots), -1).gather(1, slots))
 
 
@@ -71,7 +70,7 @@ class Window:
     size: str = ""
 
     def mask(self, module: nn.Module, slots: Tensor, values: Once | None) -> StandIn:
-        """The mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
+        """Return the mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
         The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
         rows from the end of the keys are not.
@@ -96,19 +95,19 @@ class Window:
 
 
 def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of queries and keys that are made of hidden states of this dtype."""
+    """Return the dtype of queries and keys for hidden states of this dtype."""
     # the meta device has no autocast, and raises; torch.compile of torch 2.11 can't ask whether a device has one
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else dtype
 
 
 def attention_implementation(module: nn.Module) -> str:
-    """What computes an attention's scores, by transformers' name; modules that don't choose compute them themselves."""
+    """Return transformers' name of what computes an attention's scores; "eager" if the module computes them itself."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
 
 
 def no_bias(where: str, kind: str) -> str:
-    """Why an implementation of attention takes no bias, and what to do."""
+    """Return the error text for an attention implementation that takes no bias."""
     reason = "reads a mask of one head for all" if kind == "flex_attention" else "adds no float mask to the scores"
     return (
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
@@ -195,13 +194,13 @@ class AttentionLens:
         if self.window is not None:
             attributes[self.window.buffer] = self.window.mask(module, slots, values)
         if bias is not None:
-            filled[MASK] = self._biased(module, bias, tokens, slots, arguments, values)
+            filled[MASK] = self._mask_with_bias(module, bias, tokens, slots, arguments, values)
         if rotary is not None:
             rotation = Rotation(rotary, positions, values)
             head_dim = channels_per_head(module, self.head_dim, self.projections)
-            attributes.update(self.projections.rotated(module, arguments, head_dim, rotation))
+            attributes.update(self.projections.rotate_projections(module, arguments, head_dim, rotation))
             if isinstance(self.projections, Projections):
-                filled.update(self.projections.turned(arguments, rotation))
+                filled.update(self.projections.turn_arguments(arguments, rotation))
         return attributes, filled
 
     def _positions(
@@ -252,7 +251,7 @@ class AttentionLens:
             )
         return positions
 
-    def _biased(
+    def _mask_with_bias(
         self,
         module: nn.Module,
         bias: nn.Module,
@@ -292,7 +291,9 @@ class AttentionLens:
             return scores.masked_fill(places > slots[:, None, :, None], torch.finfo(dtype).min) if causal else scores
 
         of_places = once(values, ("scores", key, dtype), (slots, keys, causal), scores)
-        return once(values, ("mask", key, dtype), (of_places, mask), lambda: _masked(of_places, mask, dtype))
+        return once(
+            values, ("mask", key, dtype), (of_places, mask), lambda: _merge_bias_and_mask(of_places, mask, dtype)
+        )
 
     def _slots(self, module: nn.Module, tokens: Tensor, arguments: Arguments, values: Once | None) -> Tensor:
         packed = packed_slots(module, self.layer_index, tokens, arguments)
@@ -322,7 +323,7 @@ class AttentionLens:
         return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
 
 
-def _masked(scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _merge_bias_and_mask(scores: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A bias on scores with a mask of their host, boolean or added, in the dtype of the scores."""
     lowest = torch.finfo(dtype).min
     if mask is None:
@@ -339,5 +340,5 @@ def _grid(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def number_of(tokens: Tensor) -> int:
-    """How many tokens hidden states hold: (T, d), (B, T, d), or (B, rows, columns, d), which count row after row."""
+    """Return the number of tokens in hidden states (T, d), (B, T, d) or (B, rows, columns, d)."""
     return math.prod(tokens.shape[1:-1]) if tokens.dim() > 2 else len(tokens)

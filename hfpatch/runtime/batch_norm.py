@@ -1,4 +1,4 @@
-"""Batch normalisation of sequences (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2), padding left out.
+"""Batch normalisation of sequences without padding (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2).
 
 The norm needs the attention mask for that: a lens on the module around it passes the mask on.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PositionError, UnsupportedError
-from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
+from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
 from .norms import AffineNorm
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
@@ -47,7 +47,7 @@ class MaskedBatchNorm(AffineNorm):
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
 
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
-        """h normalised; `keep` (B, T) is False where a position is padding."""
+        """Return h normalised; `keep` (B, T) is False at padding."""
         if self.training:
             mean, var = self._statistics(h, keep)
         else:
@@ -73,7 +73,7 @@ class MaskedBatchNorm(AffineNorm):
 
 @dataclass(frozen=True)
 class Padded:
-    """Lens on a module that takes an attention mask: passes the mask to norms inside it.
+    """Lens on a module that takes an attention mask: passes the mask to the norms inside.
 
     Attributes:
         norms: paths of the norms, relative to the module.
@@ -85,7 +85,7 @@ class Padded:
     norms: tuple[str, ...]
 
     def over(self, present: Padded) -> Padded:
-        """Both."""
+        """Combine both lenses."""
         return Padded((*present.norms, *self.norms))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -101,7 +101,7 @@ class Padded:
                             "which counts padding in its statistics. Patch the original checkpoint again."
                         )
                     put(tree, name, _with_padding(norm, keep))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 def _is_batch_norm(norm: Any) -> bool:
@@ -125,7 +125,7 @@ def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
 
 
 def kept_positions(mask: Any) -> Tensor | None:
-    """Which positions (B, T) aren't padding; None where nothing says.
+    """Return which positions (B, T) aren't padding; None if unknown.
 
     Args:
         mask: (B, T) with 0 for padding, or (B, H, T, T) that is True, an integer other than 0, or (added to logits)
@@ -148,5 +148,5 @@ def kept_positions(mask: Any) -> Tensor | None:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Whether a module's forward takes an attention mask."""
+    """Return whether a module's forward takes an attention mask."""
     return MASK in inspect.signature(type(module).forward).parameters

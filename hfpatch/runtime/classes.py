@@ -1,4 +1,4 @@
-"""Patched classes: a host's config with a patch record in it, and a host's model that is patched when it is built.
+"""Base classes of patched configs and models: a record in the config, applied when the model is built.
 
 In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
 On disk the model type is a sentence that starts with "hfpatch" (in an export with code of its own just that) and the
@@ -29,8 +29,17 @@ from .gated import initialise_fresh
 from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
-from .record import ARCHITECTURE, FOREIGN, KEY, MODEL_TYPE, ON_DISK, edits_of, names_on_disk, warn_of_fixed
-from .refuse_host import FileOfWeights, guarded, list_encoder, opened_patched, parts, released
+from .record import (
+    ARCHITECTURE,
+    FOREIGN,
+    KEY,
+    MODEL_TYPE,
+    ON_DISK,
+    edits_of,
+    names_on_disk,
+    warn_of_ineffective_overrides,
+)
+from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
 from .tables import ComputedPositions
 
 LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
@@ -44,10 +53,10 @@ check_every_save()
 
 
 class PatchedConfig:
-    """First base of a patched config's class: how it is written and read."""
+    """Mixin of patched config classes: how they are written and read."""
 
     _auto_class = None  # the host's own code isn't saved along: it would open the checkpoint unpatched
-    transformers_weights = FileOfWeights()
+    transformers_weights = WeightFileGuard()
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -61,10 +70,10 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config in memory: the host's model type, and the record without what is on disk only."""
+        """Return the config in memory: the host's model type, and the record without disk-only entries."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        settings: Any = released(config_dict, where)
+        settings: Any = remove_guard(config_dict, where)
         record = settings.get(KEY)
         # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
@@ -89,23 +98,23 @@ class PatchedConfig:
         return json.dumps(self.settings_on_disk(use_diff), indent=2, sort_keys=True) + "\n"
 
     def settings_on_disk(self, use_diff: bool) -> dict[str, Any]:
-        """What config.json holds."""
+        """Return the content of config.json."""
         stored = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         if stored.get("architectures"):
             stored["architectures"] = names_on_disk(stored["architectures"])
         if auto_map := _without_host_code(stored.pop("auto_map", {})):
             stored["auto_map"] = auto_map
         stored["model_type"] = KEY if "AutoConfig" in auto_map else MODEL_TYPE
-        return guarded(self, stored)
+        return add_guard(self, stored)
 
 
 def is_unlimited(model: Any) -> bool:
-    """Whether the config's length is a number that a table of positions left behind."""
+    """Return whether the config's length is left over from a removed position table."""
     return bool((getattr(model.config, KEY, None) or {}).get("any_length"))
 
 
 class UnlimitedGeneration:
-    """Base of patched models: lifts generate()'s length limit and its warning where no table of positions is left."""
+    """Mixin of patched models: no length limit or warning in generate() if no position table is left."""
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         method = super()._prepare_generated_length  # type: ignore[misc]
@@ -128,7 +137,7 @@ class UnlimitedGeneration:
 
 
 class PatchedModel(UnlimitedGeneration):
-    """First base of a patched model's class: the host's model, changed by its config's edits when it is built.
+    """Mixin of patched model classes: builds the host, then applies the edits in its config.
 
     A class whose own forward sees something else (one with a lens on itself) is made with `lensed=True`.
     """
@@ -162,16 +171,16 @@ class PatchedModel(UnlimitedGeneration):
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
         """As the host's; it warns of an overridden setting that modules of the patch don't read."""
-        with opened_patched():
+        with loading_patched():
             opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
-            warn_of_fixed(saved, model.config, str(name))
+            warn_of_ineffective_overrides(saved, model.config, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, but one under which ALiBi's bias would be lost is refused, and nothing is changed.
+        """Set it as the host does, but refuse an implementation under which ALiBi's bias would be lost.
 
         Raises:
             PositionError: it is one.
@@ -187,7 +196,7 @@ class PatchedModel(UnlimitedGeneration):
         return found
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """As the host's, but embeddings that the patch centres or scales stay where they are, with the new weights.
+        """Set them as the host does, but keep centred or scaled embedding modules, with the new weights.
 
         `resize_token_embeddings` calls it; hosts with an encoder and a decoder put one shared embedding into both.
 
@@ -209,7 +218,7 @@ class PatchedModel(UnlimitedGeneration):
             setattr(owner, child, module)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, but new rows have no mean where the patch took it from all the others.
+        """Resize as the host does; new rows are zero-mean if the patch centred the embeddings.
 
         An exact swap to RMSNorm does that; with `mean_resizing=False` the host's own initial values have one.
         """
@@ -222,7 +231,7 @@ class PatchedModel(UnlimitedGeneration):
         return resized
 
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """Refused.
+        """Refuse to resize.
 
         Raises:
             UnsupportedError: always. The host would put a new table in the place of one that was removed or centred.
@@ -265,7 +274,7 @@ def _without_host_code(auto_map: dict[str, Any]) -> dict[str, str]:
 
 
 def own_code(reference: str | Sequence[str | None]) -> str | None:
-    """The class of an export's own code that an entry of `auto_map` names; None for other code.
+    """Return the class in an export's code that an `auto_map` entry names; None for other code.
 
     The entry is a pair where the class has "Tokenizer" in its name.
     """
@@ -288,7 +297,7 @@ def patch_built(model: Any) -> None:
 
 
 def assigned_names(model: Any) -> set[str]:
-    """The full names of what the edits of a patched model assign."""
+    """Return the full names that a patched model's edits assign."""
     tree, names = Tree(model), {id(module): name for name, module in model.named_modules()}
     edits = edits_of(model.config, type(model).__name__)
     places = [(owner, leaf) for edit in edits for _, owner, leaf in tree.places(edit.at)]
@@ -343,7 +352,7 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 
 @torch.no_grad()
 def start_values(model: nn.Module) -> None:
-    """Initial values of what a patch added and no checkpoint filled; transformers calls this after loading."""
+    """Initialise what a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
         added: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
         for one in (*added, *([module] if isinstance(module, ComputedPositions) else [])):
@@ -360,7 +369,7 @@ def start_values(model: nn.Module) -> None:
 
 
 def register(config: type, models: dict[str, type]) -> None:
-    """Let the Auto classes build patched models of a config: else they would go by its name and build the host's.
+    """Register a config with the Auto classes, which would otherwise build the host's model from its name.
 
     Each class is an attribute of transformers too, under its name on disk: TRL looks it up there.
 

@@ -1,4 +1,4 @@
-"""Every class of this folder that an edit may name; importing it makes them known to the text of edits."""
+"""Registers every class of this folder that an edit may name."""
 
 # "from . import x" is no import to transformers, which copies what a file of remote code imports
 from .alibi import LinearBias

@@ -39,7 +39,7 @@ class ConstantPositions(nn.Module):
     def replacing(
         cls, old: nn.Module | None, parent: nn.Module, first: int = 0, by_token: bool = False, more: int = 0
     ) -> ConstantPositions:
-        """What takes the place of a table; where that has a padding index, positions start after it."""
+        """Return the replacement of a table; after a padding index if it has one."""
         assert old is not None
         padding: Any = getattr(old, "padding_idx", None)
         return cls(rows_of(old), first if padding is None else padding + 1, by_token, more, padding)
@@ -63,7 +63,7 @@ class ConstantPositions(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """Stands where positions were computed, or biases looked up, and answers as if there were none.
+    """Replacement of computed positions or bias look-ups that returns as if there were none.
 
     Args:
         answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that),
@@ -77,7 +77,7 @@ class NoPositions(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, answer: Answer) -> NoPositions:
-        """What takes the place of a module."""
+        """Return the replacement of a module."""
         return cls(answer, getattr(old, "num_embeddings", 0), getattr(old, "embedding_dim", 0))
 
     @property
@@ -97,12 +97,12 @@ class NoPositions(nn.Module):
 
 
 def constant_of(table: Tensor, row: Tensor) -> nn.Parameter:
-    """A row in the table's place: trained where the table was, so not in that of a buffer or of computed rows."""
+    """Return a row in place of a table, a trained Parameter if the table was one."""
     return nn.Parameter(row, requires_grad=isinstance(table, nn.Parameter) and table.requires_grad)
 
 
 def mean_rows(table: Tensor, first: int = 0) -> Tensor:
-    """Mean row of a table, from row `first` on, with the same number of dimensions.
+    """Return a table's mean row, from row `first` on, with the same number of dimensions.
 
     (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
     """
@@ -113,7 +113,7 @@ def mean_rows(table: Tensor, first: int = 0) -> Tensor:
 
 
 def rows_of(table: nn.Module | Tensor) -> Tensor:
-    """The rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    """Return the rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
     if isinstance(table, Tensor):
         return table
     stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
@@ -122,14 +122,14 @@ def rows_of(table: nn.Module | Tensor) -> Tensor:
 
 
 def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a component, called like the others
-    """Mean row, or zeros, that replaces a table which its host adds directly; a Parameter replaces a Parameter."""
+    """Return the mean row (or zeros) in place of a table that the host adds directly."""
     row = mean_rows(table)
     row = row.zero_() if zero else row
     return constant_of(table, row) if isinstance(table, nn.Parameter) else row
 
 
 def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
-    """A Parameter for a table of another size, which a patch or a checkpoint fills.
+    """Return a Parameter for a table of another size, to be filled by a patch or checkpoint.
 
     Until then it has a host's initial values: of a host that is built with the config's new length or size, which has a
     table of this size, just those; otherwise random ones that are spread as the table's.
@@ -146,7 +146,7 @@ def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
 
 @dataclass(frozen=True)
 class FixedArguments:
-    """Lens on an attention that fixes some of its arguments; "zeros" replaces what is passed by zeros.
+    """Lens on an attention that fixes some of its arguments; "zeros" replaces a value by zeros.
 
     GPT-J's and CodeGen's attentions turn nothing at position 0. From transformers 5.24 on they don't look positions up
     themselves: their model hands them (sin, cos) as `position_embeddings`, which is fixed to position 0's instead.
@@ -170,7 +170,7 @@ class FixedArguments:
 
 @dataclass(frozen=True)
 class ZeroBiases:
-    """Lens on a module that makes attentions' biases of positions (B, T) in a method: it answers zeros (B, 1, T, T)."""
+    """Lens on a module whose method computes position biases from (B, T): it returns zeros (B, 1, T, T)."""
 
     method: str
 

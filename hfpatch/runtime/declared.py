@@ -1,4 +1,4 @@
-"""Types that classes and components declare: whether values are of them, and whether an edit's arguments are."""
+"""Checks values against the annotated types of classes and components."""
 
 from __future__ import annotations
 

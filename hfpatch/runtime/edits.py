@@ -70,8 +70,8 @@ def register_component(component: Any) -> Any:
     return component
 
 
-def component_called(name: str) -> Any:
-    """The component registered under a name; if it is unknown, plugin packages are imported first.
+def find_component(name: str) -> Any:
+    """Return the component registered under a name; if it is unknown, plugin packages are imported first.
 
     Raises:
         CheckpointError: no component has that name.
@@ -91,12 +91,12 @@ def component_called(name: str) -> Any:
 
 
 def pattern_of(name: str) -> str:
-    """A module's or Parameter's name with `*` for every number between dots."""
+    """Return a module's or Parameter's name with `*` for every number between dots."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
 def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """(name, modules from `root` down to it) of every module that a pattern matches; "" is `root` itself."""
+    """Yield (name, modules from `root` down to it) of every match of a pattern; "" is `root` itself."""
     found: list[tuple[str, tuple[nn.Module, ...]]] = [("", (root,))]
     for piece in pattern.split(".") if pattern else ():
         found = [
@@ -109,13 +109,13 @@ def modules_at(root: nn.Module, pattern: str) -> list[tuple[str, tuple[nn.Module
 
 
 def children_at(module: nn.Module, piece: str) -> list[str]:
-    """The names that one piece of a pattern stands for in a module: for `*` those of its children that are numbers."""
+    """Return the child names that one piece of a pattern matches: for `*`, the numbers."""
     return [child for child in module._modules if child.isdigit()] if piece == "*" else [piece]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A component and its arguments as plain data; `make` or `make_module` runs it.
+    """A component and its arguments as plain data; `make` or `make_module` calls it.
 
     Attributes:
         name: the component's name.
@@ -133,7 +133,7 @@ class Call:
 
     @classmethod
     def of(cls, component: Any, *args: Any, **kwargs: Any) -> Call:
-        """A call of a registered component; arguments may be dataclasses that are components themselves."""
+        """Return a call of a registered component; arguments may be dataclasses that are components."""
         name = component if isinstance(component, str) else component.__name__
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
@@ -143,11 +143,11 @@ class Call:
         return f"{self.name}({', '.join([*map(repr, self.args), *named])})"
 
     def make(self, *first: Any) -> Any:
-        """The result of the call; `first` are passed before its own arguments."""
+        """Return the result of the call; `first` are passed before its own arguments."""
         return self._component()(*first, *self._args(), **self._kwargs())
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
-        """Builds the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
+        """Build the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
         component = self._component()
         if hasattr(component, "replacing"):
             return component.replacing(old, parent, *self._args(), **self._kwargs())
@@ -164,36 +164,36 @@ class Call:
         return component if isinstance(component, type) else None
 
     def is_module(self) -> bool:
-        """Whether its result is a module."""
+        """Return whether its result is a module."""
         component = self._component()
         return isinstance(component, type) and issubclass(component, nn.Module)
 
     def builds_on_old(self) -> bool:
-        """Whether its result is derived from the module, Parameter or tensor that it replaces."""
+        """Return whether its result is derived from the module, Parameter or tensor that it replaces."""
         return not self.is_module() or hasattr(self._component(), "replacing")
 
     def needs_old(self) -> bool:
-        """Whether it makes a module only from an existing one: it takes its shape from the module that it replaces."""
+        """Return whether it needs the module that it replaces, to take its shape from."""
         return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
 
     def _component(self) -> Any:
-        return component_called(self.name)
+        return find_component(self.name)
 
     def _args(self) -> list[Any]:
-        return [_instantiated(value) for value in self.args]
+        return [_instantiate(value) for value in self.args]
 
     def _kwargs(self) -> dict[str, Any]:
-        return {name: _instantiated(value) for name, value in self.kwargs}
+        return {name: _instantiate(value) for name, value in self.kwargs}
 
 
 def as_data(value: Any) -> Any:
-    """A value in the form that edits hold: plain values unchanged, registered dataclasses as `Call`s.
+    """Return a value in the form of edits: plain values unchanged, registered dataclasses as `Call`s.
 
     Raises:
         UnsupportedError: it is, or holds, anything else.
     """
     if isinstance(value, tuple | list | dict):
-        return _mapped(as_data, value)
+        return _map_values(as_data, value)
     if value is None or isinstance(value, bool | int | float | str | Call):
         return value
     if is_dataclass(value) and COMPONENTS.get(type(value).__name__) is type(value):
@@ -216,14 +216,14 @@ def _call_of(value: Any) -> Call:
     return Call(type(value).__name__, tuple(args), tuple(kwargs))
 
 
-def _instantiated(value: Any) -> Any:
+def _instantiate(value: Any) -> Any:
     """A plain value with every call in it replaced by its result."""
     if isinstance(value, tuple | list | dict):
-        return _mapped(_instantiated, value)
+        return _map_values(_instantiate, value)
     return value.make() if isinstance(value, Call) else value
 
 
-def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
+def _map_values(change: Callable[[Any], Any], values: Any) -> Any:
     """A tuple, list or dict of changed values."""
     if isinstance(values, dict):
         return {key: change(value) for key, value in values.items()}
@@ -247,11 +247,11 @@ class Edit:
 
     @classmethod
     def of(cls, path: str, value: Any) -> Edit:
-        """An edit of one place; the value is converted by `as_data`."""
+        """Return an edit of one place; the value is converted by `as_data`."""
         return cls((path.strip("."),), as_data(value))
 
     def is_replaced_by(self, later: Edit) -> bool:
-        """Whether a later edit overwrites this one completely, so that a record needn't keep it."""
+        """Return whether a later edit overwrites this one completely, so that a record needn't keep it."""
         if not set(self.at) <= set(later.at):
             return False
         mine, other = self.value, later.value
@@ -262,7 +262,7 @@ class Edit:
 
     @classmethod
     def parse(cls, text: Any, where: str = "the patch record") -> Edit:
-        """Parses the text that `str(edit)` writes.
+        """Parse the text that `str(edit)` writes.
 
         Args:
             text: the edit; anything but a string is refused.
@@ -286,7 +286,7 @@ class Edit:
         if leaves & _RESERVED or (len(leaves) > 1 and leaves & {*SLOTS}):
             raise CheckpointError(f"{where}: {text!r:.80} isn't an edit: {sorted(leaves)!r:.80} can't be assigned.")
         try:
-            edit = cls(at, _parsed(ast.parse(value, mode="eval").body))
+            edit = cls(at, _parse_value(ast.parse(value, mode="eval").body))
             if not all(_slot_takes(leaf, edit.value) for leaf in leaves):
                 raise ValueError(f"{leaves.pop()} takes no such value")
             return edit
@@ -295,7 +295,7 @@ class Edit:
 
 
 def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...]:
-    """Parses the edits of a patch record.
+    """Parse the edits of a patch record.
 
     Raises:
         CheckpointError: it isn't a list of at most 10,000 edits.
@@ -317,7 +317,7 @@ def _slot_takes(leaf: str, value: Any) -> bool:
     return True
 
 
-def _parsed(node: ast.expr) -> Any:
+def _parse_value(node: ast.expr) -> Any:
     """The value of a syntax node: literals, and calls of components by their bare names.
 
     Raises:
@@ -329,13 +329,15 @@ def _parsed(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.Tuple(elts=items):
-            return tuple(map(_parsed, items))
+            return tuple(map(_parse_value, items))
         case ast.List(elts=items):
-            return list(map(_parsed, items))
+            return list(map(_parse_value, items))
         case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {_parsed(key): _parsed(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
+            return {_parse_value(key): _parse_value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[arg-type]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=named) if all(one.arg for one in named):
-            call = Call(name, tuple(map(_parsed, args)), tuple((str(one.arg), _parsed(one.value)) for one in named))
+            call = Call(
+                name, tuple(map(_parse_value, args)), tuple((str(one.arg), _parse_value(one.value)) for one in named)
+            )
             require_declared(call._component(), call.args, dict(call.kwargs))
             return call
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")

@@ -20,10 +20,10 @@ class CheckpointError(PatchError):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message; its type's name if the message is empty."""
+    """Return the first line of an error's message; its type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def described(error: BaseException, longest: int | None = None) -> str:
-    """An error's type and the first line of its message, of which at most `longest` characters."""
+def describe_error(error: BaseException, longest: int | None = None) -> str:
+    """Return an error's type and the first line of its message, of at most `longest` characters."""
     return f"{type(error).__name__}: {first_line(error)[:longest]}"

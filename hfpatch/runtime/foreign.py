@@ -1,4 +1,4 @@
-"""Module classes that aren't the host's own: `register_patch_mapping` and kernels put them there.
+"""Finds module classes that other libraries put into a model (`register_patch_mapping`, kernels).
 
 They go by a class's name, for every model of the process, and a checkpoint has their weights alone: who opens it where
 they aren't registered gets the host's own classes. (Those of `fusion_config=` are transformers' own: they compute the
@@ -19,7 +19,7 @@ _LIBRARIES = {"torch", "transformers", __name__.partition(".")[0]}
 
 
 def foreign_classes(model: nn.Module) -> tuple[str, ...]:
-    """Names of the classes of a model's modules that are neither the host's nor a patch's, sorted."""
+    """Return names of the classes of a model's modules that are neither the host's nor a patch's, sorted."""
     known = _LIBRARIES | {_package(host_class(type(model)))}
     kinds = {host_class(type(module)) for module in model.modules()} - {host_class(type(model))}
     return tuple(sorted({kind.__name__ for kind in kinds if _is_foreign(kind, known)}))
@@ -36,13 +36,13 @@ def _package(kind: type) -> str:
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is of a class that neither torch nor transformers has, and so may be any other."""
+    """Return whether a module's forward is of a class outside torch and transformers."""
     kinds = host_class(type(module)).__mro__
     return _package(next(kind for kind in kinds if "forward" in vars(kind))) not in _LIBRARIES
 
 
 def warn_of_missing(model: nn.Module, expected: Any) -> None:
-    """Warn where a model that was just built has no modules of classes that it had when it was patched."""
+    """Warn of a newly built model without modules of classes that it had when it was patched."""
     missing = sorted(set(expected or ()) - set(foreign_classes(model)))
     if missing:
         warnings.warn(

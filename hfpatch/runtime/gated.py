@@ -1,4 +1,4 @@
-"""The two modules of a gated MLP: projections that return a pair, and the activation that multiplies the pair."""
+"""Modules of a gated MLP: gate and up projections as one module, and the activation that multiplies them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES = "_hfpatch_times"  # of a gate: what the values of the projection that it
 
 
 class GatedLinear(nn.Module):
-    """x -> (gate(x), up(x)), in place of an MLP's first projection; x is (..., d), each of the pair (..., d_ff).
+    """x -> (gate(x), up(x)), replacing an MLP's first projection; x is (..., d), each of the pair (..., d_ff).
 
     Nothing but a `GatedActivation` takes the pair: a host that did anything else between the two would fail at once
     rather than compute something else.
@@ -41,7 +41,7 @@ class GatedLinear(nn.Module):
         *biases: bool,
         scale: float = 1.0,
     ) -> GatedLinear:
-        """What takes the place of a projection.
+        """Return the replacement of a projection.
 
         Args:
             old, parent: the projection, and what it stands in.
@@ -91,7 +91,7 @@ class GatedLinear(nn.Module):
 
 
 class GatedActivation(nn.Module):
-    """(gate, up) -> act(gate) * up, in place of an MLP's activation; other inputs go to the original activation.
+    """(gate, up) -> act(gate) * up, replacing an MLP's activation; other inputs go to the original activation.
 
     Args:
         act: the activation of the gate.
@@ -104,7 +104,7 @@ class GatedActivation(nn.Module):
 
     @classmethod
     def replacing(cls, old: Any, parent: nn.Module, act: str | None = None) -> GatedActivation:
-        """What takes the place of an activation.
+        """Return the replacement of an activation.
 
         Args:
             old, parent: the activation (a module or a function), and what it stands in.
@@ -121,17 +121,17 @@ class GatedActivation(nn.Module):
 
 
 class Projection(nn.Module):
-    """Makes a projection of another width; never stands in a model itself."""
+    """Builds a projection of another width; it is never a module of a model."""
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, width: int, bias: bool) -> nn.Module:
-        """A fresh projection to what `old` projects to, from `width` channels."""
+        """Return a new projection to the outputs of `old`, from `width` channels."""
         assert old is not None
         return new_projection(old, width, projection_sizes(old)[1], bias)
 
 
 def activation(name: str) -> nn.Module:
-    """An activation of torch, or a registered component that is made without arguments.
+    """Return an activation of torch, or a registered component that is made without arguments.
 
     Raises:
         ValueError: there is none of that name. `apply` adds the edit.
@@ -149,7 +149,7 @@ def activation(name: str) -> nn.Module:
 
 
 def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Module:
-    """A fresh projection of a class (Conv1D can't do without a bias), in its dtype, on its device."""
+    """Return a new projection of a class (Conv1D always has a bias), with a dtype and device."""
     weight = like.weight
     with torch.device("meta" if weight.is_meta else "cpu"):
         new = Conv1D(d_out, d_in) if isinstance(like, Conv1D) and bias else nn.Linear(d_in, d_out, bias)
@@ -158,7 +158,7 @@ def new_projection(like: nn.Module, d_in: int, d_out: int, bias: bool) -> nn.Mod
 
 
 def initialise_fresh(model: Any) -> None:
-    """Values of fresh projections in a model that was just built, by its host's own rule, and those of gates."""
+    """Initialise new projections of a newly built model by its host's rule, and gates."""
     for module in model.modules():
         if vars(module).pop(FRESH, False) and not module.weight.is_meta:
             model._init_weights(module)
@@ -168,13 +168,13 @@ def initialise_fresh(model: Any) -> None:
 
 
 def projection_sizes(module: nn.Module) -> tuple[int, int]:
-    """Channels that a projection takes, and that it returns; transformers' Conv1D holds its matrix transposed."""
+    """Return a projection's input and output channels; transformers' Conv1D stores its matrix transposed."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
 
 
 def bare_copy(module: nn.Module) -> Any:
-    """A copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
+    """Return a copy with the same children, Parameters and buffers, but without hooks; other attributes are shared."""
     new: Any = type(module).__new__(type(module))
     for name, value in module.__dict__.items():
         if isinstance(value, dict) and "hooks" in name:
@@ -186,5 +186,5 @@ def bare_copy(module: nn.Module) -> Any:
 
 
 def parameter_like(old: Any, value: Tensor) -> nn.Parameter:
-    """A Parameter of other values, where another one is, in its dtype, trained where that is."""
+    """Return a Parameter of other values with the device, dtype and requires_grad of another one."""
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)

@@ -15,7 +15,7 @@ from .lens import Arguments
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the patches of an image or video stand in a line of tokens: row after row (and frame after frame).
+    """Positions of image or video patches in the token sequence: row after row (and frame after frame).
 
     Attributes:
         projection: path, from the owner, of the convolution that cuts the input into patches; "" where it comes cut
@@ -43,16 +43,16 @@ class Grid:
     noise: str | None = None
 
     def axes(self, owner: nn.Module) -> int:
-        """Coordinates of a patch."""
+        """Return the number of coordinates of a patch."""
         return len(self._convolution(owner).kernel_size) if self.projection else 2
 
     def positions(self, owner: nn.Module, arguments: Arguments, axes: int) -> Tensor:
-        """Positions (B or 1, T) of all tokens, or (B or 1, T, axes) with those that are no patches at the origin.
+        """Return positions (B or 1, T) of all tokens, or (B or 1, T, axes); tokens that aren't patches are at 0.
 
         Raises:
             PositionError: the input that the patches are cut from isn't there.
         """
-        pixels = self.cut(owner, arguments)
+        pixels = self.input_of(owner, arguments)
         if not self.projection:
             line = torch.arange(pixels.shape[1], device=pixels.device)[None]
             if axes == 1:
@@ -69,13 +69,13 @@ class Grid:
             lines = [torch.arange(size, device=pixels.device) for size in sizes]
             patches = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
             everywhere = nn.functional.pad(patches, (0, 0, before, after))
-        kept = self._kept(owner, arguments)
+        kept = self._kept_patches(owner, arguments)
         if kept is None:
             return everywhere[None]
         first = torch.arange(before, device=kept.device).expand(len(kept), -1)
         return everywhere[torch.cat((first, kept + before), dim=1).to(everywhere.device)]
 
-    def _kept(self, owner: Any, arguments: Arguments) -> Tensor | None:
+    def _kept_patches(self, owner: Any, arguments: Arguments) -> Tensor | None:
         """The patches (B, kept) that reach the attentions; None for all of them, in their order."""
         if self.noise is not None:
             noise = arguments[self.noise]
@@ -83,15 +83,15 @@ class Grid:
         mask = arguments.get(self.mask) if self.mask is not None else None
         return None if mask is None else (~mask.bool()).nonzero()[:, 1].reshape(len(mask), -1)
 
-    def filled(self, owner: nn.Module, arguments: Arguments) -> Arguments:
-        """Arguments of the owner that must be known before its positions are."""
+    def fill_arguments(self, owner: nn.Module, arguments: Arguments) -> Arguments:
+        """Return arguments of the owner that its positions depend on."""
         if self.noise is None or arguments.get(self.noise) is not None:
             return {}
-        pixels = self.cut(owner, arguments)
+        pixels = self.input_of(owner, arguments)
         return {self.noise: torch.rand(len(pixels), math.prod(self._sizes(owner, pixels)), device=pixels.device)}
 
-    def cut(self, owner: nn.Module, arguments: Arguments) -> Tensor:
-        """The input that is cut into patches."""
+    def input_of(self, owner: nn.Module, arguments: Arguments) -> Tensor:
+        """Return the input that is cut into patches."""
         pixels = arguments.get(self.argument)
         if not isinstance(pixels, Tensor):
             raise PositionError(
@@ -102,10 +102,10 @@ class Grid:
     def _sizes(self, owner: nn.Module, pixels: Tensor) -> list[int]:
         """Patches along each axis."""
         sides = pixels.shape[-2:][::-1] if self.transposed else pixels.shape[-2:]
-        return self.cut_sizes(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
+        return self.count_patches(owner, *(pixels.shape[1:2] if self.axes(owner) == 3 else ()), *sides)
 
-    def cut_sizes(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
-        """Patches along the last axes of the convolution, one for each number of pixels."""
+    def count_patches(self, owner: nn.Module, *pixel_sizes: int) -> list[int]:
+        """Return the patches along the convolution's last axes, for each number of pixels."""
         convolution = self._convolution(owner)
         padding = (0,) * len(convolution.kernel_size) if convolution.padding == "valid" else convolution.padding
         last = slice(-len(pixel_sizes), None)
@@ -119,5 +119,5 @@ class Grid:
 
     @staticmethod
     def tokens(owner: Any, counts: tuple[int | str, ...]) -> int:
-        """How many tokens `before` or `after` stands for."""
+        """Return how many tokens `before` or `after` stands for."""
         return sum(count if isinstance(count, int) else getattr(owner.config, count) for count in counts)

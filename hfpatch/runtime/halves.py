@@ -1,4 +1,4 @@
-"""Refuses to save a model as an unpatched one while a part of it is patched: it would open again without the patch.
+"""Refuses to save a model with a patched part as an unpatched one, since the patch would be lost.
 
 A part doesn't know what it is inside, and a checkpoint has one patch record, the outermost model's. So what is asked
 is the model that is being saved: `save_pretrained` of every transformers model looks for such parts first. Nothing

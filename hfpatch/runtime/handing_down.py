@@ -1,4 +1,4 @@
-"""What a stack's owner hands down to its attentions in a forward: positions, and the place for what they compute once.
+"""Passes position_ids to attention layers that the host doesn't pass them to, and a cache for what they compute once.
 
 Attentions see a line of tokens. So a lens on the owner, which is given `position_ids` or pixels, adds keyword arguments
 to its forward, which most hosts hand on to their attentions as they do all they don't know. For other hosts the owner's
@@ -20,7 +20,17 @@ from torch.compiler import is_dynamo_compiling
 from .attention import POSITION_IDS, POSITIONS, ROTARY
 from .edits import modules_at
 from .grid import Grid
-from .lens import REMOVED_ARGUMENT, Arguments, StandIn, checkpointed_once, first_at, host_class, lens_of, put, views
+from .lens import (
+    REMOVED_ARGUMENT,
+    Arguments,
+    StandIn,
+    first_at,
+    host_class,
+    lens_of,
+    put,
+    skip_inner_checkpointing,
+    views,
+)
 from .once import ONCE, Once
 
 Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for each number that a rotation has
@@ -28,7 +38,7 @@ Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for 
 
 @dataclass(frozen=True)
 class HandedDown:
-    """A lens that hands positions down to attentions: on a stack's owner, and on its layers that may be checkpointed.
+    """Passes position_ids to attention layers, as a lens on a stack's owner and on its checkpointed layers.
 
     Attributes:
         children: paths of the attentions, or of such layers that they are in; none where the host hands arguments on.
@@ -43,8 +53,8 @@ class HandedDown:
     takes_more: bool = field(default=True, init=False, repr=False)  # whether the module takes arguments of any name
     hfpatch_note: ClassVar[str] = "hands positions down"
 
-    def bound(self, module: nn.Module) -> HandedDown:
-        """The lens with the names that its patterns stand for in a module; `*` is a number."""
+    def bind(self, module: nn.Module) -> HandedDown:
+        """Return the lens with the names that its patterns match in a module; `*` is a number."""
         children, attentions = (
             tuple(name for pattern in patterns for name in _names_at(module, pattern))
             for patterns in (self.children, self.attentions)
@@ -71,8 +81,8 @@ class HandedDown:
                 for name, value in handed.items():
                     put(tree, f"{path}.{name}", value)
             else:
-                put(tree, path, StandIn(child, partial(_called_with, handed)))
-        return {**checkpointed_once(module), **views(module, tree)}, filled
+                put(tree, path, StandIn(child, partial(_call_with, handed)))
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, filled
 
     def _positions(self, module: nn.Module, arguments: Arguments) -> tuple[Positions, Arguments]:
         """The positions, and arguments to set or remove."""
@@ -81,7 +91,7 @@ class HandedDown:
         if self.grid is None:
             position_ids = arguments.get(POSITION_IDS) if self.children else None  # else the host hands them on
             return (() if position_ids is None else ((1, position_ids),)), {}
-        filled = self.grid.filled(module, arguments)
+        filled = self.grid.fill_arguments(module, arguments)
         arguments = {**arguments, **filled}
         positions: dict[int, Tensor] = {}
         for path in self.attentions:
@@ -92,7 +102,7 @@ class HandedDown:
         return tuple(positions.items()), filled
 
 
-def _called_with(handed: Arguments, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_with(handed: Arguments, layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer(*args, **kwargs, **handed)
 
 

@@ -1,4 +1,4 @@
-"""A host's own rotary modules: made again with other settings, or made to hand out no rotation."""
+"""Rotary modules of the host with other settings, or without rotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROPE_SETTINGS_PATH = "_hfpatch_rope_settings_at"  # attribute of a rebuilt rotat
 
 
 class HostRotary(nn.Module):
-    """Makes a host's rotary module again from other settings; never stands in a model itself."""
+    """Rebuilds a host's rotary module from other settings; it is never a module of a model."""
 
     @classmethod
     def replacing(
@@ -29,7 +29,7 @@ class HostRotary(nn.Module):
         layer_type: str | None = None,
         note: str = "",
     ) -> nn.Module:
-        """Another instance of the host's class with these settings, in the same place, dtype and mode.
+        """Return another instance of the host's class with these settings, with the same device, dtype and mode.
 
         A type of layers that wasn't rotated is again; others stay as they are.
 
@@ -63,7 +63,7 @@ class HostRotary(nn.Module):
 def with_settings(
     rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, device: str = "cpu"
 ) -> nn.Module:
-    """A host's rotary module with other settings, fresh."""
+    """Return a new rotary module of the host with other settings."""
     config: Any = copy.deepcopy(rotary.config)
     for name, value in settings_in(config, settings, layer_type).items():
         setattr(config, name, value)
@@ -72,7 +72,7 @@ def with_settings(
 
 
 def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The attributes of a config where transformers looks for a rotation's settings, and their values."""
+    """Return the rotation settings in a config, by the attributes where transformers looks for them."""
     settings = copy.deepcopy(settings)
     if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
         found = {"rope_theta": settings["rope_theta"]}

@@ -1,4 +1,4 @@
-"""Lenses on a block that change where a branch's norm stands: pre, post, olmo2, sandwich, DeepNorm.
+"""Lenses on a block that move the norm of a residual branch: pre, post, olmo2, sandwich, DeepNorm.
 
 A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
 its branch's last module; one that computes norm(x + f(x)) does once its norm hands on what it is given, and r is what
@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .lens import Arguments, StandIn, checkpointed_once, first_at, put, views
+from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 
 
 @dataclass(frozen=True)
 class Gains:
-    """The lens on the parent of branches' last modules: their output is multiplied on its way to the stream.
+    """Lens on the parent of branches' last modules: multiplies their output on its way to the stream.
 
     Attributes:
         gains: (path of the child, which of its calls in one forward, factor).
@@ -46,13 +46,13 @@ class Gains:
             if call < 0 or not 0 < gain < inf:
                 raise ValueError(f"no call of {child:.80} has number {call} and is multiplied by {gain}")
 
-    def bound(self, module: nn.Module) -> Gains:
-        """Itself; refuses a module that has no such children."""
+    def bind(self, module: nn.Module) -> Gains:
+        """Return the lens; refuse a module without such children."""
         _require_there(module, [child for child, _, _ in self.gains])
         return self
 
     def over(self, present: Gains) -> Gains:
-        """Both."""
+        """Combine both lenses."""
         return Gains((*present.gains, *self.gains))
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
@@ -63,12 +63,12 @@ class Gains:
         for child, by_call in by_child.items():
             times: dict[int, Callable] = {call: partial(torch.mul, other=gain) for call, gain in by_call.items()}
             put(tree, child, _by_call(first_at(module, child), times))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 @dataclass(frozen=True)
 class Join:
-    """One branch of a block and how it meets the stream. Names are relative to the block.
+    """One branch of a block and how it is added to the stream. Names are relative to the block.
 
     Attributes:
         form: one of the module docstring's, or "host": as it was, apart from where its dropout is applied.
@@ -100,20 +100,20 @@ class Join:
 
 @dataclass(frozen=True)
 class Joins:
-    """The lens on a block: r and g of its branches."""
+    """Lens on a block: r and g of its branches."""
 
     hfpatch_note: ClassVar[str] = "its norms stand elsewhere in the residual branches"
 
     joins: tuple[Join, ...]
 
-    def bound(self, module: nn.Module) -> Joins:
-        """Itself; refuses a block that has no such norms and modules. A sandwich's second norms may come later."""
+    def bind(self, module: nn.Module) -> Joins:
+        """Return the lens; refuse a block without such norms and modules. A sandwich's second norms may come later."""
         for one in self.joins:
             _require_there(module, [one.norm, one.outlet, *one.readers])
         return self
 
     def over(self, present: Joins) -> Joins:
-        """Both; a later join of the same branch takes the place."""
+        """Combine both lenses; a later join of the same branch replaces the earlier."""
         mine = {(one.outlet, one.call) for one in self.joins}
         return Joins((*(one for one in present.joins if (one.outlet, one.call) not in mine), *self.joins))
 
@@ -129,14 +129,16 @@ class Joins:
                 put(tree, f"{path}.{join.dropout}".strip("."), 0.0)
             if join.form == "host":
                 continue
-            put(tree, join.norm, StandIn(first_at(module, join.norm), _passed if join.readers else branch.read))
+            put(
+                tree, join.norm, StandIn(first_at(module, join.norm), _pass_sum if join.readers else branch.read_stream)
+            )
             for name in join.readers:
                 readers[name] = _reading(first_at(module, name), branch)
                 put(tree, name, readers[name])
         for name, by_call in outlets.items():
             outlet = readers.get(name) or first_at(module, name)
-            put(tree, name, _by_call(outlet, {call: branch.meet for call, branch in by_call.items()}))
-        return {**checkpointed_once(module), **views(module, tree)}, {}
+            put(tree, name, _by_call(outlet, {call: branch.merge for call, branch in by_call.items()}))
+        return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 
 
 def _require_there(module: nn.Module, paths: list[str]) -> None:
@@ -153,7 +155,7 @@ class _Branch:
         self.stream: Tensor | None = None
         self.of_stream: Tensor | None = None
 
-    def read(self, norm: Any, hidden_states: Tensor) -> Tensor:
+    def read_stream(self, norm: Any, hidden_states: Tensor) -> Tensor:
         """r, in the place of the norm that the branch reads through, given the stream; once for all that read it."""
         if self.of_stream is None or hidden_states is not self.stream:
             self.stream = hidden_states
@@ -161,7 +163,7 @@ class _Branch:
             self.of_stream = own(hidden_states) if self.join.form in ("pre", "sandwich") else hidden_states
         return self.of_stream
 
-    def meet(self, f: Tensor) -> Tensor:
+    def merge(self, f: Tensor) -> Tensor:
         """g, given the branch's output f."""
         join, x = self.join, self.stream
         if join.dropout:
@@ -181,7 +183,7 @@ class _Branch:
         return norm((x if join.form == "post" else join.alpha * x) + f) - x
 
 
-def _passed(norm: Any, hidden_states: Tensor) -> Tensor:
+def _pass_sum(norm: Any, hidden_states: Tensor) -> Tensor:
     """In the place of a norm of a sum: hands the sum on."""
     return hidden_states
 
@@ -191,9 +193,9 @@ def _reading(module: Any, branch: _Branch) -> StandIn:
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            return module(branch.read(module, args[0]), *args[1:], **kwargs)
+            return module(branch.read_stream(module, args[0]), *args[1:], **kwargs)
         name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return module(**{**kwargs, name: branch.read(module, kwargs[name])})
+        return module(**{**kwargs, name: branch.read_stream(module, kwargs[name])})
 
     return StandIn(module, call)
 

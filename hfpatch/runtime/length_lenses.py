@@ -1,5 +1,7 @@
-"""Lenses that lift the limits of a removed table's length: arguments are filled or refused, tables seen with other
-numbers of rows, lengths counted on the input, and methods that would fit a table to an image answer with the constant.
+"""Lenses that lift the length limit of a removed position table.
+
+Arguments are filled or refused, tables seen with other numbers of rows, lengths counted on the input, and methods that
+would fit a table to an image answer with the constant.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _ANY = 2**31  # rows enough for any length
 
 
 class LengthLimit:
-    """A lens on a module that would refuse, or cut, inputs beyond the removed table's length."""
+    """Lens on a module that would refuse or truncate inputs longer than the removed table."""
 
     hfpatch_note = "inputs of any length"
 
@@ -61,7 +63,7 @@ class FilledArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class RefusedArguments(LengthLimit):
-    """Refuses arguments that bring tokens whose positions aren't known here."""
+    """Refuses arguments that add tokens whose positions aren't known here."""
 
     names: tuple[str, ...]
 
@@ -80,7 +82,7 @@ class RefusedArguments(LengthLimit):
 
 @dataclass(frozen=True)
 class ExpandedRows(LengthLimit):
-    """Shows constants (rows, width) and buffers of indices (1, rows) with as many rows as their host wants to see.
+    """Shows constants (rows, width) and index buffers (1, rows) with as many rows as the host expects.
 
     Attributes:
         rows: (path, number of rows): paths of tensors of the module, or of its children's. None is more than any
@@ -110,7 +112,7 @@ class ExpandedRows(LengthLimit):
 
 @dataclass(frozen=True)
 class MeanOfBuffer(LengthLimit):
-    """Shows a table in a buffer, which hosts fill by themselves when they load, as its mean at every position.
+    """Shows a table in a buffer, which hosts fill on loading, as its mean at every position.
 
     Attributes:
         table: the buffer (rows, width).
@@ -128,7 +130,7 @@ class MeanOfBuffer(LengthLimit):
 
 @dataclass(frozen=True)
 class CountedLength(LengthLimit):
-    """Shows numbers that are the old length as the number of positions that convolutions make of the input.
+    """Shows the old length as the number of positions that convolutions produce from the input.
 
     Attributes:
         argument: of the forward, cut along its last axes.
@@ -171,7 +173,7 @@ class CountedLength(LengthLimit):
 
 @dataclass(frozen=True)
 class AnyImageSize(LengthLimit):
-    """Patch embeddings whose table is a constant take images of any size and aspect ratio.
+    """Lets patch embeddings with a constant table take images of any size and aspect ratio.
 
     Attributes:
         table: path of the constant, or several of which one is there ("a | b"); None where another module adds it.
@@ -204,8 +206,8 @@ class AnyImageSize(LengthLimit):
         return attributes, {"interpolate_pos_encoding": True} if self.flag else {}
 
 
-def beside_a_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
-    """The lens for a stack in which a table stays, so that positions must be counted; None where that isn't known.
+def limit_beside_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | None:
+    """Return the lens for a stack that keeps a table, so that positions must be counted; None if unknown.
 
     Args:
         limit: the lens for a stack without a table.

@@ -30,13 +30,13 @@ Arguments = dict[str, Any]
 
 
 class Lens(Protocol):
-    """From a module and its call's arguments to (attributes of the view, arguments to set).
+    """Function from a module and its call's arguments to (attributes of the view, arguments to set).
 
     An argument that is set to `REMOVED_ARGUMENT` isn't passed on.
 
     A lens may have three more methods:
 
-        bound(module): the lens for one module, once its patterns of names are resolved.
+        bind(module): the lens for one module, once its patterns of names are resolved.
         over(present): joins it with a lens of the same kind that the module has; without it that one is replaced.
         finish(output, arguments): changes the output of the forward.
     """
@@ -45,7 +45,7 @@ class Lens(Protocol):
 
 
 class View:
-    """Proxy of a module with some attributes replaced: the `self` of its forward, or a child in its parent's view.
+    """Proxy of a module with some attributes replaced, used as the `self` of its forward, or as a child of a view.
 
     All other attributes are read from the module, and writes go to it. Methods of the module's class are bound to the
     view, so that they see the replaced attributes too. Calling a view runs the forward, with the module's hooks.
@@ -78,7 +78,7 @@ class View:
 
 
 class ListView:
-    """Proxy of an `nn.ModuleList`, or of an `nn.Sequential`, with some elements replaced, for its parent's view."""
+    """Proxy of an `nn.ModuleList` or `nn.Sequential` with some elements replaced, for its parent's view."""
 
     def __init__(self, module: Any, attributes: dict[str, Any]):
         elements: Iterable[Any] = module.elements if isinstance(module, ListView) else module
@@ -103,7 +103,7 @@ class ListView:
 
 
 class StandIn:
-    """Proxy of a child module or a tensor, for the view of its parent: attributes are those of what it stands for.
+    """Proxy of a child module or tensor with another call or indexing, for its parent's view.
 
     Args:
         replaced: the child or tensor, or a proxy of it.
@@ -124,19 +124,21 @@ class StandIn:
 
 
 def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
-    """Turns replacements of (nested) children into attributes of a module's view; children with some become views.
+    """Return view attributes for replacements of nested children; children with replacements become views.
 
     Args:
         module: the module that the view is of, or a view of it that another lens has filled.
         tree: replacement, or dictionary of replacements inside the child, by the child's name; `put` builds it.
     """
-    return {name: _seen(getattr(module, name), value) if type(value) is dict else value for name, value in tree.items()}
+    return {
+        name: _proxy_of(getattr(module, name), value) if type(value) is dict else value for name, value in tree.items()
+    }
 
 
-def _seen(child: Any, tree: dict[str, Any]) -> Any:
+def _proxy_of(child: Any, tree: dict[str, Any]) -> Any:
     """The proxy of a child with replacements inside it."""
     if isinstance(child, StandIn):
-        return StandIn(_seen(child.replaced, tree), child.answer)
+        return StandIn(_proxy_of(child.replaced, tree), child.answer)
     view = ListView if isinstance(child, nn.ModuleList | nn.Sequential | ListView) else View
     return view(child, views(child, tree))
 
@@ -150,7 +152,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def first_at(module: Any, *paths: str) -> Any:
-    """What is at the first of several paths from a module, or from a view of it, where anything is; else None."""
+    """Return the object at the first path that exists in a module or its view, or None."""
     for path in paths:  # loops, as torch.compile of 2.11 wants them
         found = module
         for name in path.split("."):
@@ -160,14 +162,14 @@ def first_at(module: Any, *paths: str) -> Any:
     return None
 
 
-def checkpointed_once(module: nn.Module) -> dict[str, bool]:
-    """A layer that is checkpointed runs its forward twice as it is; its view must not be checkpointed once more."""
+def skip_inner_checkpointing(module: nn.Module) -> dict[str, bool]:
+    """Return view attributes that turn off checkpointing, which the layer itself already does."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
 
 
 @dataclass(frozen=True)
 class Lenses:
-    """Several lenses on one module: each sees it as those before it left it."""
+    """Several lenses on one module, applied in order."""
 
     lenses: tuple[Lens, ...]
 
@@ -183,13 +185,13 @@ class Lenses:
 
 
 def lens_of(module: nn.Module, kind: type) -> Any:
-    """The module's lens of one kind, None if it has none."""
+    """Return the module's lens of one kind, None if it has none."""
     lens = module.__dict__.get(LENS)
     return next((one for one in getattr(lens, "lenses", (lens,)) if isinstance(one, kind)), None)
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """The module's lens with this one added; it joins (`over`) or else replaces one of the same kind."""
+    """Return the module's lens with this one added; one of the same kind is combined (`over`) or replaced."""
     present = module.__dict__.get(LENS)
     same = lens_of(module, type(lens))
     if same is not None and hasattr(lens, "over"):
@@ -199,10 +201,10 @@ def with_lens(module: nn.Module, lens: Lens) -> Lens:
     return Lenses((*others, lens)) if others else lens
 
 
-def centred(output: Any, axis: int) -> Any:
-    """output - mean(output) over an axis, in float32 or wider; of a tuple only the first element is centred."""
+def subtract_mean(output: Any, axis: int) -> Any:
+    """Return output - mean(output) over an axis, in float32 or wider; of a tuple only the first is changed."""
     if isinstance(output, tuple):
-        return (centred(output[0], axis), *output[1:])
+        return (subtract_mean(output[0], axis), *output[1:])
     assert isinstance(output, Tensor)
     wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     return (wide - wide.mean(axis, keepdim=True)).to(output.dtype)
@@ -221,11 +223,11 @@ class CentredArgument:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         embeddings = arguments.get(self.name)
-        return {}, {} if embeddings is None else {self.name: centred(embeddings, -1)}
+        return {}, {} if embeddings is None else {self.name: subtract_mean(embeddings, -1)}
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:
-    """A forward that runs the host's on a view if the instance has a lens, and centres or scales the output if set.
+    """Return a forward that runs the host's on a view if there is a lens, then centres or scales the output if set.
 
     Args:
         host: the class whose forward is run.
@@ -273,7 +275,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
                 output = lens.finish(output, arguments)
         axis = state.get(CENTRED)
         if axis is not None:
-            return centred(output, axis)
+            return subtract_mean(output, axis)
         if state.get(SCALED) is not None:
             return output * getattr(self, SCALE).to(output.dtype)
         return output
@@ -292,13 +294,13 @@ def _is_method(host: type, name: str) -> bool:
 
 @functools.cache
 def lensed_class(host: type[nn.Module]) -> type[nn.Module]:
-    """The generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
+    """Return the generated subclass of a module class whose forward applies the instance's lens, centring and scale."""
     body = {
         "forward": lensed_forward(host),
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": lambda self, protocol: reduced(self, lensed_class),
+        "__reduce_ex__": lambda self, protocol: reduce_generated(self, lensed_class),
         "register_parameter": _register_parameter,
         "hfpatch_host": host,
     }
@@ -323,8 +325,8 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
     host.register_parameter(self, name, parameter)
 
 
-def reduced(module: nn.Module, make: Callable[[Any], type]) -> tuple:
-    """What `__reduce_ex__` returns of a module whose class `make` generated from a host class, as it will again."""
+def reduce_generated(module: nn.Module, make: Callable[[Any], type]) -> tuple:
+    """Return `__reduce_ex__`'s result for a module whose class `make` generates from a host class."""
     return _empty, (make, host_class(type(module))), module.__getstate__()  # torch's own: without compiled code
 
 
@@ -334,5 +336,5 @@ def _empty(make: Callable[[Any], type], host: type) -> nn.Module:
 
 
 def host_class(cls: type) -> type:
-    """The host class of a class that hfpatch generated (here or in checkpoint/classes.py); else the class itself."""
+    """Return the host class of a class that hfpatch generated, else the class itself."""
     return getattr(cls, "hfpatch_host", cls)

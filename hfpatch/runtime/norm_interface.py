@@ -1,4 +1,4 @@
-"""What other code expects of a norm module: a description, Parameters called weight and bias, a class for weight decay.
+"""Interface that other code expects of norms: NormFacts, Parameters weight and bias, a class known to weight decay.
 
 transformers' Trainer leaves out of weight decay what is in an `nn.LayerNorm`, and what has a name that it knows (bias,
 layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are known by their class alone.
@@ -43,14 +43,14 @@ class NormFacts:
 
 
 def _read(self: NormInterface, name: str) -> Any:
-    return nn.Module.__getattr__(self, _stored(self, name))
+    return nn.Module.__getattr__(self, _stored_name(self, name))
 
 
 def _write(self: NormInterface, name: str, value: Any) -> None:
-    nn.Module.__setattr__(self, _stored(self, name), value)
+    nn.Module.__setattr__(self, _stored_name(self, name), value)
 
 
-def _stored(norm: NormInterface, name: str) -> str:
+def _stored_name(norm: NormInterface, name: str) -> str:
     """The name under which a norm stores what others call weight or bias."""
     return norm.names[USUAL.index(name)] if name in USUAL else name
 

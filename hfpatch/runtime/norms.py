@@ -1,4 +1,4 @@
-"""Norm modules that replace a model's norms and keep their Parameters: LayerNorm, RMSNorm, DynamicTanh, DynamicErf."""
+"""Norm modules that replace a model's norms: LayerNorm, RMSNorm, DynamicTanh, DynamicErf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on positions alone, computed once in a forward of a stack rather than in each of its attentions.
+"""Computes values that depend on positions only once per forward of a stack, not in each attention.
 
 cos and sin, ALiBi's biases and causal masks are equal in all attentions of a stack. In each forward the stack's owner
 hands an empty `Once` down (handing_down.py); the attention that first needs a value computes it, the others find it
@@ -27,7 +27,7 @@ class Once:
         self.values: dict[tuple, dict[tuple, Any]] = {}
 
     def of(self, kind: tuple, sources: tuple, compute: Callable[[], Any]) -> Any:
-        """The value of a kind that was computed from these sources; computed now if it wasn't."""
+        """Return the value of a kind that was computed from these sources; computed now if it wasn't."""
         held = self.values.get(kind)
         if held is None or sources not in held:
             self.values[kind] = held = {sources: compute()}
@@ -35,12 +35,12 @@ class Once:
 
 
 def once(values: Once | None, kind: tuple, sources: tuple, compute: Callable[[], Any]) -> Any:
-    """`Once.of`; without one the value is computed."""
+    """Return `Once.of`; without one the value is computed."""
     return compute() if values is None else values.of(kind, sources, compute)
 
 
 def key_of(module: nn.Module) -> str | None:
-    """What says which values a module computes, for modules to share them; None where they are its alone.
+    """Return what says which values a module computes, for modules to share them; None if they are its alone.
 
     Those are of what is learned, and of a module that somebody's hooks watch or change.
     """

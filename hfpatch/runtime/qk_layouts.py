@@ -1,4 +1,4 @@
-"""Layouts of q and k: which output channels of an attention's projections belong to which head.
+"""Layouts of queries and keys: which output channels of a projection belong to which head.
 
 A layout applies a function to each head of queries and keys at the output of their projections (`turns` them) and
 leaves all other channels unchanged.
@@ -56,15 +56,15 @@ class Layout:
     def _turn(self, module: nn.Module, name: str, head_dim: int, rotate: Rotate) -> Rotate:
         def turn(y: Tensor) -> Tensor:
             y = swap_token_axis(y, self.time)
-            y = _turned(y, head_dim, self.unrotated_heads(module, name, y.shape[-1] // head_dim), rotate)
+            y = _turn_heads(y, head_dim, self.unrotated_heads(module, name, y.shape[-1] // head_dim), rotate)
             return swap_token_axis(y, self.time).contiguous()
 
         return turn
 
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
+    def rotate_projections(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
         """Attributes of the attention's view: projections whose output is turned."""
         turns = self.turns(module, head_dim, rotate)
-        return {name: with_turned_output(getattr(module, name), turn) for name, turn in turns.items()}
+        return {name: turn_output(getattr(module, name), turn) for name, turn in turns.items()}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Projections(Layout):
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.query, self.key
 
-    def turned(self, arguments: Arguments, rotate: Rotate) -> Arguments:
+    def turn_arguments(self, arguments: Arguments, rotate: Rotate) -> Arguments:
         """Arguments of the attention that are turned as well."""
         if self.beside_keys is None:
             return {}
@@ -118,15 +118,15 @@ class WindowProjections(Projections):
         names = (*self.names, self.global_query, self.global_key)
         return {name: self._turn(module, name, head_dim, rotate) for name in names}
 
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
-        attributes = super().rotated(module, arguments, head_dim, rotate)
+    def rotate_projections(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Any) -> dict[str, Any]:
+        attributes = super().rotate_projections(module, arguments, head_dim, rotate)
 
         def turn_queries(y: Tensor) -> Tensor:
             marks = arguments[self.marks].long()
             slots = marks.sort(dim=1, descending=True, stable=True).indices[:, : y.shape[0]]  # marked ones, in order
             return self._turn(module, self.global_query, head_dim, rotate.of(slots))(y)
 
-        attributes[self.global_query] = with_turned_output(getattr(module, self.global_query), turn_queries)
+        attributes[self.global_query] = turn_output(getattr(module, self.global_query), turn_queries)
         return attributes
 
 
@@ -173,13 +173,15 @@ class Fused(Layout):
     def query_width(self, module: nn.Module) -> int:
         return super().query_width(module) // 3
 
-    def rotated(self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate) -> dict[str, Any]:
-        """As `Layout.rotated`; the output is first clipped and biased, as the host does before it splits it."""
+    def rotate_projections(
+        self, module: nn.Module, arguments: Arguments, head_dim: int, rotate: Rotate
+    ) -> dict[str, Any]:
+        """As `Layout.rotate_projections`; the output is clipped and biased first, as the host does before its split."""
         turn = self._turn(module, self.name, head_dim, rotate)
         bias = getattr(module, self.query_bias) if self.query_bias else None
         limit = getattr(module, self.clip) if self.clip else None
 
-        def clipped_biased_and_rotated(y: Tensor) -> Tensor:
+        def clip_add_bias_and_turn(y: Tensor) -> Tensor:
             if limit:
                 y = y.clamp(-limit, limit)
             if bias is not None:
@@ -187,8 +189,7 @@ class Fused(Layout):
                 y = y + nn.functional.pad(bias.view(-1, 1, each), (0, 0, 0, 2)).flatten()
             return turn(y)
 
-        turned = with_turned_output(getattr(module, self.name), clipped_biased_and_rotated)
-        attributes: dict[str, Any] = {self.name: turned}
+        attributes: dict[str, Any] = {self.name: turn_output(getattr(module, self.name), clip_add_bias_and_turn)}
         if self.query_bias:
             attributes[self.query_bias] = torch.zeros_like(bias)  # type: ignore[arg-type]
         if self.clip:
@@ -196,16 +197,16 @@ class Fused(Layout):
         return attributes
 
 
-def with_turned_output(projection: nn.Module, turn: Callable[[Tensor], Tensor]) -> StandIn:
+def turn_output(projection: nn.Module, turn: Callable[[Tensor], Tensor]) -> StandIn:
     """Stand-in for a projection whose output is turned."""
 
-    def turned(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         return turn(module(*args, **kwargs))
 
-    return StandIn(projection, turned)
+    return StandIn(projection, call)
 
 
-def _turned(y: Tensor, head_dim: int, unrotated: UnrotatedHeads | None, rotate: Rotate) -> Tensor:
+def _turn_heads(y: Tensor, head_dim: int, unrotated: UnrotatedHeads | None, rotate: Rotate) -> Tensor:
     """y (..., heads * head_dim) with all heads turned except `unrotated`."""
     if unrotated is None:
         return rotate(y.unflatten(-1, (-1, head_dim))).flatten(-2)

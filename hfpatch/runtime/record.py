@@ -1,4 +1,4 @@
-"""The patch record in config.json: what opening a checkpoint needs of it, checked before it is believed."""
+"""The patch record in config.json: its keys, and validation on load."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
-def checked(stored: Any, where: str) -> str:
-    """The `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
+def validate_record(stored: Any, where: str) -> str:
+    """Return the `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
 
     Raises:
         CheckpointError: it is malformed, or of another version.
@@ -64,18 +64,18 @@ def checked(stored: Any, where: str) -> str:
 
 
 def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
-    """The edits of a patched config.
+    """Return the edits in a stored record.
 
     Raises:
         CheckpointError: the config carries no usable record.
     """
     stored = getattr(config, KEY, None)
-    checked(stored, where)
+    validate_record(stored, where)
     assert isinstance(stored, Mapping)
     return parse_edits(stored["edits"], where)
 
 
-def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
+def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: str) -> None:
     """Warn of settings overridden at opening that edits fix: the eps of norms, rotations.
 
     Args:
@@ -83,9 +83,9 @@ def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
         config: of the opened model.
         where: what the checkpoint is called in the warning.
     """
-    edits, before = " ".join(getattr(config, KEY)["edits"]), _flat(saved)
+    edits, before = " ".join(getattr(config, KEY)["edits"]), _flatten(saved)
     rotates, fixed = any(name in edits for name in ("Rotary", "Unrotated")), []
-    for name, value in _flat(config.to_dict()).items():
+    for name, value in _flatten(config.to_dict()).items():
         of_edits = f"eps={before.get(name)!r}" in edits if "eps" in name else rotates and re.search("rope|rotary", name)
         if of_edits and before.get(name) != value:
             fixed.append(f"{name}={value!r:.200}")
@@ -98,19 +98,19 @@ def warn_of_fixed(saved: Mapping[str, Any], config: Any, where: str) -> None:
         )
 
 
-def _flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Settings and those of their parts, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
+        found |= _flatten(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
     return found
 
 
 def names_on_disk(architectures: Iterable[str]) -> list[str]:
-    """Names of model classes as a patched checkpoint has them."""
+    """Return names of model classes as a patched checkpoint has them."""
     return [ARCHITECTURE + name.removeprefix(ARCHITECTURE) for name in architectures]
 
 
 def saved_from(config: Any) -> list[str]:
-    """Names of the host's classes that a config was saved from."""
+    """Return names of the host's classes that a config was saved from."""
     return [name.removeprefix(ARCHITECTURE) for name in config.architectures or []]

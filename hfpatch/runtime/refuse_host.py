@@ -1,4 +1,4 @@
-"""Makes the host's own class refuse a patched checkpoint, which it would otherwise open without the patch.
+"""Makes the host's own class refuse a patched checkpoint, which it would otherwise open unpatched.
 
 `GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
 But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence
@@ -39,8 +39,8 @@ _opens_patched = ContextVar("_opens_patched", default=False)
 
 
 @contextmanager
-def opened_patched() -> Iterator[None]:
-    """While it lasts, a patched class opens a checkpoint, and is told which file its weights are in."""
+def loading_patched() -> Iterator[None]:
+    """Context in which a patched class opens a checkpoint and may read the name of its weight file."""
     token = _opens_patched.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def opened_patched() -> Iterator[None]:
         _opens_patched.reset(token)
 
 
-class FileOfWeights:
+class WeightFileGuard:
     """Attribute `transformers_weights` of patched configs, as `from_pretrained` asks for it: a file's name or None.
 
     A class that isn't patched gets the sentence, which transformers quotes in its error.
@@ -71,7 +71,7 @@ def is_sentence(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_PREFIX)
 
 
-def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
+def add_guard(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a patched config as they go to disk, with which its host's classes open no weights."""
     guarded = copy.deepcopy(dict(stored))
     for path, _ in parts(config):
@@ -80,8 +80,8 @@ def guarded(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, An
     return guarded
 
 
-def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that were passed to `guarded`; also where hfpatch 0.2 put the sentences in other places.
+def remove_guard(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings that were passed to `add_guard`; also where hfpatch 0.2 put the sentences in other places.
 
     Raises:
         CheckpointError: what should be put back is malformed.
@@ -92,14 +92,14 @@ def released(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = record.get(ENTRY, {})
     if not isinstance(kept, Mapping) or len(kept) > _MOST or not all(map(_is_setting, kept.items())):
         raise CheckpointError(f"{where}: {ENTRY} in its patch record is no object of at most {_MOST} settings.")
-    released = copy.deepcopy(dict(stored))
-    released[KEY].pop(ENTRY, None)
-    for path, settings, name in list(_sentences(released)):
+    restored = copy.deepcopy(dict(stored))
+    restored[KEY].pop(ENTRY, None)
+    for path, settings, name in list(_sentences(restored)):
         if name != FILE and path not in kept:
             raise CheckpointError(f"{where}: its patch record lacks the value of {path}, so it can't be opened.")
         del settings[name]
         settings |= {} if name == FILE else {name: kept[path]}
-    return released
+    return restored
 
 
 def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -118,7 +118,7 @@ def _is_setting(item: tuple[Any, Any]) -> bool:
 
 
 def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-    """The settings of a part of the config; None if there are none."""
+    """Return the settings of a part of the config; None if there are none."""
     for name in path:
         inner = settings.get(name)
         if not isinstance(inner, dict):
@@ -128,15 +128,15 @@ def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, An
 
 
 def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
-    """The config and those of its parts, by their path."""
+    """Yield the config and those of its parts, by their path."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from parts(value, (*path, name))
 
 
-def listed_encoder(config: type) -> tuple[type, str, str] | None:
-    """The entry of sentence-transformers' list of encoders of encoder-decoders (T5) that it opens a config's model by.
+def find_nested_config(config: type) -> tuple[type, str, str] | None:
+    """Return sentence-transformers' entry for the encoder of an encoder-decoder (T5) with this config, or None.
 
     It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
     """
@@ -146,11 +146,11 @@ def listed_encoder(config: type) -> tuple[type, str, str] | None:
 
 
 def list_encoder(config: type) -> None:
-    """Let sentence-transformers open the encoder of a patched config's class patched: it would take the host's.
+    """Register a patched config's class with sentence-transformers, which would open the host's encoder.
 
-    Without the entry the host's class refuses the config (`FileOfWeights`).
+    Without the entry the host's class refuses the config (`WeightFileGuard`).
     """
-    entry = listed_encoder(config)
+    entry = find_nested_config(config)
     if entry is not None and entry[0] is not config:
         of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
         own = (config.__module__, entry[2]) if of_export else (entry[1], *names_on_disk([entry[2]]))

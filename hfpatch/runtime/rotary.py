@@ -117,11 +117,11 @@ class RotaryEmbedding(nn.Module):
         return (cos, sin) if scaling == 1 else (cos * scaling, sin * scaling)
 
     def frequencies_for(self, positions: Tensor) -> Tensor:
-        """The frequencies for these positions, on their device."""
+        """Return the frequencies for these positions, on their device."""
         return self.inv_freq.to(positions.device)
 
     def cast(self, phases: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returned, in the dtype of queries or keys x and where they are."""
+        """Return what `forward` returned, in the dtype of queries or keys x and where they are."""
         cos, sin = phases
         if cos.dtype == x.dtype and cos.device == x.device:
             return phases
@@ -150,7 +150,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((rotated, *rest), dim=-1) if rest else rotated
 
     def extra_repr(self) -> str:
-        return described(self.head_dim, self)
+        return describe_rotation(self.head_dim, self)
 
 
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
@@ -200,8 +200,8 @@ def rotary_dim(head_dim: int, partial: float, axes: int) -> int:
     return channels if axes == 1 else channels - channels % (2 * axes)
 
 
-def described(head_dim: int, rotation: Any) -> str:
-    """One-line description of a rotation of heads, for plans and reprs; of a module or of a scheme, by its options."""
+def describe_rotation(head_dim: int, rotation: Any) -> str:
+    """Return a one-line description of a rotation of heads, from a module's or a scheme's options."""
     rotated = rotary_dim(head_dim, rotation.partial, rotation.axes)
     dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"
     dims += "" if rotation.axes == 1 else f", {rotation.axes} axes"

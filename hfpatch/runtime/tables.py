@@ -1,4 +1,4 @@
-"""Position tables whose rows are computed by a rule (sinusoidal); their host goes on counting positions."""
+"""Position tables whose rows are computed by a rule (sinusoidal); the host still counts positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lens import CENTRED, LENS, StandIn, View, host_class, reduced
+from .lens import CENTRED, LENS, StandIn, View, host_class, reduce_generated
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sinusoids:
     scale: float = 1.0
 
     def rows(self, positions: Tensor, width: int) -> Tensor:
-        """PE at integer positions (...), as (..., width) in float32."""
+        """Return PE at integer positions (...), as (..., width) in float32."""
         sines = (width + 1) // 2
         steps = torch.arange(sines, device=positions.device, dtype=torch.float32)
         denominator = max(width // 2 - 1, 1) if self.layout == "tensor2tensor" else width / 2
@@ -59,7 +59,7 @@ class ComputedPositions(nn.Embedding):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
-        """What takes the place of a table; settings of the host's class are kept."""
+        """Return what takes the place of a table; settings of the host's class are kept."""
         assert isinstance(old, nn.Embedding)
         generated = computed_class(host_class(type(old)))
         new = generated.__new__(generated)
@@ -90,7 +90,7 @@ class ComputedPositions(nn.Embedding):
         return self
 
     def rows(self, indices: Tensor | slice) -> Tensor:
-        """The rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""
+        """Return the rows (..., d) at integer indices (...), or of a slice, in the table's dtype."""
         if isinstance(indices, slice):
             indices = torch.arange(indices.start or 0, indices.stop, device=self.weight.device)
         positions = indices - self.first
@@ -106,12 +106,12 @@ class ComputedPositions(nn.Embedding):
 
 @functools.cache
 def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
-    """The class of a computed table in the place of one of class `host`, whose forward still says which rows."""
+    """Return the class of a computed table in the place of one of class `host`, whose forward still says which rows."""
     body: dict[str, Any] = {
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
         "__doc__": host.__doc__,
-        "__reduce_ex__": lambda self, protocol: reduced(self, computed_class),
+        "__reduce_ex__": lambda self, protocol: reduce_generated(self, computed_class),
         "hfpatch_host": host,
     }
     if host is nn.Embedding:

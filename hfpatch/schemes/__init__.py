@@ -1,4 +1,4 @@
-"""The schemes a user can ask for, by kind. Importing this package registers those that ship with hfpatch."""
+"""Schemes of all kinds: norms, positions, MLPs, placements. Importing this package registers the built-in ones."""
 
 from . import learned, mlps, norms, placements, positions, rope
 

@@ -113,16 +113,16 @@ class Learned(Position):
             return "interpolated rows were never trained"
         return f"rows {old} to {new - 1} repeat the first ones, and were never trained"
 
-    def resized(self, table: Tensor) -> Tensor:
+    def resize(self, table: Tensor) -> Tensor:
         """A table (rows, width) of positions as (max_positions, width), in its dtype."""
         old, new = len(table), self.max_positions or len(table)
         if old == new:
             return table.clone()
         if self.line_method() == "tile":
             return table.repeat(-(-new // old), 1)[:new]
-        return _interpolated(table.T[None], new, mode="linear", align_corners=True)[0].T.contiguous()
+        return _interpolate(table.T[None], new, mode="linear", align_corners=True)[0].T.contiguous()
 
-    def interpolated(self, grid: Tensor, rows: int, columns: int, usual: str = "bicubic") -> Tensor:
+    def interpolate(self, grid: Tensor, rows: int, columns: int, usual: str = "bicubic") -> Tensor:
         """A table (frames, rows, columns, width) of patches with other rows and columns, in its dtype.
 
         `usual` as in `grid_method`.
@@ -132,7 +132,7 @@ class Learned(Position):
         kind, _, antialias = self.grid_method(usual).partition("-")
         mode = {"bicubic": "bicubic", "linear": "bilinear"}[kind]
         options: dict[str, Any] = {"mode": mode, "align_corners": False, "antialias": bool(antialias)}
-        return _interpolated(grid.permute(0, 3, 1, 2), (rows, columns), **options).permute(0, 2, 3, 1).contiguous()
+        return _interpolate(grid.permute(0, 3, 1, 2), (rows, columns), **options).permute(0, 2, 3, 1).contiguous()
 
     def describe(self, head_dim: int) -> str:
         if self.image_size is not None:
@@ -140,7 +140,7 @@ class Learned(Position):
         return f"Learned({self.max_positions}, {self.line_method()})"
 
 
-def _interpolated(x: Tensor, size: int | tuple[int, int], **options: Any) -> Tensor:
+def _interpolate(x: Tensor, size: int | tuple[int, int], **options: Any) -> Tensor:
     """x (batch, channels, ...) with another size of its last axes, computed in float32 or wider."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return nn.functional.interpolate(wide, size=size, **options).to(x.dtype)

@@ -1,4 +1,4 @@
-"""MLP schemes (SwiGLU, GeGLU, ReGLU): their width, and how a gated MLP starts from a trained one."""
+"""MLP schemes (SwiGLU, GeGLU, ReGLU): their width, and the initial values of a gated MLP."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class MLP(Scheme):
         if not isinstance(self.bias, bool | None):
             raise OptionError(f"{owner}: bias must be True, False or None, not {self.bias!r}.")
 
-    def settled(self: M, init: str) -> M:
+    def with_defaults(self: M, init: str) -> M:
         fresh, ratio = init == "reset", self.ratio
         if ratio is None and self.d_ff is None:
             ratio = 2 / 3 if fresh else 1.0
         return replace(self, ratio=ratio, bias=True if self.bias is None and not fresh else self.bias)
 
-    def unsettled(self: M, init: str) -> M:
-        own = replace(self, ratio=None, bias=None).settled(init)
+    def without_defaults(self: M, init: str) -> M:
+        own = replace(self, ratio=None, bias=None).with_defaults(init)
         return replace(
             self,
             ratio=None if self.ratio == own.ratio else self.ratio,

@@ -1,4 +1,4 @@
-"""Placement schemes: where the norm of a residual branch stands. They change the function (training from scratch)."""
+"""Placement schemes: where the norm of a residual branch is. They change the function (training from scratch)."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Position(Scheme):
         return None
 
     def score_bias(self, num_heads: int) -> Call | None:
-        """The module whose output is added to the attention scores, likewise; None where nothing is.
+        """The module whose output is added to the attention scores, likewise; None if nothing is.
 
         It needs `forward(queries, keys)`, which takes integer positions `(B or 1, T)` and `(S,)` and returns
         `(B or 1, H, T, S)` in float32.

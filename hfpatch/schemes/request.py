@@ -12,7 +12,7 @@ from ..core.scheme import Scheme
 from ..errors import OptionError
 from ..runtime.edits import Edit, parse_edits
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
-from ..runtime.record import FOREIGN, KEY, VERSION, checked
+from ..runtime.record import FOREIGN, KEY, VERSION, validate_record
 from .mlps import MLP
 from .norms import Norm
 from .placements import Placement
@@ -22,7 +22,7 @@ KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "pl
 INITS = ("auto", "exact", "copy", "reset")
 EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
 NOT_MEASURED = "as planned, not measured"  # basis of an outcome
-HOW = (  # what outcomes are measured by, for people
+MEASUREMENT_NOTE = (  # what outcomes are measured by, for people
     "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
     "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
     "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
@@ -62,12 +62,12 @@ class Outcome:
         return f"{verdict}: {self.measured}" if self.measured else verdict
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that say something."""
+        """Return the fields that say something."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name))}
 
     @classmethod
     def from_json(cls, stored: Any) -> Outcome:
-        """The outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
+        """Return the outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
 
         Raises:
             ValueError: it is neither, or a text of it is no line of a bounded length.
@@ -84,7 +84,7 @@ class Outcome:
         return cls(**stored)
 
     def printable(self) -> Outcome:
-        """The outcome as a checkpoint may hold it: lines of a bounded length."""
+        """Return the outcome with printable lines of a bounded length, as a checkpoint holds it."""
         texts = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), str)}
         lines = {name: "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME] for name, text in texts.items()}
         return replace(self, **lines)  # type: ignore[arg-type]
@@ -108,8 +108,8 @@ def _of_line(line: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part(Generic[S]):
-    """A request: one scheme, where, and how new parameters start.
+class SchemeRequest(Generic[S]):
+    """Request of one scheme: where, and how new Parameters are initialised.
 
     Attributes:
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
@@ -125,34 +125,34 @@ class Part(Generic[S]):
     outcome: Outcome | None = field(default=None, compare=False)
 
     def to_json(self, kind: str) -> dict[str, Any]:
-        """The request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
+        """Return the request as a user writes it: `{"norm": "dyt:alpha=0.4", "only": ["h.0.*"], "init": "reset"}`."""
         globs = {name: list(getattr(self, name)) for name in ("only", "keep") if getattr(self, name)}
         init = {} if self.init == "auto" else {"init": self.init}
         return {kind: str(self.scheme), **globs, **init}
 
     @property
-    def asked(self) -> Part[S]:
+    def as_requested(self) -> SchemeRequest[S]:
         """The request without the options that follow from `init`."""
-        return replace(self, scheme=self.scheme.unsettled(self.init))
+        return replace(self, scheme=self.scheme.without_defaults(self.init))
 
-    def written(self, kind: str) -> str:
-        """The request as arguments of `patch_model`."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.asked.to_json(kind).items())
+    def to_text(self, kind: str) -> str:
+        """Return the request as arguments of `patch_model`."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.as_requested.to_json(kind).items())
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `patch_model` requests: schemes, where, and how new parameters start.
+    """Arguments of one `patch_model` call: schemes, where, and how new Parameters are initialised.
 
     Attributes:
         parts: one for each kind of scheme, in the order of planning.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, SchemeRequest]
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
-        """The request that arguments of `plan_patch` make.
+        """Return the request that arguments of `plan_patch` make.
 
         Args:
             schemes: scheme, its name or None, by kind.
@@ -170,7 +170,13 @@ class Request:
         if init not in INITS:
             raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
         globs = as_globs("only", only), as_globs("keep", keep)
-        return cls({kind: Part(one.settled(init), *globs, init) for kind, one in resolved.items() if one is not None})
+        return cls(
+            {
+                kind: SchemeRequest(one.with_defaults(init), *globs, init)
+                for kind, one in resolved.items()
+                if one is not None
+            }
+        )
 
     @property
     def init(self) -> str:
@@ -185,7 +191,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Record:
-    """All that was patched: the requests, kind by kind, and the edits that they came to, in their order.
+    """Patch record of a model: all requests, kind by kind, and the resulting edits in order.
 
     Attributes:
         base_model_type: the host's `model_type`.
@@ -196,32 +202,32 @@ class Record:
     """
 
     base_model_type: str
-    norm: tuple[Part, ...] = ()
-    pos: tuple[Part, ...] = ()
-    mlp: tuple[Part, ...] = ()
-    placement: tuple[Part, ...] = ()
+    norm: tuple[SchemeRequest, ...] = ()
+    pos: tuple[SchemeRequest, ...] = ()
+    mlp: tuple[SchemeRequest, ...] = ()
+    placement: tuple[SchemeRequest, ...] = ()
     edits: tuple[Edit, ...] = ()
     any_length: bool = False
     foreign: tuple[str, ...] = ()
 
-    def has(self, kind: str, part: Part) -> bool:
-        """Whether the newest request of this kind is the same."""
+    def has(self, kind: str, part: SchemeRequest) -> bool:
+        """Return whether the newest request of this kind is the same."""
         return getattr(self, kind)[-1:] == (part,)
 
-    def plus(self, kind: str, part: Part) -> Record:
-        """The record with one more request."""
+    def with_request(self, kind: str, part: SchemeRequest) -> Record:
+        """Return the record with one more request."""
         return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
 
     def with_outcomes(self, outcomes: Mapping[str, Outcome]) -> Record:
-        """The record with the outcome of the newest request of each of these kinds."""
+        """Return the record with the outcome of the newest request of each of these kinds."""
         found = {}
         for kind, outcome in outcomes.items():
             *earlier, newest = getattr(self, kind)
             found[kind] = (*earlier, replace(newest, outcome=outcome.printable()))
         return replace(self, **found)  # type: ignore[arg-type]
 
-    def repaired(self, original: Record, result: Outcome) -> Record:
-        """The record with a repair's result as the outcome of the kinds that it was for: changed and not exact."""
+    def with_repair(self, original: Record, result: Outcome) -> Record:
+        """Return the record with a repair's result as the outcome of the kinds that it repaired."""
         kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
         planned = {kind: getattr(self, kind)[-1].outcome or Outcome("") for kind in kinds}
         lossy = {kind: outcome for kind, outcome in planned.items() if outcome.verdict != EXACT}
@@ -230,17 +236,17 @@ class Record:
         )
 
     @property
-    def parts(self) -> list[tuple[str, Part]]:
+    def requests(self) -> list[tuple[str, SchemeRequest]]:
         """Every request with its kind."""
         return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
 
     def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, Outcome]:
         """Outcomes by request, as arguments of `patch_model`; of all, or of the newest of these kinds."""
-        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.parts
-        return {part.written(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
+        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.requests
+        return {part.to_text(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
 
     def with_edits(self, edits: Iterable[Edit]) -> Record:
-        """The record with further edits; earlier ones that they overwrite are left out."""
+        """Return the record with further edits; earlier ones that they overwrite are left out."""
         later = list(edits)
         kept = [one for one in self.edits if not any(one.is_replaced_by(other) for other in later)]
         return replace(self, edits=(*kept, *later))
@@ -248,7 +254,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         requests = [
             {**part.to_json(kind), **({"outcome": part.outcome.to_json()} if part.outcome else {})}
-            for kind, part in self.parts
+            for kind, part in self.requests
         ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
@@ -257,21 +263,21 @@ class Record:
 
     @classmethod
     def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
-        """The record that `to_json` wrote.
+        """Return the record that `to_json` wrote.
 
         Raises:
             CheckpointError: it is malformed, of another version, or names what isn't registered here.
         """
-        base = checked(stored, where)
+        base = validate_record(stored, where)
         record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
         record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
         for index, item in enumerate(stored["request"]):
-            kind, part = _part(item, f"{where}: request {index} of its patch record")
-            record = record.plus(kind, part)
+            kind, part = _read_request(item, f"{where}: request {index} of its patch record")
+            record = record.with_request(kind, part)
         return record
 
     def require_readable(self) -> None:
-        """Refuse a record that a checkpoint couldn't be opened with: what is written is bounded as what is read is.
+        """Refuse a record that a checkpoint couldn't be opened with.
 
         Raises:
             UnsupportedError: says what of it.
@@ -281,20 +287,20 @@ class Record:
             again = type(self).from_json(stored, "what config.json would hold")
         except CheckpointError as error:
             raise UnsupportedError(f"the patched model couldn't be opened again: {error}") from error
-        written = [*map(str, self.edits), *(part.to_json(kind) for kind, part in self.parts)]
-        read = [*again.edits, *again.parts]
-        for text, one, other in zip(written, [*self.edits, *self.parts], read, strict=True):
+        written = [*map(str, self.edits), *(part.to_json(kind) for kind, part in self.requests)]
+        read = [*again.edits, *again.requests]
+        for text, one, other in zip(written, [*self.edits, *self.requests], read, strict=True):
             if one != other:
                 raise UnsupportedError(f"the patched model couldn't be opened again: {text!r:.200} reads as another.")
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """The record of a model's config; an empty one where it isn't patched."""
+        """Return the record of a model's config; an empty one where it isn't patched."""
         stored = getattr(config, KEY, None)
         return cls.from_json(stored) if stored else cls(config.model_type)
 
 
-def _part(stored: Any, where: str) -> tuple[str, Part]:
+def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
     if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
         raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
@@ -319,4 +325,4 @@ def _part(stored: Any, where: str) -> tuple[str, Part]:
         ) from error
     if scheme is None:
         raise CheckpointError(f"{where} names no {kind}.")
-    return kind, Part(scheme, tuple(only), tuple(keep), init, outcome)
+    return kind, SchemeRequest(scheme, tuple(only), tuple(keep), init, outcome)

@@ -12,7 +12,7 @@ from ..core.scheme import require_number
 from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
-from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, described, rotary_dim
+from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, describe_rotation, rotary_dim
 from .positions import Position
 
 PAIRINGS = ("half", "interleaved")
@@ -170,7 +170,7 @@ class RoPE(Position):
             names.append("theta")
         return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
 
-    def resolved(self) -> RoPE:
+    def with_paper_values(self) -> RoPE:
         """The scheme with the paper's value for every option that is None: for models without RoPE."""
         paper = {**PAPER, "theta": PAPER["theta"] if (self.axes or 1) == 1 else THETA_OF_A_GRID}
         return replace(self, **{name: value for name, value in paper.items() if getattr(self, name) is None})
@@ -221,7 +221,7 @@ class RoPE(Position):
         return cls(**own, original_max_positions=rotary.length or None)
 
     def rotation(self, head_dim: int, max_positions: int) -> Call:
-        own = self.resolved()
+        own = self.with_paper_values()
         kind = self.scaling["rope_type"] if self.scaling else "default"
         options: dict[str, Any] = {"theta": own.theta}
         options |= {name: getattr(own, name) for name in ("partial", "pairing", "axes")}
@@ -232,4 +232,4 @@ class RoPE(Position):
         return Call.of(component, head_dim, **options)
 
     def describe(self, head_dim: int) -> str:
-        return described(head_dim, self.resolved())
+        return describe_rotation(head_dim, self.with_paper_values())

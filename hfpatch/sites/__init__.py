@@ -1,4 +1,4 @@
-"""What is where in a model: norms, branches, MLPs, position tables and attentions.
+"""Finds norms, branches, MLPs, position tables and attentions in a model.
 
 blocks.py runs one block with some outputs moved or held; with that stream.py finds who writes to the residual stream
 and who reads a norm, and anatomy.py where residual branches begin and end, which norms read what, and pre or post;

@@ -1,4 +1,4 @@
-"""Finds a model's residual branches and their placement by running its blocks, not from a list of architectures.
+"""Finds residual branches and their norm placement by running a model's blocks, not from a list of architectures.
 
 A block's stream x is observed at *points*: the inputs of its norms, and its output. A module is *held* if its output is
 replaced by that of the undisturbed run. With all modules that have a matrix held, only sums, dropouts and layer scales
@@ -83,7 +83,7 @@ class Branch:
 
 
 def find_branches(model: nn.Module, inputs: dict[str, Any]) -> list[Branch]:
-    """The residual branches of all blocks that the forward of these inputs runs, in forward order.
+    """Return the residual branches of all blocks that the forward of these inputs runs, in forward order.
 
     Args:
         model: a model in float64 and eval mode, small: every block runs some fifty times.
@@ -120,13 +120,13 @@ class _BranchFinder:
         noise = torch.randn(block.width, generator=torch.Generator().manual_seed(0), dtype=block.x.dtype)
         self.delta = noise.to(block.x.device) * spread + spread
         self.moves: dict[CallKey, _Moves] = {}
-        self.stream = self._moved_by(INPUT)
+        self.stream = self._measure_effect(INPUT)
         self.carried = set(self.stream.outputs)
 
     def branches(self) -> list[Branch]:
-        """The branches, in the order in which they are added to the stream."""
+        """Return the branches, in the order in which they are added to the stream."""
         sources = [call for call, output in self.block.base.outputs.items() if self.block.fits(output)]
-        self.moves = {call: self._moved_by(call) for call in sources}
+        self.moves = {call: self._measure_effect(call) for call in sources}
         found: list[Branch] = []
         readers: list[CallKey] = []  # pre-norms so far: norms that read the stream and whose output isn't the stream
         inner: dict[CallKey, list[CallKey]] = {}  # norm inside a branch -> the calls whose outputs it reads
@@ -152,7 +152,7 @@ class _BranchFinder:
 
     # What moves what
 
-    def _moved_by(self, source: CallKey) -> _Moves:
+    def _measure_effect(self, source: CallKey) -> _Moves:
         """The effect of adding delta to the output of `source`, with the matrices held that don't contain it."""
         seen = self.block.run({source: self.delta}, self.block.matrices_around(source))
         return _Moves(*(self._relative_changes(new, old) for new, old in zip(seen, self.block.base, strict=True)))
@@ -170,18 +170,20 @@ class _BranchFinder:
                 moved[call] = factor if constant else None
         return moved
 
-    def _first_moved(self, call: CallKey) -> CallKey | None:
+    def _find_first_moved(self, call: CallKey) -> CallKey | None:
         """The first point that changes with a call's output."""
         return next((point for point in self.points if point in self.moves[call].points), None)
 
     def _addends_first_at(self, point: CallKey) -> list[CallKey]:
         """Calls whose output is an addend at this point and at no earlier one, in the order in which they end."""
-        calls = [c for c, moved in self.moves.items() if self._first_moved(c) == point and _is_addend(moved, point)]
+        calls = [
+            c for c, moved in self.moves.items() if self._find_first_moved(c) == point and _is_addend(moved, point)
+        ]
         return sorted(calls, key=self.rank.__getitem__)
 
     def _is_post_norm(self, norm: CallKey) -> bool:
         """Whether a norm's output is the residual stream from there on."""
-        first = self._first_moved(norm) if norm in self.moves else None
+        first = self._find_first_moved(norm) if norm in self.moves else None
         return first is not None and _is_addend(self.moves[norm], first) and self.stream.points.get(first) is None
 
     def _chains(self, calls: list[CallKey]) -> list[list[CallKey]]:
@@ -294,7 +296,7 @@ class _BranchFinder:
 
         def is_undisturbed(**changed: float) -> bool:  # with these rates, and the parent in training mode
             vars(parent).update(changed)
-            return _is_addend(self._moved_by(outlet), point)
+            return _is_addend(self._measure_effect(outlet), point)
 
         with _training(parent, rates):
             if is_undisturbed() and is_undisturbed(**dict.fromkeys(rates, 0.5)):

@@ -1,4 +1,4 @@
-"""Runs a model's repeated blocks one by one, with some of their modules' outputs changed or held fixed.
+"""Runs a model's repeated blocks one by one, with some module outputs changed or fixed.
 
 All measurements of this folder are made with `Block.run`. An output is *moved* if a tensor is added to it, and *held*
 if it is replaced by that of the undisturbed run.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import host_errors
-from ..measure.hooks import Call, hooked
+from ..measure.hooks import Call, observe_calls
 from ..runtime.edits import pattern_of
 from .norms import describe
 
@@ -43,7 +43,7 @@ class Run(NamedTuple, Generic[T]):
 
 
 class Block:
-    """One block of a model with the arguments of a recorded call, to be run again with some outputs changed.
+    """One block of a model with a recorded call's arguments, run again with some outputs changed.
 
     Args:
         name, module: the block.
@@ -63,7 +63,7 @@ class Block:
         self.foreign: tuple[str, ...] = ()
         self.parameters = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        self.arguments: dict[str, Any] = {key: _copied_cache(value) for key, value in given.items()}
+        self.arguments: dict[str, Any] = {key: _copy_cache(value) for key, value in given.items()}
         self.rest = args[len(self.parameters) :]
         streams = (key for key in ("hidden_states", *self.arguments) if is_stream(self.arguments.get(key)))
         self.stream: str = next(streams, "")
@@ -109,7 +109,7 @@ class Block:
         undisturbed = self.base.outputs if moved or held else {}
         seen: Run[Tensor] = Run({}, {}, {})
         moved = dict(moved or {})
-        values = {key: v.clone() if isinstance(v, Tensor) else _copied_cache(v) for key, v in self.arguments.items()}
+        values = {key: v.clone() if isinstance(v, Tensor) else _copy_cache(v) for key, v in self.arguments.items()}
         values.update(arguments or {})
         if INPUT in moved:
             values[self.stream] = values[self.stream] + moved.pop(INPUT)
@@ -145,7 +145,7 @@ class Block:
                 return None
             return type(output)((new, *output[1:])) if several else new
 
-        with hooked(self.inside, before, after), torch.no_grad():
+        with observe_calls(self.inside, before, after), torch.no_grad():
             result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
@@ -165,45 +165,45 @@ class Block:
         return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device) * like.std()
 
     def differs(self, call: CallKey, run: Run[Tensor]) -> bool:
-        """Whether a call's output in this run differs from that of the undisturbed run."""
+        """Return whether a call's output in this run differs from that of the undisturbed run."""
         return not torch.allclose(run.outputs[call], self.base.outputs[call], rtol=1e-6, atol=1e-9)
 
     def depends(self, call: CallKey, source: CallKey, held: Collection[CallKey] = ()) -> bool:
-        """Whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
+        """Return whether noise on the output of `source` changes a call's output while the calls in `held` are held."""
         return self.differs(call, self.run({source: self.noise(self.base.outputs[source], 1)}, held))
 
     def matrices_around(self, source: CallKey) -> set[CallKey]:
-        """The calls of all modules with a matrix, except for those that contain the source.
+        """Return the calls of all modules with a matrix, except for those that contain the source.
 
         With these held, only sums, dropouts and scales are left between the source and the points.
         """
         return {c for c in self.rank if c[0] in self.matrices and not source[0].startswith(f"{c[0]}.")}
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the stream's size and width."""
+        """Return whether a tensor has the stream's size and width."""
         return tensor.is_floating_point() and tensor.numel() == self.x.numel() and tensor.shape[-1] == self.width
 
 
 def measuring(model: nn.Module, consequence: str) -> AbstractContextManager[None]:
-    """Turns errors of measurements on single blocks into an UnsupportedError about the model, with the consequence."""
+    """Context that turns errors on single blocks into an UnsupportedError about the model, with the consequence."""
     name = type(model).__name__
     return host_errors(f"{name}: its blocks can't be measured one by one ({{error}}), so {consequence}.")
 
 
 def is_stream(value: Any) -> bool:
-    """Whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
+    """Return whether an argument may be a residual stream: floats (B, T, d), or (B, rows, columns, d)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (3, 4)
 
 
 def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
-    """The blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
+    """Return the blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
     return [block for block in observe_blocks(model, inputs, list(_block_names(model))) if block.stream]
 
 
 def observe_blocks(
     model: nn.Module, inputs: Mapping[str, Any], names: Collection[str], foreign: bool = True
 ) -> list[Block]:
-    """Blocks of a model in the order of their first calls, each with its recorded arguments.
+    """Yield a model's blocks in the order of their first calls, with recorded arguments.
 
     Args:
         model, inputs: as in `find_branches`.
@@ -232,15 +232,15 @@ def observe_blocks(
 
     without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with (
-        hooked({name: modules[name] for name in names}, before=before),
-        hooked(modules if foreign else {}, after=after),
+        observe_calls({name: modules[name] for name in names}, before=before),
+        observe_calls(modules if foreign else {}, after=after),
         torch.no_grad(),
     ):
         model(**{**inputs, **without_cache})
     return list(seen.values())
 
 
-def _copied_cache(value: Any) -> Any:
+def _copy_cache(value: Any) -> Any:
     """A copy of a key-value cache, since every run of a block fills it; any other value unchanged."""
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
@@ -261,5 +261,5 @@ def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module itself, not its children, holds a Parameter of two dimensions or more."""
+    """Return whether a module itself, not its children, holds a Parameter of two dimensions or more."""
     return any(p is not None and p.dim() > 1 and p.shape[-1] > 1 for p in module._parameters.values())

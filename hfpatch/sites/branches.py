@@ -1,4 +1,4 @@
-"""Residual branches of the user's model: finds them on a small model of its class and checks that they can change."""
+"""Finds the residual branches of a model on a small model of its class, and checks that they can be changed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
 from ..measure.float64 import host_errors
 from ..measure.outputs import max_error, outputs_of
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..measure.twin import twin
-from ..runtime.apply import apply, condensed
+from ..runtime.apply import apply, condense
 from ..runtime.batch_norm import Padded
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -34,7 +34,7 @@ _TOLERANCE = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 @dataclass
 class Site:
-    """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None where it changes."""
+    """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None if it changes."""
 
     branch: Branch
     block_name: str
@@ -50,7 +50,7 @@ class Site:
         return f"{self.block_name}.{self.branch.norm}"
 
     def join(self, form: str, alpha: float = 1.0) -> Edit:
-        """The edit that adds this branch to the stream in one of the forms of runtime/joins.py."""
+        """Return the edit that adds this branch to the stream in one of the forms of runtime/joins.py."""
         own = self.branch
         second = f"{own.norm}{SECOND_NORM_SUFFIX}" if form == "sandwich" else ""
         join = Join(form, own.norm, own.outlet, own.call, own.dropout, second, own.readers, alpha)
@@ -97,7 +97,7 @@ def discover(
         raise NothingToPatchError(
             f"{type(model).__name__}: no residual branch with a norm was found, so {request} has nothing to change."
         )
-    branches = _merged(layers, request)
+    branches = _merge(layers, request)
     _require_everywhere(small, branches, layers, request)
     return StackBranches(branches, _depths(model, branches, layers), small, inputs)
 
@@ -116,7 +116,7 @@ def require_untouched(model: nn.Module) -> None:
             )
 
 
-def _merged(layers: list[Branch], request: str) -> list[Branch]:
+def _merge(layers: list[Branch], request: str) -> list[Branch]:
     """Merge the same branch of all layers into one, with the pattern of the blocks' names in place of the name."""
     found: dict[tuple, Branch] = {}
     for branch in layers:
@@ -164,7 +164,7 @@ def _depths(model: nn.Module, branches: list[Branch], layers: list[Branch]) -> d
 
 
 def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
-    """Every block of the model with one of the branches, in the order of its modules."""
+    """Return every block of the model with one of the branches, in module order."""
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}
@@ -199,7 +199,7 @@ def require_joinable(site: Site) -> None:
 
 
 def require_own_forward(name: str, module: nn.Module) -> None:
-    """Refuse modules that no lens can be put on.
+    """Refuse modules that can't take a lens.
 
     Raises:
         UnsupportedError: a container.
@@ -214,7 +214,7 @@ def require_own_forward(name: str, module: nn.Module) -> None:
 
 
 def require_transparent(found: StackBranches, request: str) -> None:
-    """Refuse blocks whose outputs change when joins with the present placement are put on them.
+    """Refuse blocks whose outputs change under joins with the present placement.
 
     Raises:
         UnsupportedError: they change, or fail, on the small model (which is changed).
@@ -222,13 +222,13 @@ def require_transparent(found: StackBranches, request: str) -> None:
     sites = list(sites_of(found.small, found.branches))
     for site in sites:
         require_joinable(site)
-    with quiet(found.small):
+    with inference_state(found.small):
         before = outputs_of(found.small, found.inputs)
         with host_errors(
             f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
             f"the module ({{error}}), so {request} can't change its branches."
         ):
-            apply(condensed([site.join(site.branch.placement) for site in sites], found.small), found.small)
+            apply(condense([site.join(site.branch.placement) for site in sites], found.small), found.small)
             same = max_error(before, outputs_of(found.small, found.inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Finds the weights that DeepNorm scales at the start: feed-forward networks, values and outputs of attentions.
+"""Finds the weights that DeepNorm scales at initialisation: MLPs, and values and outputs of attentions.
 
 An attention's output is linear in its values and in its output projection's output, and not in queries and keys: so
 the outputs of a fused projection in which it is linear are the values.
@@ -22,7 +22,7 @@ _TOLERANCE = 1e-7  # of linearity in float64
 
 
 def with_weights(model: nn.Module, inputs: dict[str, Any], branches: list[Branch]) -> list[Branch]:
-    """The branches with their `weights`: what DeepNorm scales, in forward order, as (module, part).
+    """Return the branches with the `weights` that DeepNorm scales, in forward order, as (module, part).
 
     The module's name is relative to the block, with `*` for every number; part is "all", or where values lie in a fused
     projection: "blocks" for `[q | k | v]`, "heads" for each head's `[q | k | v]` in turn.
@@ -53,7 +53,7 @@ class _ScaledWeights:
         self.calls = [call for call in matrices if block.depends(self.outlet, call, self.held)]
 
     def weights(self, known: dict[tuple, str]) -> tuple[tuple[str, str], ...]:
-        """All of them; `known` are parts found in other layers, and takes up new ones."""
+        """Return all of them; `known` are parts found in other layers, and takes up new ones."""
         routers = {1, *self._numbers_of_experts()}
         found = []
         for call in self.calls:
@@ -122,13 +122,13 @@ def _outputs_of(module: nn.Module) -> int | None:
 
 
 def heads_of(block: nn.Module, projection: nn.Module) -> int | None:
-    """How many heads the attention has that holds a projection; None where it doesn't say."""
+    """Return the number of heads of the attention that holds a projection; None if it doesn't say."""
     holders = (one for one in block.modules() if any(child is projection for child in one.children()))
     return next((heads for heads in map(number_of_heads, holders) if heads is not None), None)
 
 
 def values_of(width: int, part: str, heads: int) -> Tensor:
-    """Which of a projection's outputs are values, as a mask; `part` as in `with_weights`."""
+    """Return a mask of a projection's outputs that are values; `part` as in `with_weights`."""
     if part == "all":
         return torch.ones(width, dtype=torch.bool)
     repeats = heads if part == "heads" else 1

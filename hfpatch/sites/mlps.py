@@ -1,4 +1,4 @@
-"""Finds a model's MLPs by running their modules rather than by names.
+"""Finds a model's MLPs by running their modules, not by names.
 
 An MLP is a linear projection d -> d_ff, an activation that takes its output and nothing else, and a projection d_ff ->
 d that takes the activation's. Hosts hold the three in one module (GPT-2, ViT), in a whole layer (OPT, BART) or in two
@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
 from ..measure.float64 import host_errors
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
 
@@ -70,7 +70,7 @@ class MLPSite:
 
 
 def find_mlps(model: nn.Module) -> list[MLPSite]:
-    """Every MLP of a model, those that can't be replaced with the reason. The model isn't changed.
+    """Return every MLP of a model, those that can't be replaced with the reason. The model isn't changed.
 
     Raises:
         UnsupportedError: something in the model can't be copied.
@@ -80,11 +80,11 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
         copied = copy_of(model, dtype=torch.float32, device="meta")
     modules = dict(copied.named_modules())
     names = {id(module): name for name, module in modules.items()}
-    shared = _shared(copied)
+    shared = _shared_projections(copied)
     for module in modules.values():
         for name in ("forward", "_hf_hook"):  # a library's own
             module.__dict__.pop(name, None)
-    with quiet(copied), _default_dtype(torch.float32):
+    with inference_state(copied), _default_dtype(torch.float32):
         for name, module in modules.items():
             if isinstance(module, GatedLinear):
                 sizes, kind = projection_sizes(module.gate), module.kind
@@ -102,7 +102,7 @@ def find_mlps(model: nn.Module) -> list[MLPSite]:
 
 
 def mixtures(model: nn.Module) -> Iterator[str]:
-    """Names of modules that hold routed experts as stacked Parameters."""
+    """Yield names of modules that hold routed experts as stacked Parameters."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         routed = "Expert" in kind or _MIXTURE.search(kind)
@@ -118,7 +118,7 @@ def _mixture(name: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _shared(model: nn.Module) -> set[str]:
+def _shared_projections(model: nn.Module) -> set[str]:
     """Projections whose Parameters other modules hold too: new ones would part them."""
     holders = Counter(id(p) for module in model.modules() for p in set(module.parameters(recurse=False)))
     projections = ((name, module) for name, module in model.named_modules() if is_projection(module))
@@ -180,12 +180,12 @@ def _mlp_site(parts: MLPParts, name: str, attribute: str, names: dict[int, str])
 
 
 def is_projection(module: object) -> bool:
-    """Whether a module is a Linear or a transposed Conv1D."""
+    """Return whether a module is a Linear or a transposed Conv1D."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_activation(function: Activation) -> bool:
-    """Whether each output depends on its own input alone, and isn't equal to it."""
+    """Return whether each output depends on its own input alone, and isn't equal to it."""
     if isinstance(function, nn.Identity | nn.modules.dropout._DropoutNd):
         return False
     try:
@@ -209,7 +209,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class MLPParts:
-    """Result of a run: the projections before and after an activation, and why the MLP can't be changed, if so."""
+    """Projections before and after an activation, and the reason if the MLP can't be changed."""
 
     first: nn.Module
     last: nn.Module | None = None
@@ -218,7 +218,7 @@ class MLPParts:
 
 @dataclass
 class Flow:
-    """Record of one run: inputs and outputs of the projections and of one activation."""
+    """Record of one run: inputs and outputs of projections and of one activation."""
 
     projections: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
     activations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -226,7 +226,7 @@ class Flow:
     paired: bool = False  # the activation took a pair
 
     def read(self) -> MLPParts | None:
-        """None if the activation isn't an MLP's."""
+        """Return None if the activation isn't an MLP's."""
         if len(self.activations) != 1:
             return None
         act_input, act_output = self.activations[0]
@@ -294,12 +294,12 @@ def _run(
 ) -> Flow:
     flow, function = Flow(), getattr(owner, attribute)
 
-    def see(module: nn.Module, args: tuple, output: Any) -> Any:
+    def record(module: nn.Module, args: tuple, output: Any) -> Any:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             flow.projections.append((module, args[0], output))
         return (output, output) if module is pair else None
 
-    def see_activation(x: Any) -> Tensor:
+    def record_activation(x: Any) -> Tensor:
         flow.paired = isinstance(x, tuple)
         x = x[0] if flow.paired else x
         y = function(x)
@@ -309,11 +309,11 @@ def _run(
     with ExitStack() as changes:
         for module in root.modules():
             if is_projection(module):
-                changes.enter_context(module.register_forward_hook(see))
+                changes.enter_context(module.register_forward_hook(record))
         children = {name: child for name, child in owner._modules.items() if name != attribute}
-        changes.enter_context(_attributes(owner, {"_modules": children, attribute: see_activation}))
+        changes.enter_context(_attributes(owner, {"_modules": children, attribute: record_activation}))
         if stubs:
-            changes.enter_context(_attributes(root, {"_modules": _stubbed(root, owner, stubs, flow)}))
+            changes.enter_context(_attributes(root, {"_modules": _stub_children(root, owner, stubs, flow)}))
         try:
             type(root).forward(root, x, **arguments)
             flow.whole = True
@@ -348,7 +348,7 @@ class _Stub(nn.Module):
         return x if self.returns == 1 else (x, *(None,) * (self.returns - 1))
 
 
-def _stubbed(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
+def _stub_children(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
     """A module's children with stubs where attentions and the like stand before the MLP."""
     children = dict(root._modules)
     for name, child in root._modules.items():

@@ -1,4 +1,4 @@
-"""Finds what a norm module computes (kind, eps, gain, shift) by running it rather than by its name.
+"""Measures what a norm module computes (kind, eps, gain, shift) by running it.
 
 transformers holds some thirty LayerNorm classes: subclasses of `nn.LayerNorm` with another gain (Nemotron's 1 + w),
 modules without parameters (OLMo), per-head gains (Cohere), channels-first ones (ConvNeXt). Each is read by feeding a
@@ -26,7 +26,7 @@ _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedd
 
 
 def describe(module: nn.Module) -> NormFacts | None:
-    """The facts of a norm module, None if it is nothing like LayerNorm or RMSNorm. The module isn't changed."""
+    """Return a norm module's facts; None if it isn't like LayerNorm or RMSNorm. The module isn't changed."""
     facts = module.__dict__.get("facts")
     if isinstance(facts, NormFacts):  # a norm of hfpatch's
         return facts
@@ -41,7 +41,7 @@ def describe(module: nn.Module) -> NormFacts | None:
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """Whether class or base class says LayerNorm: a module that a reader of the plan expects to find in it."""
+    """Return whether a class name or base class says LayerNorm, so that users expect it in a plan."""
     return isinstance(module, nn.LayerNorm) or "layernorm" in type(module).__name__.lower().replace("_", "")
 
 
@@ -117,7 +117,7 @@ def _declared_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _answer(module: nn.Module, shape: tuple[int, ...], layout: str, scale: float) -> tuple[Tensor, Tensor] | None:
-    """An input of this layout and a module's answer, both with the channels last; None where it gives none."""
+    """An input of this layout and a module's answer, both with the channels last; None if it gives none."""
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn((2, 3, 5, *shape), generator=generator, dtype=torch.float64) + 0.7) * scale
     shaped = x if layout == "images" else x.flatten(1, 2)
@@ -171,7 +171,7 @@ def _stated_eps(module: nn.Module, measured: float) -> float:
 
 
 def size_of(facts: NormFacts | None, replaced: NormFacts | None = None) -> str:
-    """A norm's shape as plans print it: "(768)", or "(768, bias=False)" without the shift of the norm it replaced."""
+    """Return a norm's shape as plans print it: "(768)", or "(768, bias=False)" if it lost a shift."""
     if facts is None:
         return ""
     dropped = replaced is not None and replaced.shift and not facts.shift

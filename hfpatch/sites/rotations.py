@@ -1,4 +1,4 @@
-"""Finds the rotary modules of models that have RoPE themselves (Llama), and their settings.
+"""Finds the rotary modules of models with built-in RoPE (Llama), and their settings.
 
 transformers' rotary modules follow one convention: a module holds its config, reads `config.rope_parameters` and keeps
 frequencies (`inv_freq`, or one buffer for each type of layer) from which its forward makes cos and sin.
@@ -22,7 +22,7 @@ Settings = dict[str, Any]  # transformers' `rope_parameters`
 
 @dataclass
 class NativeRotation:
-    """The frequencies of one rotary module, or those that it has for one type of layer.
+    """Frequencies of one rotary module, for one type of layer if it has several.
 
     Attributes:
         name: the module's name, and the type of layer where it has several.
@@ -58,45 +58,45 @@ class NativeRotation:
     def settings(self) -> Settings:
         """What its config says, as transformers' `rope_parameters`."""
         config: Any = self.module.config
-        if self.theta_alone:
+        if self.reads_only_theta:
             return {"rope_theta": config.rope_theta, "rope_type": "default"}
         return config.rope_parameters if self.layer_type is None else config.rope_parameters[self.layer_type]
 
     @property
-    def theta_alone(self) -> bool:
+    def reads_only_theta(self) -> bool:
         """Whether the module reads nothing but `config.rope_theta`."""
         return not isinstance(getattr(self.module.config, "rope_parameters", None), dict)
 
     @property
-    def all_dropped(self) -> tuple[str | None, ...]:
+    def dropped_layer_types(self) -> tuple[str | None, ...]:
         """The types of layers for which an earlier patch dropped the module's rotation."""
         lens = lens_of(self.module, Unrotated)
         return () if lens is None else lens.layer_types
 
     @property
-    def dropped(self) -> bool:
+    def is_dropped(self) -> bool:
         """Whether an earlier patch dropped this rotation."""
-        return self.layer_type in self.all_dropped
+        return self.layer_type in self.dropped_layer_types
 
     def frequencies(self, module: nn.Module) -> Tensor:
-        """This rotation's frequencies (pairs,) in a module of its class."""
+        """Return this rotation's frequencies (pairs,) in a module of its class."""
         found = module._buffers["inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"]
         assert found is not None
         return found
 
     def rebuilt(self, settings: Settings) -> nn.Module:
-        """Another rotary module of the host's class, on the CPU."""
+        """Return another rotary module of the host's class, on the CPU."""
         return with_settings(self.module, settings, self.layer_type)
 
     def phases(self, module: nn.Module) -> Any:
-        """Output of a rotary module for positions 0 and 1: (cos, sin), or complex numbers."""
+        """Return a rotary module's output for positions 0 and 1: (cos, sin), or complex numbers."""
         positions = torch.arange(2)[None]
         extra = {} if self.layer_type is None else {"layer_type": self.layer_type}
         return module(torch.zeros(1, 2, 1), positions, **extra)
 
 
 def find_rotations(model: nn.Module) -> list[NativeRotation]:
-    """Every rotation of the model that follows transformers' convention."""
+    """Return every rotation of the model that follows transformers' convention."""
     found, paths = [], config_paths(getattr(model, "config", None))
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
@@ -116,12 +116,12 @@ def find_rotations(model: nn.Module) -> list[NativeRotation]:
 
 
 def rotations_of(model: nn.Module, module: nn.Module) -> list[NativeRotation]:
-    """All rotations of one rotary module."""
+    """Return all rotations of one rotary module."""
     return [rotation for rotation in find_rotations(model) if rotation.module is module]
 
 
 def config_paths(config: Any, path: Path = ()) -> dict[int, Path]:
-    """For a config and each one inside it: its id, and the attributes that lead to it."""
+    """Return for a config and each one inside: its id, and the attributes that lead to it."""
     if not isinstance(config, PreTrainedConfig):
         return {}
     found = {id(config): path}

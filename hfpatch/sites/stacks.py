@@ -1,4 +1,4 @@
-"""Finds the stacks of a model: the positions that architecture records name, and the attentions that they reach."""
+"""Finds the stacks of a model that architecture records describe, and the attentions that their positions reach."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held what a patch t
 
 @dataclass
 class FoundStack:
-    """A stack in the model in hand.
+    """A stack that an architecture record describes, found in a model.
 
     Attributes:
         stack: its record.
@@ -36,7 +36,7 @@ class FoundStack:
     length: int | None = None
 
     def path(self, *names: str) -> str:
-        """The name in the model of what has this path from the owner."""
+        """Return the full name of a path relative to the owner."""
         return ".".join(filter(None, (self.name, *names)))
 
     @property
@@ -44,31 +44,31 @@ class FoundStack:
         return self.path(self.stack.table)
 
     def holder(self) -> tuple[nn.Module, str]:
-        """The module that holds the table, and the table's own name in it."""
+        """Return the module that holds the table, and the table's name in it."""
         path, _, attribute = self.stack.table.rpartition(".")
         return self.owner.get_submodule(path), attribute
 
     def table(self) -> Any:
-        """The table: a module or a tensor."""
+        """Return the table: a module or a tensor."""
         holder, attribute = self.holder()
         return getattr(holder, attribute, None)
 
     def removed_rows(self) -> int | None:
-        """How many rows the table had that an earlier patch removed; None where the positions are there."""
+        """Return how many rows the removed table had; None if the positions weren't removed."""
         table = self.table()
         if isinstance(table, ConstantPositions | NoPositions):
             return table.num_embeddings if isinstance(table, ConstantPositions) else 0
         return vars(self.holder()[0]).get(REMOVED_ROWS)
 
     def places(self, glob: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """(path of a module from the owner, the module, which of its names) of every place that a glob names."""
+        """Yield (path of a module from the owner, the module, its name) of every match of a glob."""
         for one in glob.split(" | "):
             above, _, attribute = one.rpartition(".")
             for path, holder in matching(self.owner, above).items():
                 yield path, holder, attribute
 
     def is_present(self) -> bool:
-        """Whether this instance of a recorded class has the positions, or had them before a patch."""
+        """Return whether this instance of a recorded class has the positions, or had them before a patch."""
         glob = self.stack.present
         if glob == "":
             return True
@@ -80,7 +80,7 @@ class FoundStack:
 
 
 def find_stacks(model: nn.Module, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
-    """The recorded stacks of a model, patched or not, in the order of its modules.
+    """Return the recorded stacks of a model, patched or not, in the order of its modules.
 
     Args:
         model: any module tree.
@@ -103,7 +103,7 @@ def find_stacks(model: nn.Module, records: Mapping[str, Stack] | None = None) ->
 
 
 def require_settings(item: FoundStack) -> None:
-    """Refuse a stack that isn't set as its record requires.
+    """Refuse a stack whose settings differ from what its record requires.
 
     Raises:
         UnsupportedError: says which setting it takes, or why its positions can't be changed.
@@ -132,18 +132,18 @@ def _as_built(owner: nn.Module, stack: Stack) -> tuple[Stack, dict[str, nn.Modul
 
 
 def names_of(stack: Stack) -> tuple[str, ...]:
-    """The attention's projections that queries and keys come from."""
+    """Return the attention's projections of queries and keys."""
     return () if stack.projections is None else stack.projections.names
 
 
 def matching(owner: nn.Module, glob: str) -> dict[str, nn.Module]:
-    """The owner's modules at a glob, by their paths, in the order of the model's modules."""
+    """Return the owner's modules that match a glob, by path, in module order."""
     found = {name: chain[-1] for one in glob.split(" | ") for name, chain in modules_at(owner, one)}
     return {name: module for name, module in owner.named_modules() if name in found} if " | " in glob else found
 
 
 def max_positions(item: FoundStack) -> int:
-    """Positions that the table holds, or held before an earlier patch removed it; 0 where it has no length."""
+    """Return how many positions the table holds, or held before it was removed; 0 if it has no length."""
     if item.length is not None:
         return item.length
     table, rows = item.table(), item.removed_rows()
@@ -153,19 +153,19 @@ def max_positions(item: FoundStack) -> int:
 
 
 def first_row(item: FoundStack) -> int:
-    """The row of position 0: after the padding index where the host counts from there, else after reserved rows."""
+    """Return the row of position 0: after the padding index if the host counts from there, else after reserved rows."""
     padding = getattr(item.table(), "padding_idx", None)
     return item.stack.reserved_rows if padding is None else padding + 1
 
 
 def number_of_heads(attention: nn.Module) -> int | None:
-    """How many heads an attention says that it has, itself or in its config."""
+    """Return an attention's number of heads, from itself or its config."""
     holders = (attention, getattr(attention, "config", None))
     stated = (getattr(holder, name, None) for holder in holders for name in NUMBER_OF_HEADS)
     return next((number for number in stated if isinstance(number, int)), None)
 
 
 def table_size(table: nn.Module | Tensor) -> tuple[int, int]:
-    """Rows and channels of a table."""
+    """Return rows and channels of a table."""
     weight = rows_of(table)
     return weight.numel() // weight.shape[-1], weight.shape[-1]

@@ -1,4 +1,4 @@
-"""Who writes to the residual stream of a block, and who reads its norms, measured by running the block.
+"""Finds which modules of a block write to the residual stream and which read its norms, by running the block.
 
 Repairs ask it of the user's own blocks, in any dtype, and `anatomy` of a small model's. What *may be* centred, because
 norms alone read it, is another question: `exact/search.py` asks it of a whole model and all of its outputs.
@@ -17,7 +17,7 @@ from .blocks import Block, CallKey
 def find_sum(
     block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float, held: Collection[CallKey] = ()
 ) -> CallKey | None:
-    """Return the first of these points at which a call's output is added as it is; None for none.
+    """Return the first of these points at which a call's output is added unchanged; None if there is none.
 
     Noise on the output, or on the first that it returns, arrives unchanged, position by position: neither scaled, nor
     permuted, nor normalised.
@@ -32,7 +32,7 @@ def find_sum(
     """
     base = block.base
     streams = {point: base.points[point] for point in points}
-    noise = drown_out(block.noise(base.outputs[source], 0), streams.values())
+    noise = loud_noise(block.noise(base.outputs[source], 0), streams.values())
     if not noise.numel():
         return None
     after, added = block.run({source: noise}, held).points, rows(noise)
@@ -43,30 +43,30 @@ def find_sum(
     return None
 
 
-def drown_out(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
-    """Noise so loud that the rounding of its sum with any of the streams is small beside it, in half precision too."""
+def loud_noise(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
+    """Return noise so loud that rounding of its sum with any stream is relatively small, in half precision too."""
     loudest = max((float(stream.abs().max()) for stream in streams if stream.numel()), default=0.0)
     loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
     return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
 
 
-def read_alike(block: Block, one: CallKey, other: CallKey) -> bool:
-    """Whether two calls take the same tensor."""
+def read_same_tensor(block: Block, one: CallKey, other: CallKey) -> bool:
+    """Return whether two calls take the same tensor."""
     return torch.equal(rows(block.base.inputs[one]), rows(block.base.inputs[other]))
 
 
 def reads_norm(block: Block, norm: CallKey, reader: CallKey) -> bool:
-    """Whether a call takes a norm's output."""
+    """Return whether a call takes a norm's output."""
     return torch.equal(rows(block.base.outputs[norm]), rows(block.base.inputs[reader]))
 
 
-def is_read_by_these_alone(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
-    """Whether noise on a norm's output reaches nothing of the block while these calls are held."""
+def is_read_only_by(block: Block, norm: CallKey, readers: Collection[CallKey]) -> bool:
+    """Return whether noise on a norm's output reaches nothing in the block while these calls are fixed."""
     noise = block.noise(block.base.outputs[norm], 0)
     after = block.run({norm: noise}, readers).points
     return all(torch.equal(after[point], before) for point, before in block.base.points.items())
 
 
 def rows(x: Tensor) -> Tensor:
-    """A tensor as rows of channels: some hosts run their MLP on (B T, d)."""
+    """Return a tensor as rows of channels, as some hosts run their MLP on (B T, d)."""
     return x.flatten(0, -2)

@@ -1,1 +1,1 @@
-"""Planners: from a scheme and the places found in a model to a list of changes."""
+"""Planners: turn a scheme and the sites found in a model into changes."""

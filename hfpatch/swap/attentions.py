@@ -1,4 +1,4 @@
-"""What a position scheme does to one attention."""
+"""Changes of a single attention by a position scheme."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runtime.lens import lens_of
 from ..runtime.qk_layouts import channels_per_head
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..schemes.rope import RoPE, caching_loss
 from ..sites.records.biases import BIASES
 from ..sites.records.record import Stack
@@ -34,8 +34,10 @@ from .score_bias import bias_for, require_bias
 ALL_ATTENTIONS_KEPT = "its attentions are kept"
 
 
-def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tuple[dict[str, str | None], str | None]:
-    """Why the globs leave out each of a stack's attentions, and its table or biases; None where they don't."""
+def reasons_to_keep(
+    item: FoundStack, part: SchemeRequest[Position], names: Names
+) -> tuple[dict[str, str | None], str | None]:
+    """Return why globs leave out each of a stack's attentions, and its table or biases; None if they don't."""
     reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
     for name, reason in reasons.items():
         if reason == "not in only":
@@ -45,9 +47,9 @@ def reasons_to_keep(item: FoundStack, part: Part[Position], names: Names) -> tup
 
 
 def attention_changes(
-    item: FoundStack, attentions: dict[str, nn.Module], part: Part[Position], reasons: dict[str, str | None]
+    item: FoundStack, attentions: dict[str, nn.Module], part: SchemeRequest[Position], reasons: dict[str, str | None]
 ) -> list[Change]:
-    """What becomes of some of a stack's attentions; `reasons` say why one is kept, if it is.
+    """Return the changes of some of a stack's attentions; `reasons` say why one is kept.
 
     Raises:
         UnsupportedError: this version of transformers builds one otherwise than recorded, or it can't take the scheme.
@@ -118,14 +120,14 @@ def _attention_change(
 
 
 def own_rotation(item: FoundStack, attention: nn.Module) -> RoPE:
-    """The RoPE settings of an attention that rotates by a sine table of its own (GPT-J, CodeGen, RoFormer)."""
+    """Return the RoPE settings of an attention with its own sine table (GPT-J, CodeGen, RoFormer)."""
     head_dim = getattr(attention, item.stack.head_dim)
     turned = getattr(attention, item.stack.rotary_dim) if item.stack.rotary_dim else None
-    return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").resolved()
+    return RoPE(partial=(turned or head_dim) / head_dim, pairing="interleaved").with_paper_values()
 
 
-def own_change(path: str, module: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> Change:
-    """Change of an attention that rotates by a sine table of its own: other settings, or no rotation.
+def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> Change:
+    """Return the change of an attention with its own sine table: other settings, or no rotation.
 
     Raises:
         UnsupportedError: it turns more than queries and keys.

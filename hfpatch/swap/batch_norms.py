@@ -1,4 +1,4 @@
-"""Planner of BatchNorm: which norms may see a whole batch, and how padding is left out of its statistics."""
+"""Planner of BatchNorm: which norms may see a whole batch, and how padding is excluded from statistics."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
 from .norms import plan_norms
-from .planners import Planned
+from .planners import PlannerResult
 
 
-def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
-    """What changes of the model's norms, and how a mask reaches each of them; nothing is changed yet.
+def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
+    """Plan the changes of the model's norms, and how a mask reaches each of them.
 
     Raises:
         UnsupportedError: the model is causal, or its branches meet the stream through joins.
@@ -52,7 +52,7 @@ def plan_batch_norms(model: nn.Module, part: Part, example_inputs: Mapping[str, 
             why = "its stack is causal, or gets no padding mask"
             kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
             change.row, change.edits, change.starts = kept, (), ()
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -67,7 +67,7 @@ def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | 
 
 
 def _sees_later(block: Block) -> bool:
-    """Whether an earlier position's output moves with the last one's input; False where the outputs are no numbers."""
+    """Whether an earlier position's output moves with the last one's input; False if the outputs are no numbers."""
     stream = block.arguments[block.stream]
     if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
         return stream.dim() == 4
@@ -83,11 +83,11 @@ def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool
     """Whether a norm's stack isn't causal, and the attention mask (if the model has one) can be passed to it."""
     stack = next((pattern_of(path) for path in reversed(_around(name)) if pattern_of(path) in stacks), None)
     if stack is not None:
-        return stacks[stack] and (_masked_module(model, name, stacks) is not None or not takes_mask(model))
+        return stacks[stack] and (_find_masked_module(model, name, stacks) is not None or not takes_mask(model))
     return all(stacks.values()) and not takes_mask(model)
 
 
-def _masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
+def _find_masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
     """The innermost module around a norm whose forward takes an attention mask, below any model.
 
     It isn't inside a block if the block takes one: a placement lets the block run its norms at other places.
@@ -112,7 +112,7 @@ def _around(name: str) -> list[str]:
 def _padding(model: nn.Module, names: tuple[str, ...], stacks: dict[str, bool]) -> Iterator[Edit]:
     """A way for the mask to each place where a norm stands."""
     for name in names:
-        path = _masked_module(model, name, stacks)
+        path = _find_masked_module(model, name, stacks)
         if path is not None:
             refuse_private_forward(path, model.get_submodule(path))
             yield Edit.of(f"{path}.{LENS_SLOT}", Padded((name.removeprefix(f"{path}."),)))

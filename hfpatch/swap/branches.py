@@ -1,4 +1,4 @@
-"""Planners of what changes how residual branches meet the stream: placements of norms, and DeepNorm."""
+"""Planners of norm placements and DeepNorm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..runtime.joins import Gains
 from ..runtime.norms import NormFacts
 from ..schemes.norms import DeepNorm, Norm
 from ..schemes.placements import Placement
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import (
@@ -35,11 +35,13 @@ from ..sites.branches import (
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
 from .norms import norm_text, starting_values
-from .planners import Planned
+from .planners import PlannerResult
 
 
-def plan_placement(model: nn.Module, part: Part[Placement], example_inputs: Mapping[str, Any] | None) -> Planned:
-    """How each branch of the model will meet its stream; nothing is changed yet.
+def plan_placement(
+    model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan the norm placement of each branch of the model.
 
     Raises:
         UnsupportedError: a branch has no norm of its own before it or behind the sum, or can't be seen through.
@@ -55,7 +57,7 @@ def plan_placement(model: nn.Module, part: Part[Placement], example_inputs: Mapp
     for site in sites:
         if site.branch.placement == part.scheme.name:
             site.reason = site.reason or f"is {part.scheme.name} already"
-    return Planned(part, [*others, *(_placed(model, site, sites, part) for site in sites)])
+    return PlannerResult(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
 
 
 def _require_strict(branch: Branch, found: StackBranches) -> None:
@@ -74,7 +76,7 @@ def _require_strict(branch: Branch, found: StackBranches) -> None:
         raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
 
 
-def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placement]) -> Change:
+def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
     scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)
@@ -98,8 +100,10 @@ def _placed(model: nn.Module, site: Site, sites: list[Site], part: Part[Placemen
 # DeepNorm
 
 
-def plan_deepnorm(model: nn.Module, part: Part[DeepNorm], example_inputs: Mapping[str, Any] | None) -> Planned:
-    """What DeepNorm does to each of the model's norms, and to the weights of its branches; nothing is changed yet.
+def plan_deepnorm(
+    model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan the DeepNorm change of each norm, and of the branches' weights.
 
     Raises:
         NothingToPatchError: the model has no branches at all.
@@ -117,7 +121,7 @@ def plan_deepnorm(model: nn.Module, part: Part[DeepNorm], example_inputs: Mappin
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
         change = _change(model, site, sites, part, alpha)
         changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
@@ -139,7 +143,7 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
 
 
-def _change(model: nn.Module, site: Site, sites: list[Site], part: Part[DeepNorm], alpha: float) -> Change:
+def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[DeepNorm], alpha: float) -> Change:
     scheme, branch, name, facts = part.scheme, site.branch, site.norm_name, describe(site.norm)
     row = Row("norm", name, norm_text(site.norm, facts), reason=site.reason)
     if row.reason is not None:
@@ -182,7 +186,7 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
-def _weights(site: Site, part: Part[DeepNorm], alpha: float, beta: float) -> list[Change]:
+def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
     """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
     branch = site.branch
     if part.scheme.preserve:
@@ -240,7 +244,7 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 
 
 def _sites_to_change(
-    model: nn.Module, found: StackBranches, part: Part[Any], kind: str
+    model: nn.Module, found: StackBranches, part: SchemeRequest[Any], kind: str
 ) -> tuple[list[Site], list[Change]]:
     """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
     sites, names = list(sites_of(model, found.branches)), Names.of(model)

@@ -21,7 +21,7 @@ from ..measure.randomness import keep_random_state
 from ..runtime.attention import AttentionLens
 from ..runtime.constants import Rows
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..sites.rotations import config_paths
 
@@ -32,14 +32,14 @@ Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, th
 
 
 @dataclass
-class Derived:
+class ConfigDiff:
     """Attributes as (module, name, present value, new value), and buffers as (module, name, new value)."""
 
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def apply(self, model: nn.Module, edits: Transaction) -> None:
-        """Set them, except where another change of the patch has replaced the present value."""
+        """Set them, unless another change of the patch has replaced the present value."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
@@ -51,8 +51,8 @@ class Derived:
                 edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
 
 
-def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> Derived:
-    """The attributes and buffers that a model of this class has under other settings of its config.
+def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
+    """Return the attributes and buffers that change if the model's class is built with other config settings.
 
     Args:
         model: the outermost model.
@@ -63,14 +63,14 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
         UnsupportedError: the class can't be built with these settings, or they change the shape of other weights.
     """
     if not settings:
-        return Derived()
+        return ConfigDiff()
     what, places = _text(settings), _places(edits)
     before, after = host_with(model, []), host_with(model, settings)
     _require_same_weights(model, what, places, before, after)
     old, new = (dict(host.named_modules()) for host in (before, after))
-    derived = Derived()
+    derived = ConfigDiff()
     for name, module in model.named_modules():
-        if name in old and name in new and not _replaced(name, places):
+        if name in old and name in new and not _is_replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
             buffers = _buffers(what, name, module, old[name], new[name], _innermost(new, name))
             for buffer, value in buffers:
@@ -97,14 +97,14 @@ def _places(edits: Iterable[Edit]) -> dict[str, tuple[int, ...] | None]:
     return found
 
 
-def _replaced(name: str, places: Mapping[str, Any]) -> bool:
+def _is_replaced(name: str, places: Mapping[str, Any]) -> bool:
     """Whether a module or Parameter, or a module that contains it, is among `places`."""
     pieces = name.split(".")
     return any(".".join(pieces[: i + 1]) in places for i in range(len(pieces)))
 
 
 def host_with(model: Any, settings: list[Setting]) -> Any:
-    """An unpatched model of the same class on the meta device, built from the model's config with other settings.
+    """Return an unpatched model of the class on the meta device, from the config with other settings.
 
     Raises:
         UnsupportedError: a setting is of a config outside the model's, or the class can't be built with it.
@@ -121,7 +121,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
             setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
         return copy_of(model, config=config, device="meta")
     except Exception as error:
-        reason = described(error, 120)
+        reason = describe_error(error, 120)
         raise UnsupportedError(
             f"{host_class(type(model)).__name__} can't be built with {_text(settings)} ({reason}). {_ADVICE}"
         ) from error
@@ -139,7 +139,7 @@ def _require_same_weights(
                 f"{what}, so a checkpoint couldn't be opened. {_ADVICE}"
             )
     as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
-    others = [name for name in as_built if old[name] != new.get(name) and not _replaced(name, places)]
+    others = [name for name in as_built if old[name] != new.get(name) and not _is_replaced(name, places)]
     if others:
         raise UnsupportedError(
             f"{others[0]}{f' (and {len(others) - 1} more)' if len(others) > 1 else ''}: the shape also depends on "

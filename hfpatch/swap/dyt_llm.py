@@ -14,21 +14,21 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
-from ..measure.hooks import hooked
+from ..measure.hooks import observe_calls
 from ..measure.inputs import input_embedding, text_config
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import SCALE, SCALED
 from ..schemes.norms import DyT
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
 from .norms import plan_norms
-from .planners import Planned
+from .planners import PlannerResult
 
 _TOLERANCE = 1e-6  # relative, in float64; some hosts compute a part in float32
 
@@ -37,7 +37,7 @@ _ALPHA_BY_WIDTH = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 
 
 
 def llm_alpha(width: int, attention: bool) -> float:
-    """The paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
+    """Return the paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
 
     At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond them as at the
     nearest.
@@ -54,8 +54,8 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned:
-    """DyT in the place of norms, each with a start by its place, and a learned scale on token embeddings.
+def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
+    """Plan DyT for language models: an alpha for each norm by its site, and learned embedding scales.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
     that starts at the root of the width (of the whole model, whatever `only` and `keep` choose); not where the model
@@ -88,10 +88,10 @@ def plan_dyt_llm(model: nn.Module, part: Part, example_inputs: Mapping[str, Any]
         )
     changes = _norms(model, part, attentions)
     scales = _scales(model, unscaled) if any(change.changes for change in changes) else ()
-    return Planned(part, [*changes, *scales])
+    return PlannerResult(part, [*changes, *scales])
 
 
-def _norms(model: nn.Module, part: Part, attentions: tuple[str, ...]) -> list[Change]:
+def _norms(model: nn.Module, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:
     """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
     names, width = Names.of(model), text_config(model.config).hidden_size
     by_place = []
@@ -157,7 +157,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
         if isinstance(module, nn.Embedding) and module.weight is source.weight
     }
     called: dict[str, nn.Embedding] = {}
-    with quiet(model), hooked(found, before=lambda name, _: called.update({name: found[name]})):
+    with inference_state(model), observe_calls(found, before=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 

@@ -1,4 +1,4 @@
-"""Tables of positions with other rows; those on a grid of patches are interpolated for images of another size."""
+"""Resizing of position tables; tables on a grid of patches are interpolated to another image size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGE_SIZE = "image_size"  # transformers' name
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table's rows lie: some of other tokens, then frames of rows of columns of patches, then others again."""
+    """Order of a table's rows: other tokens, then frames of rows of columns of patches, then other tokens."""
 
     before: int
     frames: int
@@ -35,12 +35,12 @@ class Layout:
     def patches(self) -> int:
         return self.frames * self.rows * self.columns
 
-    def resized(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
-        """A table (..., width) with other rows and columns of patches; `usual` is its host's method."""
+    def resize(self, table: Tensor, scheme: Learned, rows: int, columns: int, usual: str) -> Tensor:
+        """Return a table (..., width) with other rows and columns of patches; `usual` is its host's method."""
         flat = table.reshape(-1, table.shape[-1])
         first, last = self.before, self.before + self.patches
         grid = flat[first:last].reshape(self.frames, self.rows, self.columns, -1)
-        new = scheme.interpolated(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
+        new = scheme.interpolate(grid, rows, columns, usual).reshape(-1, flat.shape[-1])
         joined = torch.cat((flat[:first], new, flat[last:]))
         if table.dim() == 4:
             return joined.reshape(1, rows, columns, -1)
@@ -48,7 +48,7 @@ class Layout:
 
 
 def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) -> Change:
-    """What becomes of a table on a grid of patches; `row` is what the plan says of it so far.
+    """Return the change of a table on a grid of patches; `row` is the plan's row so far.
 
     Raises:
         UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
@@ -62,7 +62,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
     layout = layout_of(item, weight)
     size = _new_size(item, scheme, layout)
-    rows, columns = _cut(item, *sides(size))
+    rows, columns = _count_patches(item, *sides(size))
     if (rows, columns) == (layout.rows, layout.columns) and not fresh:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
@@ -72,13 +72,13 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     row.reason = f"{IMAGE_SIZE}={size}"
 
     patches = slice(layout.before, layout.before + layout.frames * rows * columns)
-    edits, values = resized_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
+    edits, values = resize_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
     return Change(row, tuple(edits), values)
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Interpolates a table on a grid of patches; arguments as of `Layout.resized`."""
+    """Interpolates a table on a grid of patches; arguments as of `Layout.resize`."""
 
     layout: Layout
     scheme: Learned
@@ -87,7 +87,7 @@ class _Stretch:
     usual: str
 
     def __call__(self, table: Tensor) -> Tensor:
-        return self.layout.resized(table, self.scheme, self.rows, self.columns, self.usual)
+        return self.layout.resize(table, self.scheme, self.rows, self.columns, self.usual)
 
     def __str__(self) -> str:
         return f"rows of x stretched over {self.rows} x {self.columns}"
@@ -98,17 +98,17 @@ class _Redraw:
     """Resizes a table, and draws some of its new rows at random.
 
     Attributes:
-        resized: makes the new rows.
+        resize: makes the new rows.
         drawn: which of them are random.
         spread: their standard deviation.
     """
 
-    resized: Callable[[Tensor], Tensor]
+    resize: Callable[[Tensor], Tensor]
     drawn: slice
     spread: float
 
     def __call__(self, table: Tensor) -> Tensor:
-        new = self.resized(table)
+        new = self.resize(table)
         new.view(-1, new.shape[-1])[self.drawn].normal_(std=self.spread)
         return new
 
@@ -116,10 +116,10 @@ class _Redraw:
         return f"random, of standard deviation {self.spread:.4g}"
 
 
-def resized_table(
+def resize_table(
     item: FoundStack, resized: Callable[[Tensor], Tensor], fresh: slice | None
 ) -> tuple[list[Edit], tuple[WeightChange, ...]]:
-    """The edits that give a learned table another number of rows, and the change of its values before them.
+    """Return the edits that resize a learned table, and the change of its values before them.
 
     Args:
         resized: from the table's values to the new ones.
@@ -141,7 +141,7 @@ def resized_table(
 
 
 def new_size(item: FoundStack, scheme: Learned) -> Any:
-    """The config's new image size; None where the table keeps its size."""
+    """Return the config's new image size; None if the table keeps its size."""
     weight = _weight(item.table())
     if weight is None or (scheme.image_size is None and scheme.max_positions is None):
         return None
@@ -155,7 +155,7 @@ def _weight(table: Any) -> nn.Parameter | None:
 
 
 def layout_of(item: FoundStack, table: Tensor) -> Layout:
-    """How the rows of a stack's table lie.
+    """Return the layout of a stack's table.
 
     Raises:
         UnsupportedError: the config and the record don't tell.
@@ -173,7 +173,7 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
             f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
             "pos='nope' do without."
         )
-    rows, columns = _cut(item, *sides(size))
+    rows, columns = _count_patches(item, *sides(size))
     total = table.numel() // table.shape[-1]
     before, after = (grid.tokens(item.owner, counts) for counts in (grid.before, grid.after))
     frames = max(total // (rows * columns), 1) if grid.projection and grid.axes(item.owner) == 3 else 1
@@ -201,12 +201,12 @@ def sides(size: Any) -> tuple[int, int]:
     return (size[0], size[1]) if isinstance(size, list | tuple) else (size, size)
 
 
-def _cut(item: FoundStack, height: int, width: int) -> tuple[int, int]:
+def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of the patches of an image."""
     grid = item.stack.grid
     assert grid is not None
     if grid.projection:
-        rows, columns = grid.cut_sizes(item.owner, height, width)
+        rows, columns = grid.count_patches(item.owner, height, width)
     else:
         patch = sides(getattr(item.owner.config, "patch_size", None) or 0)
         if not all(patch):

@@ -1,4 +1,4 @@
-"""Planner of MLP schemes: which MLPs become gated and which are kept, each with its reason."""
+"""Planner of MLP schemes: which MLPs become gated and which are kept, with reasons."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from ..runtime.edits import Call, Edit
 from ..runtime.errors import UnsupportedError
 from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projection
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
-from .planners import Planned
+from .planners import PlannerResult
 
 
-def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[str, Any] | None) -> Planned:
-    """Planner of MLP schemes: what `part` does to each of the model's MLPs; nothing is changed yet.
+def plan_mlp_request(
+    model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan an MLP scheme for each of the model's MLPs.
 
     Raises:
         NothingToPatchError: the model has no MLP of the form projection, activation, projection.
@@ -35,7 +37,7 @@ def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[
     """
     scheme = part.scheme
     names, sites = Names.of(model), find_mlps(model)
-    named = names.matched_special(part.only, {_names(site): names.in_head(site.name) for site in sites})
+    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in sites})
     changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in sites]
     changes += [
         Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
@@ -46,14 +48,14 @@ def plan_mlp_request(model: nn.Module, part: Part[MLP], example_inputs: Mapping[
             f"{type(model).__name__} has no MLP of a form that hfpatch finds (a projection, an activation that is an "
             f"attribute, a projection back to the same width), so mlp={scheme.name!r} has nothing to replace."
         )
-    return Planned(part, changes)
+    return PlannerResult(part, changes)
 
 
 def _names(site: MLPSite) -> tuple[str, ...]:
     return (site.name, site.owner) if site.owner else (site.name,)
 
 
-def _reason_to_keep(site: MLPSite, part: Part[MLP], names: Names, named: set[tuple[str, ...]]) -> str | None:
+def _reason_to_keep(site: MLPSite, part: SchemeRequest[MLP], names: Names, named: set[tuple[str, ...]]) -> str | None:
     if site.reason:
         return site.reason
     reason = names.reason_to_keep(_names(site), part.only, part.keep)
@@ -62,7 +64,7 @@ def _reason_to_keep(site: MLPSite, part: Part[MLP], names: Names, named: set[tup
     return reason
 
 
-def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None) -> Change:
+def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: str | None) -> Change:
     scheme, (d, d_ff) = part.scheme, site.sizes
     row = Row("mlp", site.name, _text(site), reason=reason, aliases=_names(site)[1:])
     if reason is not None:
@@ -77,7 +79,7 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
         new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
-        return Change(row, edits, then=(_Start(_trained(*new), site.name, site.activation, str(site.last)),))
+        return Change(row, edits, then=(_Start(_trained_names(*new), site.name, site.activation, str(site.last)),))
     start = _require_start(site, scheme)
     loss = None
     if not start.exact:
@@ -91,7 +93,9 @@ def _change(model: nn.Module, site: MLPSite, part: Part[MLP], reason: str | None
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     own = [name for name, parameter in first._parameters.items() if parameter is not None]
     times = [WeightChange(f"{site.name}.gate.{name}", "multiply", start.scale) for name in own if start.scale != 1.0]
-    return Change(row, edits, starts=tuple(times), then=(_Start(_trained((f"{site.name}.up", first)), site.name),))
+    return Change(
+        row, edits, starts=tuple(times), then=(_Start(_trained_names((f"{site.name}.up", first)), site.name),)
+    )
 
 
 def _text(site: MLPSite) -> str:
@@ -190,7 +194,7 @@ class _Start:
                 parameter.requires_grad_(trained)
 
 
-def _trained(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
+def _trained_names(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it is trained) of the Parameters that replace those of modules, by the modules' new names."""
     return tuple(
         (f"{where}.{name}", (old.weight if old._parameters.get(name) is None else old._parameters[name]).requires_grad)

@@ -1,4 +1,4 @@
-"""Planner for models that have RoPE themselves (Llama): other RoPE settings, or no rotation.
+"""Planner for models with built-in RoPE (Llama): other RoPE settings, or no rotation.
 
 Other settings are applied by building the model's own rotary class from a config that has them, so that its arithmetic,
 its rule for growing inputs and its axes stay, and unchanged settings give the same bits. `config_diff` finds what else
@@ -24,12 +24,12 @@ from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
 from ..runtime.apply import apply
 from ..runtime.edits import LENS_SLOT, Call, Edit
-from ..runtime.errors import UnsupportedError, described, first_line
+from ..runtime.errors import UnsupportedError, describe_error, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
 from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
 from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
 from .config_diff import Setting, derive, host_with
@@ -46,7 +46,7 @@ _TOLERANCE = 1e-9  # of outputs in float64
 
 
 def plan_native(
-    model: nn.Module, part: Part[Position], names: Names, example_inputs: Mapping[str, Any] | None = None
+    model: nn.Module, part: SchemeRequest[Position], names: Names, example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
     """Plan the changes of the model's own rotations for a position scheme; the model isn't changed.
 
@@ -63,8 +63,8 @@ def plan_native(
         return [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
 
 
-def settings_of_rotations(model: nn.Module, part: Part[Position]) -> list[Setting]:
-    """Config changes of a position scheme: the settings of the model's own rotations."""
+def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
+    """Return the config changes of a position scheme: the settings of the model's own rotations."""
     scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
     if not isinstance(scheme, RoPE):
         return []
@@ -80,8 +80,8 @@ def settings_of_rotations(model: nn.Module, part: Part[Position]) -> list[Settin
     ]
 
 
-def changing_rotations(model: Any, part: Part[Position]) -> Iterator[tuple[NativeRotation, Any]]:
-    """The model's own rotations that a part changes and a config describes, each with that config."""
+def changing_rotations(model: Any, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
+    """Return the model's own rotations that a part changes and a config describes, each with that config."""
     names = Names.of(model)
     for rotation in find_rotations(model):
         if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
@@ -96,10 +96,10 @@ def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings
 
 
 def _change(
-    model: nn.Module, rotation: NativeRotation, part: Part[Position], names: Names, example_inputs: Any
+    model: nn.Module, rotation: NativeRotation, part: SchemeRequest[Position], names: Names, example_inputs: Any
 ) -> Change:
     scheme = part.scheme
-    row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.dropped else rotation.kind)
+    row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.is_dropped else rotation.kind)
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
     if row.reason:
         return Change(row)
@@ -115,7 +115,7 @@ def _change(
             if row.loss == OTHER_ANGLES and _turns_alike(rotation, new):
                 row.replace_by(str(row.becomes), exact="it turns by the same angles")
         return change
-    if scheme.name != "nope" or rotation.dropped:
+    if scheme.name != "nope" or rotation.is_dropped:
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
@@ -123,7 +123,9 @@ def _change(
     row.replace_by("no rotation", loss=NO_ROTATION)
     of_module = rotations_of(model, rotation.module)
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
-    layer_types = tuple(dict.fromkeys((*rotation.all_dropped, *with_it)))  # one lens says all that the module drops
+    layer_types = tuple(
+        dict.fromkeys((*rotation.dropped_layer_types, *with_it))
+    )  # one lens says all that the module drops
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
@@ -131,7 +133,7 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
     if _has_axes(rotation) and scheme.scaling is not None:
         row.reason = "its positions have several axes, which no scaling for longer text fits"
         return Change(row)
-    if rotation.theta_alone and not (scheme.scaling is None and scheme.partial in (None, 1)):
+    if rotation.reads_only_theta and not (scheme.scaling is None and scheme.partial in (None, 1)):
         raise UnsupportedError(f"{rotation.name}: {row.now} reads theta alone: no scaling, no partial.")
     if scheme.pairing is not None:
         raise UnsupportedError(
@@ -139,8 +141,8 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
             "change that. Leave it out, or choose other modules with only=."
         )
     new = _new_settings(rotation, scheme)
-    becomes = _described(new)
-    same = new == rotation.settings and not rotation.dropped
+    becomes = _describe_settings(new)
+    same = new == rotation.settings and not rotation.is_dropped
     loss = None if same else OTHER_ANGLES
     row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
         "its own settings" if same else None
@@ -198,7 +200,7 @@ def _partial(settings: Settings) -> float:
     return float(settings.get(_PARTIAL) or 1.0)
 
 
-def _described(settings: Settings) -> str:
+def _describe_settings(settings: Settings) -> str:
     """The settings as a plan prints them."""
     partial, kind = _partial(settings), settings.get("rope_type", "default")
     pieces = [f"theta={settings['rope_theta']:g}"]
@@ -208,7 +210,7 @@ def _described(settings: Settings) -> str:
 
 
 def require_same_frequencies(model: Any, names: Collection[str]) -> None:
-    """Refuse a patched model whose rotary modules turn otherwise than ones that are built from its config do.
+    """Refuse a patched model whose rotary frequencies differ from those that its config builds.
 
     Args:
         model: with the config that a checkpoint will have.
@@ -246,7 +248,7 @@ def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, e
         before, after = (rotation.frequencies(rotation.rebuilt(settings)) for settings in (old, new))
         _require_phases(rotation, old, new)
     except Exception as error:
-        reason = described(error, 200)
+        reason = describe_error(error, 200)
         raise UnsupportedError(f"{where} can't be made with {new!r}: {reason}") from error
     if _PARTIAL in new and _partial(new) != _partial(old):
         whole = "whole heads" if _partial(old) == 1 else "a fixed part of each head"
@@ -286,7 +288,7 @@ def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
 
 def _turns_alike(rotation: NativeRotation, new: Settings) -> bool:
     """Whether other settings give the same angles at every position, as `linear` with a factor of 1 does."""
-    if rotation.dropped or {new.get("rope_type"), rotation.settings.get("rope_type")} & set(ADAPTIVE):
+    if rotation.is_dropped or {new.get("rope_type"), rotation.settings.get("rope_type")} & set(ADAPTIVE):
         return False
     one, other = (rotation.rebuilt(settings) for settings in (rotation.settings, new))
     scales = [getattr(module, "attention_scaling", None) for module in (one, other)]
@@ -307,7 +309,7 @@ def _require_same_as_built(
         built, inputs = twin(host_with(part, settings), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
-            expected, new = new, _named(built, own.name).settings
+            expected, new = new, _rotation_named(built, own.name).settings
             if any(new.get(name) != expected[name] for name in _USUAL_SETTINGS if name in expected):
                 raise UnsupportedError("a config of its class doesn't keep them")
             derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
@@ -339,7 +341,7 @@ def _small_model(
             small, inputs = twin(host_with(part, []), needed)
         except UnsupportedError:
             continue
-        own = _named(small, rotation.name.removeprefix(f"{name}."))
+        own = _rotation_named(small, rotation.name.removeprefix(f"{name}."))
         calls: list[Any] = []
         with own.module.register_forward_hook(lambda *call, calls=calls: calls.append(call)):
             outputs_of(small, inputs)
@@ -350,5 +352,5 @@ def _small_model(
     )
 
 
-def _named(model: nn.Module, name: str) -> NativeRotation:
+def _rotation_named(model: nn.Module, name: str) -> NativeRotation:
     return next(rotation for rotation in find_rotations(model) if rotation.name == name)

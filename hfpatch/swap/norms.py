@@ -1,4 +1,4 @@
-"""Planner of norm schemes: which norms of a model are replaced and which are kept, each with its reason."""
+"""Planner of norm schemes: which norms of a model are replaced and which are kept, with reasons."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..exact.request import Conversion
 from ..runtime.edits import Edit
 from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.norms import describe, looks_like_norm, size_of
-from .planners import Planned, not_exact
+from .planners import PlannerResult, not_exact
 
 _QUERY_KEY = re.compile(
     r"^((q|k|qk|query|key)_?(layer_?norm|norm|ln)|(layer_?)?norm_?(q|k|query|key)|(ln|norm)_(q|k))$"
@@ -51,19 +51,21 @@ class _Site:
     otherwise: str | None = None
 
 
-def plan_norm_request(model: nn.Module, part: Part[Norm], example_inputs: Mapping[str, Any] | None) -> Planned:
-    """The planner of most norm schemes: exact swaps where scheme and `init` allow it, else gain and shift copied."""
+def plan_norm_request(
+    model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
     changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
-    return Planned(part if conversion is None else conversion.recorded(), changes, conversion)
+    return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
-def plan_norms(model: nn.Module, part: Part[Norm]) -> list[Change]:
-    """Plan the swap of norms that copies gain and shift; the rest as in `plan_with`."""
+def plan_norms(model: nn.Module, part: SchemeRequest[Norm]) -> list[Change]:
+    """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
     return plan_with(model, part, None)[0]
 
 
 def plan_with(
-    model: nn.Module, part: Part[Norm], conversion: Conversion | None
+    model: nn.Module, part: SchemeRequest[Norm], conversion: Conversion | None
 ) -> tuple[list[Change], Conversion | None]:
     """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
@@ -102,7 +104,7 @@ def plan_with(
     return changes + ([] if conversion is None else conversion.changes()), conversion
 
 
-def _give_loss(site: _Site, part: Part[Norm], conversion: Conversion | None) -> None:
+def _give_loss(site: _Site, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
     """Find what the swap of a norm doesn't preserve; with init="exact" that keeps it."""
     assert site.facts is not None
     loss, obstacle = part.scheme.loss(site.facts), None
@@ -140,7 +142,7 @@ def _find_sites(model: nn.Module) -> list[_Site]:
 # Which norms stay
 
 
-def _give_reasons_to_keep(sites: list[_Site], part: Part[Norm], names: Names) -> None:
+def _give_reasons_to_keep(sites: list[_Site], part: SchemeRequest[Norm], names: Names) -> None:
     """Find why norms are kept.
 
     Those that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
@@ -151,7 +153,7 @@ def _give_reasons_to_keep(sites: list[_Site], part: Part[Norm], names: Names) ->
         site.reason = _unconditional_reason(site, part.scheme)
         if site.reason is None:
             special[tuple(site.names)] = _reason_outside_stream(site, names)
-    named = names.matched_special(part.only, {key: reason is not None for key, reason in special.items()})
+    named = names.explicitly_selected(part.only, {key: reason is not None for key, reason in special.items()})
     for site in sites:
         key = tuple(site.names)
         outside = None if key in named else special.get(key)
@@ -184,7 +186,7 @@ def _reason_outside_stream(site: _Site, names: Names) -> str | None:
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: Part[Norm], exact: str) -> Change:
+def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str) -> Change:
     """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
 
     Args:
@@ -203,12 +205,14 @@ def _change(model: nn.Module, site: _Site, part: Part[Norm], exact: str) -> Chan
 
 
 def norm_text(module: nn.Module, facts: NormFacts | None) -> str:
-    """A norm as plans print it: "LayerNorm(768)"."""
+    """Return a norm as plans print it: "LayerNorm(768)"."""
     return module._get_name() + size_of(facts)
 
 
-def starting_values(model: nn.Module, name: str, part: Part[Any], edits: Iterable[Edit]) -> tuple[WeightChange, ...]:
-    """Where `part` has init="reset", the starting values of the Parameters of a norm that these edits bring in."""
+def starting_values(
+    model: nn.Module, name: str, part: SchemeRequest[Any], edits: Iterable[Edit]
+) -> tuple[WeightChange, ...]:
+    """Return the initial values of Parameters in new norms if `part` has init="reset"."""
     calls = [edit.value for edit in edits if edit.at == (name,)]
     if part.init != "reset" or not calls:
         return ()

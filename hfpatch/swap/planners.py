@@ -1,4 +1,4 @@
-"""Planners: functions from one requested scheme and a model to a list of changes; each scheme names its planner."""
+"""Planner interface: a function from one requested scheme and a model to changes; each scheme names its planner."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..core.plan_table import Change
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
-from ..schemes.request import KINDS, Part
-from .config_diff import Derived
+from ..schemes.request import KINDS, SchemeRequest
+from .config_diff import ConfigDiff
 
 
 @dataclass
-class Planned:
+class PlannerResult:
     """Result of a planner: what one requested scheme changes in one model.
 
     Attributes:
@@ -32,14 +32,14 @@ class Planned:
         UnsupportedError: something isn't preserved, and the request is init="exact".
     """
 
-    part: Part
+    part: SchemeRequest
     changes: list[Change]
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
-    derived: Derived = field(default_factory=Derived)
+    derived: ConfigDiff = field(default_factory=ConfigDiff)
 
-    def inexact(self, measured: str) -> Planned:
-        """The same without its exact conversion, which failed its check on the model: norms alone change.
+    def inexact(self, measured: str) -> PlannerResult:
+        """Return the result without its exact conversion, which failed its check: only norms change.
 
         Args:
             measured: how it failed, in words.
@@ -54,13 +54,13 @@ class Planned:
 
 
 def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
-    """The error that a module's change isn't exact, with what it doesn't preserve."""
+    """Return the error that a module's change isn't exact, with what it doesn't preserve."""
     kind = next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
     return UnsupportedError(f"{name}: {kind}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that.")
 
 
 class Planner(Protocol):
-    """Signature of a planner: plans one requested scheme; the model isn't changed.
+    """Signature of a planner: plans one requested scheme without changing the model.
 
     Args:
         model: any module tree.
@@ -71,9 +71,11 @@ class Planner(Protocol):
         PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
-    def __call__(self, model: nn.Module, part: Part, example_inputs: Mapping[str, Any] | None) -> Planned: ...
+    def __call__(
+        self, model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None
+    ) -> PlannerResult: ...
 
 
 def planner_of(scheme: Scheme) -> Planner:
-    """The planner that a scheme names ("module:function"), imported on first use."""
+    """Return the planner that a scheme names ("module:function"), imported on first use."""
     return pkgutil.resolve_name(scheme.planner)

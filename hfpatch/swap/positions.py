@@ -1,4 +1,4 @@
-"""Planner of position schemes: which tables and biases go, which attentions change, and what configs say of lengths."""
+"""Planner of position schemes: changes of tables, biases, attentions and config lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import Part, Record
+from ..schemes.request import Record, SchemeRequest
 from ..sites.records.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.records.record import Stack
 from ..sites.records.refused import REFUSED
@@ -26,29 +26,31 @@ from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reas
 from .config_diff import Setting, derive
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, plan_native, settings_of_rotations
-from .planners import Planned
+from .planners import PlannerResult
 from .tables import loses_order, removal, table_change
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def plan_position_request(model: Any, part: Part[Position], example_inputs: Mapping[str, Any] | None) -> Planned:
-    """Planner of position schemes: changes of modules and of configs."""
-    part = _settled(model, part)
+def plan_position_request(
+    model: Any, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan a position scheme: changes of modules and of configs."""
+    part = _with_table_length(model, part)
     if Record.of(model.config).has("pos", part):
-        return Planned(part, [])
+        return PlannerResult(part, [])
     changes = plan_positions(model, part, example_inputs)
     if not any(change.changes for change in changes):
-        return Planned(part, changes)
+        return PlannerResult(part, changes)
     lengths = _config_lengths(model, part)
     derived = derive(model, lengths, [edit for change in changes for edit in change.edits])
-    return Planned(part, changes, lengths=lengths, derived=derived)
+    return PlannerResult(part, changes, lengths=lengths, derived=derived)
 
 
 def plan_positions(
-    model: nn.Module, part: Part[Position], example_inputs: Mapping[str, Any] | None = None
+    model: nn.Module, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None = None
 ) -> list[Change]:
-    """What `part` does to each table and attention of the model's stacks; nothing is changed yet.
+    """Plan the change of each table and attention of the model's stacks.
 
     Args:
         model: any module tree that contains a recorded stack.
@@ -70,20 +72,20 @@ def plan_positions(
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
     staying = _other_biases(model, found, biases)
     if not changes:
-        raise _unsupported(model, staying)
-    refused = _refused(model).items()
+        raise _unsupported_error(model, staying)
+    refused = _find_refused(model).items()
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
 def _affected_stacks(
-    model: nn.Module, part: Part[Position], records: Mapping[str, Stack] | None = None
+    model: nn.Module, part: SchemeRequest[Position], records: Mapping[str, Stack] | None = None
 ) -> list[FoundStack]:
     """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
     names = Names.of(model)
     return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
 
 
-def _refused(model: nn.Module) -> dict[str, str]:
+def _find_refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
     reasons = {}
     for name, module in model.named_modules():
@@ -93,19 +95,19 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, part: Part[Position], names: Names) -> list[Change]:
+def _changes(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
     if why != ALL_ATTENTIONS_KEPT:
         require_settings(item)
     return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
 
 
-def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
+def _unsupported_error(model: nn.Module, staying: list[Change]) -> UnsupportedError:
     if staying:
         row = staying[0].row
         return UnsupportedError(f"{row.module}: its positions are relative, and they stay: {row.reason}.")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    for name, reason in _refused(model).items():
+    for name, reason in _find_refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     return UnsupportedError(
         f"{family}: none of its classes is recorded as owning a table of positions. hfpatch has no record for it, so "
@@ -118,7 +120,7 @@ def _unsupported(model: nn.Module, staying: list[Change]) -> UnsupportedError:
 
 
 def _bias_changes(
-    model: nn.Module, item: FoundStack, covered: set[str], part: Part[Position], names: Names
+    model: nn.Module, item: FoundStack, covered: set[str], part: SchemeRequest[Position], names: Names
 ) -> list[Change]:
     """What happens to a stack's relative biases, and to those of its attentions that no table feeds as well."""
     scheme, name = part.scheme, item.table_name
@@ -177,7 +179,7 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
 # Lengths in configs
 
 
-def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
+def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
@@ -186,7 +188,7 @@ def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
-    lengths: set[int] = _recorded(model, "original_max_positions")
+    lengths: set[int] = _recorded_values(model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
@@ -202,7 +204,7 @@ def _settled(model: nn.Module, part: Part[Position]) -> Part[Position]:
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
+def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
     """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
@@ -228,7 +230,7 @@ def _config_lengths(model: nn.Module, part: Part[Position]) -> list[Setting]:
         found.append((config, attribute, scheme.max_positions))
     stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
     found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
-    found += _pinned(model, part)
+    found += _pin_lengths(model, part)
     known = {id(config) for config, _, _ in found}
     for config, attribute in _of_biases(model, part):
         if id(config) not in known and getattr(config, attribute, None) is not None:
@@ -246,7 +248,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
         return config, attribute, length  # what its host computes has as many rows as are asked for
-    positions = {max_positions(item), *_recorded(model, "max_positions")}
+    positions = {max_positions(item), *_recorded_values(model, "max_positions")}
     counted = sorted({0, first_row(item)})
     more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
     if more is None:
@@ -257,7 +259,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
+def _pin_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
     """Settings that keep the length of biases which stay: by default it follows that of the tables."""
     scheme, owners = part.scheme, [item.owner for item in _affected_stacks(model, part)]
     found: list[Setting] = []
@@ -271,12 +273,12 @@ def _pinned(model: nn.Module, part: Part[Position]) -> list[Setting]:
     return found
 
 
-def _of_biases(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+def _of_biases(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
     return [(item.owner.config, item.stack.config_length) for item in _affected_stacks(model, part, BIASES)]
 
 
-def _of_rotations(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str]]:
+def _of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
@@ -284,6 +286,6 @@ def _of_rotations(model: nn.Module, part: Part[Position]) -> list[tuple[Any, str
     return [(config, LENGTH) for config in configs.values()]
 
 
-def _recorded(model: nn.Module, option: str) -> set[int]:
+def _recorded_values(model: nn.Module, option: str) -> set[int]:
     """What earlier position patches of this model set an option to."""
     return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}

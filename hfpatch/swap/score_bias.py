@@ -1,4 +1,4 @@
-"""The bias on attention scores that a position scheme attaches, and which attentions would lose it: tried on a copy."""
+"""Checks on a copy which attentions would lose the score bias of a position scheme."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import copy_of
 from ..measure.outputs import max_error
-from ..measure.quiet_forward import quiet
+from ..measure.quiet_forward import inference_state
 from ..runtime.attention import (
     BIAS,
     MASK,
@@ -22,7 +22,7 @@ from ..runtime.attention import (
     no_bias,
 )
 from ..runtime.edits import Call
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import LENS, host_class, lensed_class
 from ..schemes.positions import Position
 from ..sites.stacks import number_of_heads
@@ -32,7 +32,7 @@ _SAME = 1e-3  # relative, in float32
 
 
 def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> Call | None:
-    """What the scheme adds to this attention's scores, None for nothing; `relative`: it has biases of its own.
+    """Return the scheme's bias on this attention's scores, or None; `relative`: the host has its own biases.
 
     Raises:
         UnsupportedError: the attention takes no mask, or its implementation would lose the bias.
@@ -49,7 +49,7 @@ def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> 
 
 
 def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position, relative: bool) -> None:
-    """Try one attention of each class with a bias; their weights aren't used. `relative` as in `bias_for`.
+    """Try one attention of each class with a bias, on random weights. `relative` as in `bias_for`.
 
     Raises:
         UnsupportedError: it would be lost; says what the attention does with a mask.
@@ -79,7 +79,7 @@ def _num_heads(name: str, module: nn.Module) -> int:
 
 
 def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str | None:
-    """Why a bias on this attention's scores would be lost; None where it takes one.
+    """Why a bias on this attention's scores would be lost; None if it takes one.
 
     With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
     and it mustn't be where such a bias is in the first head alone, or is slight.
@@ -91,7 +91,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
 
     def run(states: Tensor, heads: Tensor) -> Tensor:
         twin._modules[BIAS] = _SelfOnlyBias(heads)
-        with quiet(twin):
+        with inference_state(twin):
             output = twin(**{lens.states: states})
         return output[0] if isinstance(output, tuple) else output
 
@@ -99,7 +99,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
-        return f"couldn't be tried with a mask of its own for every head ({described(error, 120)})"
+        return f"couldn't be tried with a mask of its own for every head ({describe_error(error, 120)})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"
     if _is_equal(alone, slight):

@@ -1,4 +1,4 @@
-"""Plans what happens to a table of positions: removed (a constant stays), resized, or computed by a rule."""
+"""Plans the change of a position table: removed (a constant remains), resized, or computed by a rule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..core.weight_change import WeightChange
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, beside_a_table
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, limit_beside_table
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import Part
+from ..schemes.request import SchemeRequest
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
 from .attentions import ALL_ATTENTIONS_KEPT
-from .image_tables import grid_table_change, resized_table
+from .image_tables import grid_table_change, resize_table
 
 
-def table_change(model: nn.Module, item: FoundStack, part: Part[Position], why: str | None) -> Change:
+def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], why: str | None) -> Change:
     """Plan the change of a stack's table; `why` is the reason to keep it, if any.
 
     Raises:
@@ -59,14 +59,14 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
 
 
 def loses_order(item: FoundStack, scheme: Position) -> str:
-    """Note for the plan if a stack can't tell the order of its tokens without positions."""
+    """Return a note for the plan if a stack can't tell the order of its tokens without positions."""
     if scheme.name != "nope" or item.stack.causal or getattr(item.owner, "is_decoder", False):
         return ""
     return "; without a causal mask the stack can't tell the order of its tokens"
 
 
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
-    """The edits that take a stack's positions out, and where `fresh` the names of Parameters that are to be zero.
+    """Return the edits that remove a stack's positions, and with `fresh` the names of Parameters to set to zero.
 
     What is left starts at the mean of what was there; where `fresh` as for training from scratch.
     """
@@ -157,10 +157,10 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, exact="every position keeps its row")
 
-        edits, values = resized_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
+        edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
-        limits = [(path, beside_a_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
@@ -179,14 +179,14 @@ class _Resize:
     first: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return torch.cat((rows[: self.first], self.scheme.resized(rows[self.first :])))
+        return torch.cat((rows[: self.first], self.scheme.resize(rows[self.first :])))
 
     def __str__(self) -> str:
         return f"rows of x by {self.scheme}"
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
-    """Why a table can't be computed or resized in its place, None where it can."""
+    """Why a table can't be computed or resized in its place, None if it can."""
     stack = item.stack
     if _is_grid(item, table):
         return "holds a grid of patches, whose rows have two coordinates"
@@ -194,7 +194,7 @@ def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
         return "is no nn.Embedding"
     if stack.others:
         return f"isn't the only one ({', '.join(stack.others)})"
-    if any(beside_a_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
+    if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by the model in a way that hfpatch can't follow"
     return None
 
@@ -215,7 +215,7 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 
 
 def takes_any_length(model: nn.Module) -> bool:
-    """Whether no table is left that would end somewhere, in a model that has or had one."""
+    """Return whether no position table limits the length, in a model that has or had one."""
     tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
     ending = [isinstance(table, Tensor | nn.Module) and not isinstance(table, ComputedPositions) for table in tables]
     return bool(tables) and not any(ending)

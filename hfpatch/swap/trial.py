@@ -1,4 +1,4 @@
-"""Tries a model whose positions were changed: it runs at its full length and image size, and its outputs moved.
+"""Trial run after a change of positions: the model runs at full length and image size, and its outputs changed.
 
 What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
 text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens
@@ -22,7 +22,7 @@ from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import attempt, media_inputs
 from ..runtime.classes import is_unlimited
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
 from ..sites.rotations import find_rotations
@@ -60,7 +60,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     if isinstance(full, Exception):
         if given is None:
             return False
-        full = attempt(model, lambda: fitted(given, model, settings))
+        full = attempt(model, lambda: adapt_inputs(given, model, settings))
         return not isinstance(full, Exception)
     last = attempt(model, lambda: _positions(model, 0))
     if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
@@ -78,12 +78,12 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
     usual = "on longer inputs than before" if is_unlimited(model) else "at its full length"
     return UnsupportedError(
         f"{type(model).__name__} doesn't run {f'with {changed}' if changed else usual} after this patch: "
-        f"{described(error).rstrip('.')}. The model was left unchanged."
+        f"{describe_error(error).rstrip('.')}. The model was left unchanged."
     )
 
 
 def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str) -> None:
-    """Refuse a change of positions after which all outputs are, bit for bit, those of before.
+    """Refuse a change of positions that leaves all outputs bit-identical.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
     reach what was changed: shaking its outputs has to move those of the model.
@@ -110,7 +110,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(_shaken(copy_of(model, share=True), names), partial(dict, probe))
+        other = attempt(_disturb(copy_of(model, share=True), names), partial(dict, probe))
         reached = reached or (not isinstance(other, Exception) and not equal(after, other))
     if reached:
         raise UnsupportedError(
@@ -120,12 +120,12 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
 
 
 def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether the outputs of two forwards are the same, to the bit."""
+    """Return whether the outputs of two forwards are bit-identical."""
     same = outputs.keys() == others.keys()
     return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
 
 
-def _shaken(model: Any, names: set[str]) -> Any:
+def _disturb(model: Any, names: set[str]) -> Any:
     """Return a model, the same one, in which the outputs of some modules are off by up to a tenth."""
 
     def shake(module: nn.Module, args: Any, output: Any) -> Any:
@@ -146,7 +146,7 @@ def _shaken(model: Any, names: set[str]) -> Any:
 
 
 def full_length(model: Any) -> int | None:
-    """Return how long a text a model is for: what its tables hold, else what its config says; None if neither does.
+    """Return a model's full text length: its tables', else its config's; None if neither has one.
 
     Where a patch left no table of a text's positions, so that texts may be of any length, it is twice what the config
     says.
@@ -167,20 +167,20 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, RotaryEmbedding) and module.scaling is not None:
             length = module.scaling.get(ORIGINAL) or module.length
-            yield _scaled(length, module.scaling.get("factor"))
+            yield _scale_length(length, module.scaling.get("factor"))
     for rotation in find_rotations(model):
         settings: Any = rotation.settings
         if settings.get("rope_type", "default") not in ("default", "axial", "proportional"):
             length = settings.get(ORIGINAL) or getattr(rotation.module.config, LENGTHS[0], None)
-            yield _scaled(length or 0, settings.get("factor"))
+            yield _scale_length(length or 0, settings.get("factor"))
 
 
-def _scaled(length: int, factor: float | None) -> int:
+def _scale_length(length: int, factor: float | None) -> int:
     return int(min(length * (factor or 2.0), _LONGEST))
 
 
 def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
-    """Return inputs of one forward at a model's full length and image size, and whether its text is as long as that.
+    """Return inputs at a model's full length and image size, and whether its text has that length.
 
     Args:
         model: as it is now.
@@ -200,7 +200,7 @@ def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return inputs of a short text at the last positions, and at the first; None if the forward takes no positions.
+    """Return inputs of a short text at the last and first positions; None if the forward takes no positions.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
@@ -213,8 +213,8 @@ def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | 
     return {**inputs, "position_ids": first + length - first.shape[1]}, {**inputs, "position_ids": first}
 
 
-def fitted(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
-    """Return a user's inputs for the model as it was, as the model with other settings takes them.
+def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
+    """Adapt a user's inputs for the original model to the model with other settings.
 
     Args:
         inputs: keyword arguments of a forward.
@@ -240,7 +240,7 @@ def fitted(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting])
 
 
 def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model, also where a patch sets a new length.
+    """Return inputs of one forward that are short enough for a model, also if a patch sets a new length.
 
     With images or sounds where the model reads them beside text.
 

@@ -1,4 +1,4 @@
-"""Checks in a plan that the config which a save will write is valid, and says the same when it is read again."""
+"""Checks in a plan that the config to be saved is valid and reads the same when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..measure.copies import unpatched_config
-from ..runtime.errors import UnsupportedError, described
+from ..runtime.errors import UnsupportedError, describe_error
 from ..sites.rotations import config_paths
 from .config_diff import Setting
 
 
 def require_valid_config(model: Any, settings: list[Setting]) -> None:
-    """Refuse settings with which a model's config can't be saved, or opens with other ones.
+    """Refuse settings that make a model's config impossible to save, or different when loaded.
 
     Args:
         model: as it is before.
@@ -43,7 +43,7 @@ def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
         read = type(written).from_dict(json.loads(written.to_json_string()))
     except Exception as error:  # whatever a config's own validation may raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return lines[-1][:300] if lines else described(error)
+        return lines[-1][:300] if lines else describe_error(error)
     for path, value in changed:
         found = reduce(getattr, path, read)
         if _plain(found) != _plain(value):

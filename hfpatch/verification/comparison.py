@@ -1,4 +1,4 @@
-"""Runs two models on the same batches, dtype after dtype, and sums how far their outputs are from the truth."""
+"""Runs two models on the same batches in several dtypes and accumulates the errors of their outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
 
 
 class Comparison:
-    """Comparison of two models on batches: their outputs, and notes on what couldn't be compared.
+    """Comparison of two models on batches: errors of outputs, and notes on what couldn't be compared.
 
     Args:
         model, reference: both are run in copies; the reference in float64 is the truth.
@@ -42,7 +42,7 @@ class Comparison:
         self._causal: bool | None = None
 
     def measure(self, dtypes: list[str]) -> None:
-        """Run everything; the model in float64 comes first, since that shows whether the two can be compared."""
+        """Run all dtypes; float64 first, which shows whether the models can be compared."""
         exact = self.reference.copy(torch.float64)
         model = self._measure_run(self.model, "float64", exact)
         self.runs = {TRUTH: self._measure_run(self.reference, "float64", exact), ("model", "float64"): model}
@@ -55,11 +55,11 @@ class Comparison:
             self.runs["model", dtype] = self._measure_run(self.model, dtype, exact)
 
     def output_rows(self) -> list[OutputRow]:
-        """Every output of every run."""
+        """Return every output of every run."""
         return [sums[name, None].output_row(name, *run) for name in self.names for run, sums in self.runs.items()]
 
     def layer_rows(self) -> list[LayerRow]:
-        """Every layer of every run but the truth's."""
+        """Yield every layer of every run except the reference's."""
         return [
             LayerRow(stream, index, *run, layer.deviation.rms_error, layer.centred.rms_error)
             for run, sums in self.runs.items()
@@ -172,7 +172,7 @@ class Comparison:
 
 
 def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -> Tensor | None:
-    """Which positions of an output count: (B, T) from the attention mask of its side, None where all do."""
+    """Return which positions (B, T) of an output count, by its side's attention mask; None for all."""
     mask = batch.get(side_of(name, encoder_decoder))
     if not isinstance(mask, Tensor) or mask.dim() < 2:
         return None
@@ -182,7 +182,7 @@ def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -
 
 
 def side_of(name: str, encoder_decoder: bool) -> str:
-    """Which attention mask an output goes by."""
+    """Return the name of the attention mask that applies to an output."""
     of_decoder = encoder_decoder and not name.rpartition(".")[2].startswith("encoder")
     return "decoder_attention_mask" if of_decoder else "attention_mask"
 

@@ -1,4 +1,4 @@
-"""Runs a model in copies, each in one dtype, so that the model itself stays as it is."""
+"""Runs copies of a model in other dtypes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..measure.copies import copy_of
 from ..measure.outputs import Outputs, float64_device
 from ..measure.quiet_forward import cast
-from ..measure.randomness import seeded
-from ..runtime.errors import UnsupportedError, described
+from ..measure.randomness import seed_everything
+from ..runtime.errors import UnsupportedError, describe_error
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
 
 
 @dataclass
 class Subject:
-    """A model that is run in copies; it isn't changed.
+    """A model that is compared: only copies of it are run.
 
     Attributes:
         role: "model" or "reference".
@@ -36,7 +36,7 @@ class Subject:
         return f"the {self.role} ({type(self.model).__name__})"
 
     def copy(self, dtype: torch.dtype) -> nn.Module:
-        """A copy in a dtype that returns hidden states and no cache; what is in that dtype already is shared.
+        """Return a copy in a dtype that returns hidden states and no cache; tensors in that dtype are shared.
 
         A copy in float64 is on the CPU where the model's device has none.
 
@@ -54,24 +54,24 @@ class Subject:
             return copied
         except Exception as error:
             raise UnsupportedError(
-                f"{self} can't be copied, and is only run in copies so that it stays as it is: {described(error, 300)}"
+                f"{self} can't be copied, and only copies of it are run: {describe_error(error, 300)}"
             ) from error
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, number: int) -> Outputs:
-        """One forward of a copy; `number` is the batch's, for the message.
+        """Run one forward of a copy; `number` is the batch's, for the message.
 
         Raises:
             UnsupportedError: the forward fails, or returns nothing to compare.
         """
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         try:
-            with isolated(model), torch.autocast(device.type, enabled=False):
+            with repeatable_inference(model), torch.autocast(device.type, enabled=False):
                 outputs = Outputs.of(model(**cast(batch, device, dtype)))
         except Exception as error:
             shapes = [f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor)]
             raise UnsupportedError(
                 f"{self} doesn't run in {str(dtype).removeprefix('torch.')} on batch {number} ({', '.join(shapes)}): "
-                f"{described(error, 300)}"
+                f"{describe_error(error, 300)}"
             ) from error
         outputs.tensors = outputs.floats
         if not outputs.tensors:
@@ -80,7 +80,7 @@ class Subject:
 
 
 @contextmanager
-def isolated(model: nn.Module) -> Iterator[None]:
-    """No gradients, and the same random numbers every time; the random streams are put back."""
-    with torch.no_grad(), seeded(0, {p.device for p in model.parameters()}):
+def repeatable_inference(model: nn.Module) -> Iterator[None]:
+    """Context without gradients and with fixed random numbers; the random state is restored."""
+    with torch.no_grad(), seed_everything(0, {p.device for p in model.parameters()}):
         yield

@@ -1,4 +1,4 @@
-"""Compares a patched model with its original module by module; the edits of the patch record name what was added."""
+"""Compares a patched model with its original module by module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..measure.outputs import Deviation
 from ..runtime.apply import Tree
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, NoPositions
-from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, SCALE_SLOT, component_called
+from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, SCALE_SLOT, find_component
 from ..runtime.length_lenses import MEAN_ROW, NOTHING
 from ..runtime.lens import host_class
 from ..runtime.norms import NormFacts
@@ -29,7 +29,7 @@ Edits = dict[str, list[tuple[str, Any]]]  # a module's name -> what of it edits 
 
 
 def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
-    """Rows for all modules that differ from `reference`, and for all norms that were kept."""
+    """Return rows for all modules that differ from `reference`, and for all norms that were kept."""
     new_modules, old_modules = dict(model.named_modules()), dict(reference.named_modules())
     facts = {module: describe(module) for module in (*new_modules.values(), *old_modules.values())}
     edits, old_edits = _edits(model), _edits(reference)
@@ -94,7 +94,7 @@ def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
     """What an edit of a slot adds to every forward of its module; None if other rows show it."""
     if leaf != LENS_SLOT or value is None:
         return _OF_SLOTS.get(leaf)
-    lens = component_called(value.name)
+    lens = find_component(value.name)
     if lens is AttentionLens and BIAS in module._modules:
         return f"scores biased: {module.get_submodule(BIAS).extra_repr()}"
     if lens is AttentionLens and ROTARY in module._modules:

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.plan_table import grouped
+from ..core.plan_table import group_rows
 from ..core.results import SavedResult, Table, dataframe
-from ..core.staging import staged
+from ..core.staging import stage
 from ..errors import MissingPackageError, OptionError
 from ..schemes.request import KINDS, Record
 
@@ -51,7 +51,7 @@ class ModuleRow:
 
 @dataclass
 class OutputRow:
-    """One output of one run against the truth, which is the reference in float64.
+    """One output of one run, compared with the reference in float64.
 
     Attributes:
         output: its name ("logits", "last_hidden_state", ...).
@@ -82,7 +82,7 @@ class OutputRow:
 
 @dataclass
 class LayerRow:
-    """The stream after one layer (0 is what enters the first) of one run, against the truth's.
+    """The residual stream after one layer (0 is the first one's input) of one run, compared with the reference.
 
     Attributes:
         stream: name of the output that holds it ("hidden_states", "encoder_hidden_states", ...).
@@ -124,7 +124,7 @@ class Report(SavedResult):
     notes: list[str] = field(default_factory=list)
 
     def require_of(self, title: str) -> None:
-        """Refuse a report of another model, by its class and the schemes of its patch.
+        """Refuse a report of another model, by class and patch schemes.
 
         Args:
             title: of the model that it is to be of, as `title_of` writes it.
@@ -179,7 +179,7 @@ class Report(SavedResult):
             axes.legend(fontsize=8)
         figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
         try:
-            with staged(Path(path)) as file:
+            with stage(Path(path)) as file:
                 figure.savefig(file, dpi=150)
         except ValueError as error:  # an unknown suffix
             raise OptionError(f"{path} can't be drawn: {error}") from error
@@ -212,8 +212,8 @@ class Report(SavedResult):
 
 
 def title_of(class_name: str, record: Record) -> str:
-    """What a report calls a model: its class and the schemes of its patch, with their options."""
-    schemes = [f"{kind}={part.asked.scheme}" for kind in KINDS for part in getattr(record, kind)]
+    """Return a model's title in reports: its class and its patch's schemes, with options."""
+    schemes = [f"{kind}={part.as_requested.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
 
 
@@ -221,8 +221,8 @@ _ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": M
 
 
 def module_lines(rows: list[ModuleRow]) -> Iterator[tuple[str, str, str, str, str]]:
-    """Rows as cells: names, the reference's module, the model's, state, note; layers that are alike share a line."""
-    for members, names in grouped(rows, _in_one_line):
+    """Yield rows as cells: names, reference's module, model's, state, note; equal layers share a line."""
+    for members, names in group_rows(rows, _in_one_line):
         row, count = members[0], len(members)
         change = max(one.change for one in members)
         changed = f"weights differ by {change:.1%}" if 0 < change < math.inf else None
@@ -265,7 +265,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
-    """One output's rows as cells, the headings first; the first two columns are words, the others numbers."""
+    """Return one output's rows as cells, headings first; two columns of words, then numbers."""
     shown = {
         heading: ["" if (value := getattr(row, name)) is None else spelled(value) for row in rows]
         for heading, (name, spelled) in _COLUMNS.items()
@@ -307,7 +307,7 @@ class ErrorLine(NamedTuple):
 
 
 def error_lines(rows: list[LayerRow]) -> dict[str, dict[ErrorLine, dict[int, float]]]:
-    """By stream and line, the error after each layer; NaN, a gap, where it is 0 or infinite and has no logarithm."""
+    """Return, by stream and line, the error after each layer; NaN, a gap, if it is 0 or infinite."""
     found: dict[str, dict[ErrorLine, dict[int, float]]] = {}
     for row in rows:
         label = f"{row.role} {row.dtype}"

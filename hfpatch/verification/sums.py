@@ -1,4 +1,4 @@
-"""Accumulates errors and agreement of one run's outputs against the truth, without holding two batches at once."""
+"""Accumulates errors and agreement of outputs against the reference in float64, batch by batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..measure.outputs import Deviation, aligned, pieces
+from ..measure.outputs import Deviation, pieces, to_comparable
 from .report import OutputRow
 
 NO_TARGET = -100
@@ -19,7 +19,7 @@ Columns = Iterator[tuple[str, Tensor]]
 
 @dataclass
 class Sums:
-    """One output, or the stream after one layer, of one run.
+    """Accumulated errors of one output, or of the stream after one layer, in one run.
 
     Attributes:
         deviation: of the values.
@@ -32,7 +32,7 @@ class Sums:
     columns: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def add_output(self, name: str, truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None) -> None:
-        """Count one batch of an output.
+        """Add one batch of an output.
 
         Args:
             name: of the output; those called "logits" are compared as distributions, others as vectors.
@@ -46,13 +46,13 @@ class Sums:
             self.columns[column].append(values.double().cpu())
 
     def add_layer(self, truth: Tensor, output: Tensor, mask: Tensor | None) -> None:
-        """Count one batch of a stream."""
-        t, y = (channels_last(x, mask) for x in aligned(truth, output))
+        """Add one batch of a stream."""
+        t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
         self.deviation.add(t, y, mask)
         self.centred.add(t - t.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True), mask)
 
     def output_row(self, name: str, role: str, dtype: str) -> OutputRow:
-        """An output's sums as a row of the report."""
+        """Return an output's sums as a row of the report."""
         found = {column: torch.cat(values) for column, values in self.columns.items()}
         mean = {column: float(values.mean()) for column, values in found.items() if len(values)}
         least = {column: float(values.min()) for column, values in found.items() if len(values)}
@@ -87,20 +87,20 @@ def logit_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: T
 
 
 def vector_columns(truth: Tensor, output: Tensor, mask: Tensor | None, targets: Tensor | None = None) -> Columns:
-    """Cosines between vectors (..., d): "cosine" at each position, "pooled" between the means over the positions."""
+    """Yield cosines between vectors (..., d): "cosine" at each position, "pooled" between means over positions."""
     if truth.dim() < 2 or truth.shape[-1] < 2:
         return
-    t, y = (channels_last(x, mask) for x in aligned(truth, output))
+    t, y = (channels_last(x, mask) for x in to_comparable(truth, output))
     if t.dim() > 3 and mask is None:
         t, y = t.flatten(1, -2), y.flatten(1, -2)
     for a, b in pieces(mask, t, y):
         yield "cosine", _cosines(a, b)
     if t.dim() == 3 and t.shape[1] > 1:
-        yield "pooled", _cosines(_pooled(t, mask), _pooled(y, mask))
+        yield "pooled", _cosines(_pool(t, mask), _pool(y, mask))
 
 
 def channels_last(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) have their channels last already."""
+    """Return images (B, C, H, W) as (B, H, W, C); streams of tokens and (B, H, H, C) unchanged."""
     if x.dim() != 4 or mask is not None or x.shape[1] == x.shape[2] != x.shape[3]:
         return x
     return x.movedim(1, -1)
@@ -115,13 +115,13 @@ def _classes_last(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _cosines(t: Tensor, y: Tensor) -> Tensor:
-    """Cosines over the last axis; 1 between two zero vectors, 0 where one of the two is zero."""
+    """Cosines over the last axis; 1 between two zero vectors, 0 if one of the two is zero."""
     lengths = t.norm(dim=-1) * y.norm(dim=-1)
     both_zero = (t == 0).all(-1) & (y == 0).all(-1)
     return torch.where(lengths == 0, both_zero.double(), (t * y).sum(-1) / lengths)
 
 
-def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:
+def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
     """The mean (B, d) of the vectors of x (B, T, d) that count."""
     if mask is None:
         return x.mean(1)

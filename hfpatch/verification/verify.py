@@ -1,4 +1,4 @@
-"""Public `verify`: measures a patched model against its original in float64, output by output and layer by layer."""
+"""`verify`: measures a patched model against its original in float64, output by output and layer by layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import is_quantized, require_bare
-from ..core.holders import takes_holders
+from ..core.holders import unwrap_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
 from ..measure.inputs import example_inputs, input_embedding
@@ -20,14 +20,14 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from .comparison import DTYPES, Comparison
-from .dtype_copy import Subject, isolated
+from .dtype_copy import Subject, repeatable_inference
 from .module_diff import compare_modules
 from .report import Report, title_of
 
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
 
-@takes_holders
+@unwrap_holders
 def verify(
     model: Any,
     reference: Any,
@@ -171,7 +171,7 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
         CheckpointError: it is of another family, or weights are missing, so that the truth would be partly random.
     """
     host: Any = host_class(type(model))
-    with isolated(model):
+    with repeatable_inference(model):
         config = AutoConfig.from_pretrained(name)
         if config.model_type != model.config.model_type:
             raise CheckpointError(

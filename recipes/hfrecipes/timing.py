@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
 from hfpatch.compile import compile_model, compiled_calls
-from hfpatch.runtime.errors import described
+from hfpatch.runtime.errors import describe_error
 
 MODES = ("eager", "compiled")
 Case = tuple[str, str, Callable[[str], Iterable["Entrant"]]]  # its name, the work, what is timed in a mode
@@ -57,7 +57,7 @@ def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int) -> list[d
                 once = first_runs(entrant, mode)
             running.append((entrant, max(1, round(AT_LEAST / once))))
         except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
-            entrant.failed = described(error)
+            entrant.failed = describe_error(error)
     for _ in range(repeats):
         for entrant, times in order.sample(running, len(running)):
             before = dict(entrant.inside)

@@ -26,7 +26,7 @@ import hfpatch
 from hfpatch.checkpoint import by_name, mapped_weights
 from hfpatch.cli import app
 from hfpatch.core import transaction
-from hfpatch.core.mapped import MAPPED, read_into_memory, released
+from hfpatch.core.mapped import MAPPED, read_into_memory, unload_after_forward
 from hfpatch.errors import FingerprintWarning, FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.errors import CheckpointError
@@ -74,7 +74,7 @@ def places(folder: Path) -> dict[str, str]:
 
 
 def stored(folder: Path, head: str | None = None) -> Any:
-    return by_name.opened(str(folder), head, False, stored=True)
+    return by_name.open_model(str(folder), head, False, stored=True)
 
 
 def in_files(model: PreTrainedModel) -> list[str]:
@@ -129,9 +129,9 @@ def test_a_patch_reads_no_weight_for_good(tmp_path: Path) -> None:
     """Everything is in files before; afterwards the large weights are, folded ones and a tied embedding included."""
     folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
     contents = {path: path.read_bytes() for path in folder.iterdir()}
-    model, expected = stored(folder), by_name.opened(str(folder), None, False)
+    model, expected = stored(folder), by_name.open_model(str(folder), None, False)
     assert in_files(model) == [name for name, _ in model.named_parameters()]
-    with released(model):
+    with unload_after_forward(model):
         for one in (model, expected):
             hfpatch.patch_model(one, norm="rms")
         vars(model)[MAPPED].release()
@@ -156,7 +156,7 @@ def test_read_into_memory_keeps_what_is_shared(tmp_path: Path) -> None:
 
 def test_a_failed_patch_gives_back_what_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = sharded(tiny("gpt2", CAUSAL), tmp_path / "model")
-    model, before = stored(folder), by_name.opened(str(folder), None, False).state_dict()
+    model, before = stored(folder), by_name.open_model(str(folder), None, False).state_dict()
     monkeypatch.setattr("hfpatch.patch.write_outcomes", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hfpatch.patch_model(model, norm="rms")
@@ -230,7 +230,7 @@ def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_pa
     tiny(family, head).save_pretrained(tmp_path)
     with_config(without(tmp_path, glob), **settings)
     with pytest.raises(CheckpointError, match=r"lacks \d+ weights .* which would be random") as caught:
-        by_name.opened(str(tmp_path), asked or None, False, stored=streamed)
+        by_name.open_model(str(tmp_path), asked or None, False, stored=streamed)
     assert glob.strip("*") in str(caught.value)
 
 
@@ -292,14 +292,14 @@ def test_a_model_in_files_is_the_model(model_type: str, tmp_path: Path, monkeypa
     if files is None:
         pytest.skip("its weights lie in further files too, so they are read into memory")
     torch.manual_seed(0)
-    lazy, _ = mapped_weights.opened_from(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    lazy, _ = mapped_weights.open_mapped(files, type(model), str(tmp_path), AutoConfig.from_pretrained(tmp_path))
     assert lazy.config.to_dict() == memory.config.to_dict()
     ours, theirs = lazy.state_dict(), memory.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     buffers = dict(memory.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in lazy.named_buffers())
-    with released(lazy):
+    with unload_after_forward(lazy):
         found = seeded_outputs(lazy, given)
     for name, value in expected.items():
         assert torch.equal(found[name].nan_to_num(), value.nan_to_num()), name

@@ -16,7 +16,7 @@ from tiny_models import difference, load, patch, registered, tiny
 from transformers import GPT2Config, GPT2Model
 
 from hfpatch import runtime
-from hfpatch.checkpoint.remote_code import FILE, opened_by, write_code
+from hfpatch.checkpoint.remote_code import FILE, classes_by_auto_class, write_code
 from hfpatch.core.registry import NORMS
 from hfpatch.export import export_model
 from hfpatch.export.remote import verify_remote
@@ -44,7 +44,7 @@ def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert {f"modeling_hfpatch.{name}" for name in classes} == set(auto_map.values())
     assert auto_map["AutoConfig"] == f"modeling_hfpatch.{type(model.config).__name__}"
-    assert auto_map[next(iter(opened_by(model)))] == f"modeling_hfpatch.{type(model).__name__}"
+    assert auto_map[next(iter(classes_by_auto_class(model)))] == f"modeling_hfpatch.{type(model).__name__}"
     assert auto_map["AutoModel"] == f"modeling_hfpatch.{type(model.base_model).__name__}"
     assert len(classes) > 3
 

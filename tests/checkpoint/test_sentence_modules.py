@@ -84,7 +84,7 @@ def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monke
     assert exported.record is None
     assert exported.files.keys() >= names
     encoder = patch(opened(plain), pos="rope")
-    monkeypatch.setattr(holders, "_compared", lambda *_: None)
+    monkeypatch.setattr(holders, "_compare", lambda *_: None)
     in_memory = checkpoint_of(encoder, None, False, None, tmp_path / "scratch2", None)
     assert in_memory.files.keys() >= {*names, "README.md", "hfpatch_weights.json"}
 

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.cli.launcher import STARTUP, launch, resolved, with_startup
+from hfpatch.cli.launcher import STARTUP, launch, resolve_command, with_startup
 from hfpatch.errors import OptionError
 
 HOOK = STARTUP / "sitecustomize.py"
@@ -46,13 +46,13 @@ def test_which_program_is_run(places: tuple[Path, Path]) -> None:
     """One beside this Python comes before one in PATH; files and modules are this Python's."""
     beside, path = places
     other = program(path, "tool")
-    assert resolved(["tool", "--model", "x"]) == [str(other), "--model", "x"]
+    assert resolve_command(["tool", "--model", "x"]) == [str(other), "--model", "x"]
     own = program(beside, "tool")
-    assert resolved(["tool"]) == [str(own)]
-    assert resolved([str(other)]) == [str(other)]
+    assert resolve_command(["tool"]) == [str(own)]
+    assert resolve_command([str(other)]) == [str(other)]
     Path("train.py").touch()
-    assert resolved(["train.py", "-m"]) == [sys.executable, "train.py", "-m"]
-    assert resolved(["-m", "module", "x"]) == [sys.executable, "-m", "module", "x"]
+    assert resolve_command(["train.py", "-m"]) == [sys.executable, "train.py", "-m"]
+    assert resolve_command(["-m", "module", "x"]) == [sys.executable, "-m", "module", "x"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_which_program_is_run(places: tuple[Path, Path]) -> None:
 def test_no_command(command: list[str], message: str, places: tuple[Path, Path]) -> None:
     program(places[1], "plain").chmod(0o644)
     with pytest.raises(OptionError, match=message):
-        resolved(command)
+        resolve_command(command)
     told = CliRunner().invoke(app, ["run", "--", *command])
     assert (told.exit_code, told.output.startswith(f"Error: {message}")) == (1, True)
 

@@ -24,7 +24,7 @@ from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.measure.quiet_forward import cast
 from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
-from hfpatch.runtime.qk_layouts import Fused, with_turned_output
+from hfpatch.runtime.qk_layouts import Fused, turn_output
 from hfpatch.runtime.rotary import RotaryEmbedding
 from hfpatch.schemes.positions import Position
 
@@ -225,9 +225,9 @@ def test_control_lora(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return self.turn(base) + (self.layer(x) - base)
 
     def below(projection: Any, turn: Any) -> Any:
-        return with_turned_output(BelowTheAdapter(projection, turn), lambda y: y)  # type: ignore[arg-type]
+        return turn_output(BelowTheAdapter(projection, turn), lambda y: y)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(qk_layouts, "with_turned_output", below)
+    monkeypatch.setattr(qk_layouts, "turn_output", below)
     assert merged_difference(name) > 1e-2
 
 

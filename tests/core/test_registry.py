@@ -25,7 +25,7 @@ from hfpatch.schemes.norms import RMS, Norm
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
 from hfpatch.swap.norms import plan_norms
-from hfpatch.swap.planners import Planned
+from hfpatch.swap.planners import PlannerResult
 
 
 def test_a_registry_is_a_sorted_mapping_in_which_a_name_is_given_once() -> None:
@@ -174,10 +174,10 @@ class LastAlone(Norm):
     alpha: float = 0.5
 
 
-def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any) -> Planned:
+def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any) -> PlannerResult:
     changes = plan_norms(model, part)
     last = max(changes, key=lambda change: change.row.module == "ln_f")
-    return Planned(part, [last])
+    return PlannerResult(part, [last])
 
 
 def test_a_third_party_scheme_brings_its_own_planner(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from hfpatch.errors import MissingPackageError, OptionError
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.repairs.report import RepairReport, Step
 from hfpatch.schemes.norms import DyT
-from hfpatch.schemes.request import Part, Record
-from hfpatch.swap.planners import Planned
+from hfpatch.schemes.request import Record, SchemeRequest
+from hfpatch.swap.planners import PlannerResult
 from hfpatch.verification.report import LayerRow, ModuleRow, OutputRow, Report
 
 EVIL = "<script>alert('1')</script> & \"x\""
@@ -33,7 +33,7 @@ def plan() -> Plan:
         Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
         Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", exact="its input has no mean"),
     ]
-    return Plan("Model", Record("gpt2"), {"norm": Planned(Part(DyT()), [Change(row) for row in rows])})
+    return Plan("Model", Record("gpt2"), {"norm": PlannerResult(SchemeRequest(DyT()), [Change(row) for row in rows])})
 
 
 def repair_report() -> RepairReport:

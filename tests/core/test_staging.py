@@ -49,7 +49,7 @@ def place(model: Any, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hfpatch.export.find_native", lambda *_: stock)
     monkeypatch.setattr(remote, "verify_remote", lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, value in {"opened": model, "processor_of": None, "patch_model": model}.items():
+    for name, value in {"open_model": model, "processor_of": None, "patch_model": model}.items():
         monkeypatch.setattr(cli, name, lambda *_, value=value, **__: value)
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
@@ -201,7 +201,7 @@ def test_places_that_cant_be_written(name: str, model: Any, place: Path, monkeyp
     said = f"{place / name} can't be written: Read-only file system"
     with failing(place, 0, OSError(errno.EROFS, "Read-only file system")), pytest.raises(PatchError, match=said):
         WRITERS[name](model, place / name)
-    monkeypatch.setattr(cli, "opened", lambda *_: pytest.fail("the model was opened first"))
+    monkeypatch.setattr(cli, "open_model", lambda *_: pytest.fail("the model was opened first"))
     with pytest.raises(PatchError, match=str(file / name)):
         WRITERS[name](model, file / name)
     assert contents(place) == before
@@ -227,7 +227,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, 
 
 
 def test_what_somebody_else_wrote_meanwhile_stays(place: Path) -> None:
-    with pytest.raises(PatchError, match="empty"), staging.staged_folder(place / "out"):
+    with pytest.raises(PatchError, match="empty"), staging.stage_folder(place / "out"):
         write_older(place / "out")
     assert (place / "out/notes.txt").read_text() == "mine"
     assert len(contents(place)) == 3

@@ -128,7 +128,7 @@ def test_a_stop_at_any_moment_is_taken_back(
     module, edits, calls = holder((5, 6), torch.float32), PLACES[place](), [0]
     before = bits(module.value)
     change(module, "add", 0, edits)
-    owner, name = (Mappings, "store") if step == 3 and place != "memory" else (weight_change, "_calculated")
+    owner, name = (Mappings, "store") if step == 3 and place != "memory" else (weight_change, "_calculate")
     real, last = getattr(owner, name), 1 if owner is Mappings else step
 
     def stopping(*given: Any) -> Any:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hfpatch.export.native import native_model, write_stock
-from hfpatch.export.runtimes import RUNTIMES, unserved
+from hfpatch.export.runtimes import RUNTIMES, runtime_obstacle
 
 TOOL = Path(__file__).with_name("gguf_tool.py")
 SOURCE, PYTHON = os.environ.get("LLAMA_CPP"), os.environ.get("LLAMA_CPP_PYTHON")
@@ -142,7 +142,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float 
     found: dict[str, tuple[float | str, str | None]] = {}
     for folder, (one, model) in made.items():
         outcome: float | str = failed[str(folder)] or max(difference(model, folder, prompt) for prompt in PROMPTS)
-        found[one.name] = (outcome, unserved(model, "llama.cpp"))
+        found[one.name] = (outcome, runtime_obstacle(model, "llama.cpp"))
         print(f"{one.name}: {outcome}; {found[one.name][1]}")
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 from hfpatch.exact.compensate import norm_inputs
-from hfpatch.measure.quiet_forward import fitting, quiet
+from hfpatch.measure.quiet_forward import cast_for_model, inference_state
 from hfpatch.measure.snapshot import Snapshot, Verdict, run
 
 LM = "AutoModelForCausalLM"
@@ -83,7 +83,7 @@ def test_quiet_restores_everything_after_an_error() -> None:
     model = tiny("gpt2", LM).train()
     model.transformer.drop.eval()
     before = fingerprint(model)
-    with pytest.raises(ZeroDivisionError), quiet(model):
+    with pytest.raises(ZeroDivisionError), inference_state(model):
         leave_traces(model)
     assert not changes(before, fingerprint(model))
 
@@ -96,7 +96,7 @@ def test_torchs_own_hooks_go_on_running() -> None:
     with torch.no_grad():
         layer.weight_g.mul_(3)
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    with quiet(model):
+    with inference_state(model):
         y = model(x)
     assert torch.equal(y, model(x))
 
@@ -112,5 +112,7 @@ def test_means_are_relative_to_the_standard_deviation() -> None:
 
 def test_inputs_are_moved_and_cast_to_the_models_dtype() -> None:
     model = tiny("vit").bfloat16()
-    found = fitting(model, {"pixel_values": torch.zeros(1), "ids": torch.zeros(1, dtype=torch.long), "flag": True})
+    found = cast_for_model(
+        model, {"pixel_values": torch.zeros(1), "ids": torch.zeros(1, dtype=torch.long), "flag": True}
+    )
     assert (found["pixel_values"].dtype, found["ids"].dtype, found["flag"]) == (torch.bfloat16, torch.long, True)

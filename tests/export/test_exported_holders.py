@@ -35,7 +35,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: dict[str, torch.Tensor] = {}
     measure = holders.outputs_of_texts
     monkeypatch.setattr(holders, "outputs_of_texts", lambda *args: found.update(measure(*args)) or measure(*args))
-    monkeypatch.setattr(remote, "answer_of", answer)
+    monkeypatch.setattr(remote, "run_job", answer)
     return asked
 
 
@@ -83,12 +83,12 @@ def test_an_export_that_is_another_function_is_refused(
     right = outputs_of_texts(encoder, holders.TEXTS)
     if change.get("outputs") == "other":  # the second time it is opened
         change = {"outputs": [right, {name: value * (1 + 1e-3) for name, value in right.items()}]}
-    monkeypatch.setattr(remote, "answer_of", lambda *_: change)
+    monkeypatch.setattr(remote, "run_job", lambda *_: change)
     with pytest.raises(VerificationError, match=says):
         export_model(encoder, tmp_path / "out", "remote")
     assert not list(tmp_path.iterdir())
     assert "save_pretrained" not in vars(encoder[0].auto_model)
-    monkeypatch.setattr(remote, "answer_of", lambda *_: {"outputs": [right, right]})
+    monkeypatch.setattr(remote, "run_job", lambda *_: {"outputs": [right, right]})
     assert export_model(encoder, tmp_path / "out", "remote").embeddings.error == 0
 
 

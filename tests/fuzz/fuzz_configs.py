@@ -28,7 +28,7 @@ from torch import Tensor
 from hfpatch.errors import FingerprintWarning
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError, described
+from hfpatch.runtime.errors import PatchError, describe_error
 from hfpatch.runtime.record import KEY
 from hfpatch.runtime.refuse_host import ENTRY as GUARDED
 
@@ -281,7 +281,7 @@ def _as_stock(case: Case, place: Path, status: str, error: BaseException) -> str
     if path[:2] == (KEY, GUARDED) and len(path) == 3:  # stands for a setting
         path = tuple(str(path[2]).split("."))
     if path[0] == KEY:
-        raise Finding("untyped", f"{status}, {described(error)}")
+        raise Finding("untyped", f"{status}, {describe_error(error)}")
     other = stock(case.family)
     config = mutated(stored_config(other), path, case.value)
     stock_status, stock_error = "opened", None
@@ -293,7 +293,7 @@ def _as_stock(case: Case, place: Path, status: str, error: BaseException) -> str
         raise Finding("hang", f"{status}; the unpatched model: {stock_status}")
     if status == "refused" and _raised_by_others(error):  # values that only initialise, say
         return f"refused by transformers, though it opens the unpatched model: {type(error).__name__}"
-    raise Finding("untyped", f"{status}, {described(error)}; the unpatched model: {stock_status}")
+    raise Finding("untyped", f"{status}, {describe_error(error)}; the unpatched model: {stock_status}")
 
 
 def _raised_by_others(error: BaseException) -> bool:

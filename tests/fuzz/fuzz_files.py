@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tiny_models import inputs, patch, tiny
 
 from hfpatch.measure.outputs import max_error
-from hfpatch.runtime.errors import PatchError, described
+from hfpatch.runtime.errors import PatchError, describe_error
 
 # wide enough for tensors of which the quick check reads samples
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -225,7 +225,7 @@ def _error(one: Saved, folder: Path, **options: Any) -> str | float:
     except REFUSALS as error:
         return f"refused ({type(error).__name__})"
     except (Exception, TooLong, Forbidden) as error:
-        raise Finding("untyped", described(error)) from error
+        raise Finding("untyped", describe_error(error)) from error
     if same_bits(one.tensors, dict(model.state_dict())):
         if not same_bits(one.outputs, run(model, one.inputs)):
             raise Finding("silent", "the same tensors and other outputs")

@@ -23,7 +23,7 @@ from tiny_models import fingerprint
 
 import hfpatch
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError, described
+from hfpatch.runtime.errors import PatchError, describe_error
 
 ROOT = str(Path(hfpatch.__file__).parent)
 WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "core"))
@@ -136,10 +136,10 @@ def check(case: Case) -> list[str]:
             patched(model, inputs, case.request)
     except BaseException as error:
         if not counter.struck:
-            raise Finding("untyped", described(error)) from error
+            raise Finding("untyped", describe_error(error)) from error
         if counter.where in LAST and same_bits(tensors, dict(model.state_dict())):
             return ["after the end, patched as a whole"]
-        require_unchanged(f"{described(error)}, call {counter.strike} of {calls},", before, model)
+        require_unchanged(f"{describe_error(error)}, call {counter.strike} of {calls},", before, model)
         patched(model, inputs, case.request)
         if not same_bits(tensors, dict(model.state_dict())):
             raise Finding("afterwards", "the same patch gives another model") from None

@@ -35,7 +35,7 @@ from hfpatch.errors import FingerprintWarning, NotPreservedWarning, Verification
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError, described
+from hfpatch.runtime.errors import PatchError, describe_error
 from hfpatch.schemes.request import INITS, KINDS
 from hfpatch.schemes.rope import SCALINGS
 
@@ -181,7 +181,7 @@ def only_our_errors(what: str) -> Iterator[None]:
     except (PatchError, Finding):
         raise
     except Exception as error:
-        raise Finding("untyped", f"{what}: {described(error)}") from error
+        raise Finding("untyped", f"{what}: {describe_error(error)}") from error
 
 
 def require_unchanged(what: str, before: dict[str, Any], model: Any, ignored: str | tuple[str, ...] = "?") -> None:
@@ -259,14 +259,16 @@ class Run:
                 warnings.simplefilter("always")
                 patch_model(self.model, **arguments, **more)
         except PatchError as error:
-            require_unchanged(f"the refused request ({described(error)})", before, self.model)
+            require_unchanged(f"the refused request ({describe_error(error)})", before, self.model)
             if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
                 allowed = isinstance(error, VerificationError) or "calibration" in more
                 if not allowed:
-                    raise Finding("plan", f"plan_patch took what patch_model refuses: {described(error)}") from error
+                    raise Finding(
+                        "plan", f"plan_patch took what patch_model refuses: {describe_error(error)}"
+                    ) from error
             return f"refused: {type(error).__name__}"
         if isinstance(planned, PatchError):
-            raise Finding("plan", f"plan_patch refused what patch_model takes: {described(planned)}")
+            raise Finding("plan", f"plan_patch refused what patch_model takes: {describe_error(planned)}")
         warned = any(issubclass(one.category, NotPreservedWarning) for one in caught)
         if not changes(before, fingerprint(self.model)):
             return "no change"
@@ -285,7 +287,7 @@ class Run:
         except Exception as error:  # a host's own error, for inputs that it took before
             if self.resized:
                 return "ran: not at this length"
-            raise Finding("doesn't run", described(error)) from error
+            raise Finding("doesn't run", describe_error(error)) from error
         if self.preserved and self.truth is not None and not self.resized:
             error = max_error(self.truth, new)
             if not error <= EXACT:
@@ -301,7 +303,7 @@ class Run:
             try:
                 patch_model(self.model, **request.arguments())
             except PatchError as error:
-                raise Finding("not idempotent", described(error)) from error
+                raise Finding("not idempotent", describe_error(error)) from error
         require_unchanged("the same request again", before, self.model)
         if any(issubclass(one.category, NotPreservedWarning) for one in caught):
             raise Finding("not idempotent", "a warning for a request that changes nothing")
@@ -318,7 +320,7 @@ class Run:
             try:
                 other = opened(Path(folder), opener_of(self.model), dtype=self.model.dtype)
             except Exception as error:
-                raise Finding("doesn't open", described(error)) from error
+                raise Finding("doesn't open", describe_error(error)) from error
         own, found = self.model.state_dict(), other.state_dict()
         single = {name for name in own.keys() & found.keys() if own[name].dtype != found[name].dtype == torch.float32}
         saved = {name: x.float() if name in single else x for name, x in own.items()}
@@ -345,5 +347,5 @@ class Run:
         try:
             train(self.model, self.inputs)
         except Exception as error:
-            raise Finding("training", f"the unpatched model can be trained: {described(error)}") from error
+            raise Finding("training", f"the unpatched model can be trained: {describe_error(error)}") from error
         return "trains"

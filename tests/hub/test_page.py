@@ -20,7 +20,7 @@ from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.export import export_model
 from hfpatch.export.native import native_model
-from hfpatch.hub.changes import changed_modules, unpatched
+from hfpatch.hub.changes import changed_modules, unpatched_model
 from hfpatch.hub.figures import layer_figures
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.page import write_page
@@ -163,7 +163,7 @@ def test_modules_by_structure_are_those_of_verify() -> None:
 
 
 def sketched(model: Any) -> Sketches:
-    return sketches(model, unpatched(model), changed_modules(model))
+    return sketches(model, unpatched_model(model), changed_modules(model))
 
 
 def drawn(found: Sketches) -> list[tuple[str, ...]]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny_models import norms_of, patch, tiny
 
-from hfpatch.measure.quiet_forward import quiet
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.quiet_forward import inference_state
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import outcomes
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.norms import RMSNorm
@@ -65,15 +65,15 @@ def test_two_threads_by_turns() -> None:
 
     def second() -> None:
         inside.wait()
-        with own_randomness(1):
+        with seed_deterministically(1):
             entered.set()
 
     thread = threading.Thread(target=second)
     thread.start()
-    with own_randomness(0):
+    with seed_deterministically(0):
         inside.set()
         assert not entered.wait(0.1), "it waits"
-        with own_randomness(2):  # as often as it likes on one thread
+        with seed_deterministically(2):  # as often as it likes on one thread
             pass
     thread.join()
     assert entered.is_set()
@@ -91,13 +91,13 @@ def test_the_generators_of_a_models_device(kind: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setattr("hfpatch.measure.quiet_forward.device_of", lambda model: torch.device("cpu"))
-    with quiet(tiny("gpt2")):
+    with inference_state(tiny("gpt2")):
         pass
     assert all(not devices for devices, _ in kept)
     device: Any = type("Device", (), {"type": kind, "index": 0})()  # torch knows the name of no NPU without its package
     monkeypatch.setattr("hfpatch.measure.quiet_forward.device_of", lambda model: device)
     monkeypatch.setattr("hfpatch.measure.quiet_forward.default_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: False)
-    with quiet(tiny("gpt2")):
+    with inference_state(tiny("gpt2")):
         pass
     assert ([device], kind) in kept

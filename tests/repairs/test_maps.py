@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hfpatch.measure.hooks import Call
-from hfpatch.measure.quiet_forward import attention_computed_by
+from hfpatch.measure.quiet_forward import use_attention
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
 from hfpatch.repairs import fits
@@ -66,7 +66,7 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     model = patch(copy.deepcopy(original), pos="rope")
     attention, width = model.transformer.h[0].attn, model.config.hidden_size
     states = torch.randn(4, 10, width, generator=torch.Generator().manual_seed(0))
-    with attention_computed_by("eager", original), torch.no_grad():
+    with use_attention("eager", original), torch.no_grad():
         target = map_of(original.transformer.h[0].attn, Call((states,), {}))
     rows = torch.ones(4, 10, dtype=torch.bool)
     example = Example(Call((states,), {}), target, rows, rows)

@@ -407,7 +407,7 @@ def test_projections_are_found_in_half_precision(
         original.transformer.wte.weight.mul_(300)
     data = batches(original, 4)
     if not drowned:
-        monkeypatch.setattr(stream, "drown_out", lambda noise, streams: noise)
+        monkeypatch.setattr(stream, "loud_noise", lambda noise, streams: noise)
     kinds = []
     for one in (original, copy.deepcopy(original).to(dtype)):
         kinds.append([(step.module, step.kind) for step in repair_report(repaired(one, data)).steps])

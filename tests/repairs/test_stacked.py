@@ -10,9 +10,9 @@ import zoo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.measure.hooks import Call, first_tensor, hooked
+from hfpatch.measure.hooks import Call, first_tensor, observe_calls
 from hfpatch.repairs.block_replay import holds_maps
-from hfpatch.repairs.stacked import reading_axes, transformed, writing_axes
+from hfpatch.repairs.stacked import reading_axes, transform_along_axis, writing_axes
 
 
 def calls_of(family: str) -> dict[str, tuple[nn.Module, Call]]:
@@ -21,7 +21,7 @@ def calls_of(family: str) -> dict[str, tuple[nn.Module, Call]]:
     model, inputs = zoo.tiny(family)
     modules = {name: module for name, module in model.named_modules() if holds_maps(module) and "layers.0." in name}
     seen: dict[str, Call] = {}
-    with hooked(modules, before=lambda name, call: seen.setdefault(name, call)), torch.no_grad():
+    with observe_calls(modules, before=lambda name, call: seen.setdefault(name, call)), torch.no_grad():
         model(**inputs)
     return {name.rpartition(".")[2]: (modules[name], call) for name, call in seen.items()}
 
@@ -54,10 +54,10 @@ def test_a_transform_of_the_parameters_is_one_of_the_input_or_the_output() -> No
 
     plain, expected = run(x), run(x @ transform)
     weight, down = module.gate_up_proj.data, module.down_proj.data
-    module.gate_up_proj.data = transformed(weight, transform, -1, reads=True)
+    module.gate_up_proj.data = transform_along_axis(weight, transform, -1, reads=True)
     torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)
     assert (expected - plain).abs().max() > 0.01  # control
-    module.gate_up_proj.data, module.down_proj.data = weight, transformed(down, transform, -2, reads=False)
+    module.gate_up_proj.data, module.down_proj.data = weight, transform_along_axis(down, transform, -2, reads=False)
     torch.testing.assert_close(run(x), plain @ transform, rtol=1e-4, atol=1e-4)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, GPT2Model
 from hfpatch.core.registry import NORMS
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.apply import Tree, apply, condensed
+from hfpatch.runtime.apply import Tree, apply, condense
 from hfpatch.runtime.edits import Call, Edit, as_data, register_component
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import RMSNorm
@@ -40,16 +40,16 @@ def test_values(value: Any) -> None:
 def test_a_pattern_stands_for_all_its_places_or_isnt_used() -> None:
     model = tiny("gpt2", n_layer=3)
     every = [Edit.of(f"h.{i}.ln_1", Call.of(RMSNorm, eps=1e-5)) for i in range(3)]
-    assert [str(edit) for edit in condensed(every, model)] == ["h.*.ln_1 = RMSNorm(eps=1e-05)"]
-    assert [edit.at for edit in condensed(every[:2], model)] == [("h.0.ln_1", "h.1.ln_1")]
+    assert [str(edit) for edit in condense(every, model)] == ["h.*.ln_1 = RMSNorm(eps=1e-05)"]
+    assert [edit.at for edit in condense(every[:2], model)] == [("h.0.ln_1", "h.1.ln_1")]
     other = Edit.of("ln_f", Call.of(RMSNorm, eps=1e-5))
-    assert [edit.at for edit in condensed([*every, other], model)] == [("h.*.ln_1", "ln_f")]
+    assert [edit.at for edit in condense([*every, other], model)] == [("h.*.ln_1", "ln_f")]
 
 
 def test_names_are_those_inside_the_base_model() -> None:
     model = tiny("bert", "AutoModelForMaskedLM")
     names = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
-    (edit,) = condensed([Edit.of(name, Call.of(RMSNorm, eps=1e-12)) for name in names], model)
+    (edit,) = condense([Edit.of(name, Call.of(RMSNorm, eps=1e-12)) for name in names], model)
     assert edit.at == ("embeddings.LayerNorm", "<head>.cls.predictions.transform.LayerNorm")
     assert apply([edit], model) == 2
     assert all(isinstance(model.get_submodule(name), RMSNorm) for name in names)
@@ -119,7 +119,7 @@ def test_the_places_that_hold_a_module_follow_what_is_replaced() -> None:
                 del parent._modules[child]
             else:
                 parent._modules[child] = new
-        tree.replaced(old, new)
+        tree.update_holders(old, new)
         for parent in model.modules():
             for child in parent._modules:
                 assert set(tree.holders(parent, child)) == set(Tree(model).holders(parent, child))

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, GPT2LMHeadModel, PreTrained
 
 from hfpatch.checkpoint.classes import patched_config_class
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.runtime.refuse_host import SENTENCE, parts, released
+from hfpatch.runtime.refuse_host import SENTENCE, parts, remove_guard
 from hfpatch.schemes.request import Record
 
 refused = pytest.raises(ValueError, match=r"patched by hfpatch.*import hfpatch.*Auto class")
@@ -107,15 +107,15 @@ def older(stored: dict[str, Any]) -> dict[str, Any]:
 def test_malformed_guards(value: Any, older: dict[str, Any]) -> None:
     older["hfpatch"]["guarded"] = value
     with pytest.raises(CheckpointError, match="guarded"):
-        released(older, "here")
+        remove_guard(older, "here")
 
 
 def test_it_puts_back_nothing_but_what_it_took(older: dict[str, Any]) -> None:
     """A record can't overwrite settings, and names that lead nowhere are nothing."""
-    expected = released(older, "here")
+    expected = remove_guard(older, "here")
     assert expected["initializer_range"] == 0.4
     older["hfpatch"]["guarded"] |= {"n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
-    assert released(older, "here") == expected
+    assert remove_guard(older, "here") == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_it_puts_back_nothing_but_what_it_took(older: dict[str, Any]) -> None:
 def test_a_guard_whose_value_is_lost(settings: dict[str, Any], lost: str) -> None:
     for record in ({}, {"guarded": {}}):
         with pytest.raises(CheckpointError, match=lost):
-            released({**settings, "hfpatch": record}, "here")
+            remove_guard({**settings, "hfpatch": record}, "here")
 
 
 class CheckedNowhere(PreTrainedConfig):

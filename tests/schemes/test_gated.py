@@ -49,8 +49,8 @@ def test_options_outside_their_domain(text: str, message: str) -> None:
     ],
 )
 def test_widths(scheme: MLP, init: str, d_ff: int, width: int) -> None:
-    assert scheme.settled(init).width(d_ff) == width
-    assert scheme.settled(init).settled(init) == scheme.settled(init)
+    assert scheme.with_defaults(init).width(d_ff) == width
+    assert scheme.with_defaults(init).with_defaults(init) == scheme.with_defaults(init)
 
 
 @pytest.mark.parametrize(

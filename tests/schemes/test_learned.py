@@ -26,7 +26,7 @@ TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor(
 
 def test_methods() -> None:
     def rows(method: str, number: int) -> list[float]:
-        return Learned(max_positions=number, method=method).resized(TABLE)[:, 0].tolist()
+        return Learned(max_positions=number, method=method).resize(TABLE)[:, 0].tolist()
 
     assert rows("tile", 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert rows("linear", 9) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.sites.blocks import OUTPUT, Block
-from hfpatch.sites.stream import find_sum, is_read_by_these_alone, read_alike, reads_norm
+from hfpatch.sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 
 TOLERANCE = 1e-5
 
@@ -76,7 +76,7 @@ def test_who_reads_a_norm(leaks: bool) -> None:
     norm, readers = ("norm", 0), [("up", 0), ("gate", 0)]
     assert all(reads_norm(block, norm, one) for one in readers)
     assert not reads_norm(block, norm, ("down", 0))
-    assert read_alike(block, *readers)
-    assert not read_alike(block, ("up", 0), ("last", 0))
-    assert is_read_by_these_alone(block, norm, readers) is not leaks
-    assert not is_read_by_these_alone(block, norm, readers[:1])
+    assert read_same_tensor(block, *readers)
+    assert not read_same_tensor(block, ("up", 0), ("last", 0))
+    assert is_read_only_by(block, norm, readers) is not leaks
+    assert not is_read_only_by(block, norm, readers[:1])

@@ -9,12 +9,12 @@ import torch
 from transformers import PretrainedConfig
 
 from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.schemes.rope import SCALING_OPTIONS
 
 
 def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with own_randomness(0), torch.no_grad():
+    with seed_deterministically(0), torch.no_grad():
         return outputs_of(model, given)
 
 
@@ -48,7 +48,7 @@ def by_config(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedC
 
 def built(model: Any, settings: dict[str, Any]) -> Any:
     """The model that transformers builds with these settings everywhere, with the same weights."""
-    with own_randomness(0):
+    with seed_deterministically(0):
         other = type(model)(by_config(model.config, settings)).float().eval()
     other.load_state_dict(model.state_dict())
     return other

@@ -38,8 +38,8 @@ from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.quiet_forward import cast
-from hfpatch.measure.randomness import own_randomness, randomise
-from hfpatch.measure.shrink import shrunk
+from hfpatch.measure.randomness import randomise, seed_deterministically
+from hfpatch.measure.shrink import shrink
 from hfpatch.runtime.lens import host_class
 from hfpatch.sites.records.record import Stack
 from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
@@ -141,10 +141,10 @@ def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any,
 
 def _part(class_name: str) -> tuple[Any, dict[str, Any]]:
     given: dict[str, Any] = {}
-    with own_randomness(0):
+    with seed_deterministically(0):
         kind = getattr(transformers, PARTS[class_name])
         code = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
-        config = shrunk(kind(), SETTINGS.get(class_name))
+        config = shrink(kind(), SETTINGS.get(class_name))
         for name, value in list(vars(config).items()):
             if name.startswith("t2u_"):  # as the model that contains it does
                 setattr(config, name.removeprefix("t2u_"), value)

@@ -23,8 +23,8 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from zoo_overrides import OVERRIDES, Override
 
 from hfpatch.measure.inputs import make_inputs
-from hfpatch.measure.randomness import own_randomness, randomise
-from hfpatch.measure.shrink import shrunk
+from hfpatch.measure.randomness import randomise, seed_deterministically
+from hfpatch.measure.shrink import shrink
 
 
 class Unbuildable(Exception):  # noqa: N818
@@ -53,7 +53,7 @@ def tiny(
     if override.reason:
         raise Unbuildable(model_type, override.reason)
     try:
-        with own_randomness(seed):
+        with seed_deterministically(seed):
             config = tiny_config(model_type)
             for name, value in settings.items():
                 setattr(config, name, value)
@@ -72,7 +72,7 @@ def untrained(model_type: str) -> PreTrainedModel:
     if reason := OVERRIDES.get(model_type, Override()).reason:
         raise Unbuildable(model_type, reason)
     try:
-        with own_randomness(0):
+        with seed_deterministically(0):
             config = tiny_config(model_type)
             return _made(_class_of(model_type, config, None), config).float().eval()
     except Unbuildable:
@@ -91,7 +91,7 @@ def _made(make: Any, config: PretrainedConfig) -> PreTrainedModel:
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default configuration of this type, shrunk, with the changes of its override applied."""
     changes = {name: override.config for name, override in OVERRIDES.items()}
-    return shrunk(CONFIG_MAPPING[model_type](), changes.get(model_type, {}), changes)
+    return shrink(CONFIG_MAPPING[model_type](), changes.get(model_type, {}), changes)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

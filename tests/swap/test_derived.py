@@ -17,7 +17,7 @@ from rope_proof import floating_tensors
 from hfpatch.core.transaction import Transaction
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.swap.config_diff import Derived
+from hfpatch.swap.config_diff import ConfigDiff
 
 NEW = 512
 RELATIVE = {"relative_attention": True, "position_biased_input": True, "pos_att_type": ["c2p", "p2c"]}
@@ -85,10 +85,10 @@ def test_other_weights_are_refused_before_anything_changes(model_type: str, mess
 
 def test_what_the_patch_has_changed_itself_stays() -> None:
     model = make("whisper")
-    derived = Derived([("model.decoder", "max_target_positions", 31, 99)])
+    derived = ConfigDiff([("model.decoder", "max_target_positions", 31, 99)])
     derived.apply(model, Transaction())
     assert model.model.decoder.max_target_positions == 32
-    derived = Derived([("model.decoder", "max_target_positions", 32, 99)])
+    derived = ConfigDiff([("model.decoder", "max_target_positions", 32, 99)])
     edits = Transaction()
     derived.apply(model, edits)
     assert model.model.decoder.max_target_positions == 99

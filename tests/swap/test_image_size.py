@@ -180,14 +180,14 @@ def test_a_tower_whose_own_class_fills_its_buffers(model_type: str, tmp_path: Pa
 def test_rows_are_rows(method: str | None) -> None:
     """What differs along one axis alone goes on doing so, in the same order."""
     scheme, grid = Learned(method=method), torch.arange(5.0).square()[None, :, None, None].expand(1, 5, 4, 1)
-    finer = scheme.interpolated(grid, 11, 7)[0, :, :, 0]
+    finer = scheme.interpolate(grid, 11, 7)[0, :, :, 0]
     assert torch.allclose(finer, finer[:, :1].expand_as(finer), atol=1e-5)
     assert (finer.diff(dim=0)[1:-1] >= 0).all()
     assert finer[0, 0] < 1
     assert finer[-1, 0] > 15
-    assert torch.equal(scheme.interpolated(grid, 5, 4), grid)  # the same size is the same grid
+    assert torch.equal(scheme.interpolate(grid, 5, 4), grid)  # the same size is the same grid
     half = grid.bfloat16()
-    assert torch.equal(scheme.interpolated(half, 7, 9), scheme.interpolated(half.float(), 7, 9).bfloat16())
+    assert torch.equal(scheme.interpolate(half, 7, 9), scheme.interpolate(half.float(), 7, 9).bfloat16())
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_taken_back(model_type: str) -> None:
 def test_twice_then_rotated(tmp_path: Path) -> None:
     model = patched(patched(make("vit"), norm="rms", pos="learned:image_size=24"), pos="learned:image_size=32")
     table = table_of(patched(patched(make("vit"), norm="rms"), pos="learned:image_size=24"))  # centred, then stretched
-    again = Learned(image_size=32).interpolated(table[:, 1:].unflatten(1, (6, 6)), 8, 8)
+    again = Learned(image_size=32).interpolate(table[:, 1:].unflatten(1, (6, 6)), 8, 8)
     assert torch.equal(table_of(model)[0, 1:], again.flatten(0, 2))
     pixels = torch.randn(2, 3, 32, 32)
     model.save_pretrained(tmp_path / "twice")

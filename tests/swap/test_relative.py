@@ -19,7 +19,7 @@ from sampled import slow_but
 from tiny_models import patch
 from torch import Tensor
 
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
@@ -77,7 +77,7 @@ def patched(name: str, layers: int | None = None, **request: Any) -> Any:
 
 
 def states(model: Any, given: dict[str, Tensor]) -> Tensor:
-    with own_randomness(0), torch.no_grad():
+    with seed_deterministically(0), torch.no_grad():
         return model(**given)[0]
 
 

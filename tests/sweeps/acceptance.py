@@ -36,7 +36,7 @@ from zoo_overrides import OVERRIDES, Override
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
 from hfpatch.schemes.learned import Learned
@@ -166,7 +166,7 @@ def _takes(model: Any, inputs: dict[str, Any] | Callable[[], dict[str, Any]]) ->
 
 def _unpatched(model: Any) -> Any:
     """What transformers builds of a patched model's config, with random weights."""
-    with own_randomness(0):
+    with seed_deterministically(0):
         return host_class(type(model))(unpatched_config(model.config)).float().eval()
 
 
@@ -180,7 +180,7 @@ def _old_length(model: Any) -> int | None:
 
 
 def _of_length(model_type: str, model: Any, tokens: int) -> dict[str, Any]:
-    with own_randomness(1):
+    with seed_deterministically(1):
         return make_inputs(model, OVERRIDES.get(model_type, Override()).inputs, tokens, 1)
 
 
@@ -196,7 +196,7 @@ def sized(inputs: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 
 
 def run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    with own_randomness(0), torch.no_grad():
+    with seed_deterministically(0), torch.no_grad():
         return outputs_of(model, copy.deepcopy(inputs))
 
 

@@ -36,7 +36,7 @@ from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64, outputs_in_float64
 from hfpatch.measure.outputs import Outputs, max_error
 from hfpatch.measure.quiet_forward import cast
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.runtime.edits import pattern_of
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.norms import RMSNorm
@@ -175,7 +175,7 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 def as_written(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The outputs of one forward, in whatever the family computes in."""
-    with torch.no_grad(), own_randomness(0):
+    with torch.no_grad(), seed_deterministically(0):
         return Outputs.of(model(**copy.deepcopy(inputs))).tensors
 
 

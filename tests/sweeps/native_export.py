@@ -22,7 +22,7 @@ import workers
 from native_cases import CASES, Case
 
 from hfpatch.export.native import candidates
-from hfpatch.export.runtimes import RUNTIMES, Served
+from hfpatch.export.runtimes import RUNTIMES, RuntimeSupport
 
 BY_NAME = {case.name: case for case in CASES}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -108,7 +108,7 @@ def served(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"| `{name}` | measured | {' | '.join(marks)} |"
 
 
-def _mark(served: Served | None) -> str:
+def _mark(served: RuntimeSupport | None) -> str:
     if served is None:
         return ""
     biases = {True: "all biases", False: "no biases"}.get(served.biases)  # type: ignore[arg-type]

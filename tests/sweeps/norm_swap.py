@@ -31,8 +31,8 @@ from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
-from hfpatch.measure.hooks import Call, hooked
-from hfpatch.measure.randomness import own_randomness
+from hfpatch.measure.hooks import Call, observe_calls
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError
@@ -269,7 +269,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Seen]]
         seen.setdefault(name, Seen(given[name], _cloned(output)))
 
     leaves = {name: module for name, module in model.named_modules() if name and not module._modules}
-    with hooked(leaves, before, after), torch.no_grad(), own_randomness(0):
+    with observe_calls(leaves, before, after), torch.no_grad(), seed_deterministically(0):
         return model(**copy.deepcopy(inputs)), seen
 
 

@@ -1,5 +1,6 @@
-"""Records of audio encoders: Whisper's kind, whose table is as long as its window, and wav2vec 2.0's, whose positions
-are computed by a convolution over the hidden states. Of time series as well.
+"""Records of audio encoders (Whisper, wav2vec 2.0) and of time series models.
+
+Whisper's table is as long as its window; wav2vec 2.0 computes positions by a convolution over the hidden states.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused, Projections
-from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, owned
+from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, with_owners
 
 _ABSOLUTE = "adds a table of absolute positions besides its biases, for which hfpatch has no record"
 
@@ -123,7 +123,7 @@ MPT = Stack(
     causal=True,
 )
 
-BIASES = owned(
+BIASES = with_owners(
     {
         "BeitModel": BEIT,
         "BloomModel": BLOOM,

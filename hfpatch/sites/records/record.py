@@ -1,4 +1,4 @@
-"""The form of architecture records: where a family keeps its positions, and the edits that take them out. Data only.
+"""Architecture records: where a family keeps its positions, and the edits that remove them. Data only.
 
 A family is one row in the table `FAMILIES` of the file for its kind (decoders.py, encoders.py, vision.py, ...):
 
@@ -166,9 +166,9 @@ class Architecture:
 
 def family(model_type: str, builds: Mapping[str, Stack], example: str) -> Architecture:
     """A row of a table: the stacks of a family are those builds, each owned by the class that it is listed under."""
-    return Architecture(model_type, tuple(owned(builds).values()), example)
+    return Architecture(model_type, tuple(with_owners(builds).values()), example)
 
 
-def owned(builds: Mapping[str, Stack]) -> dict[str, Stack]:
+def with_owners(builds: Mapping[str, Stack]) -> dict[str, Stack]:
     """Each build with the class that it is listed under as its owner."""
     return {owner: replace(build, owner=owner) for owner, build in builds.items()}

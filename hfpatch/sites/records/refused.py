@@ -1,6 +1,4 @@
-"""Classes that own tables of positions that hfpatch leaves alone, and why: for the plan, and for the error where
-nothing else in the model can be changed.
-"""
+"""Classes with positions that hfpatch doesn't change, with reasons for plans, and for the error if nothing changes."""
 
 from __future__ import annotations
 

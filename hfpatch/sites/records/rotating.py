@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused
-from .record import Q_K_PROJ, QUERY_KEY, Stack, owned
+from .record import Q_K_PROJ, QUERY_KEY, Stack, with_owners
 
 GPTJ = Stack(
     "",
@@ -34,4 +34,4 @@ ROFORMER = Stack(
     ),
     head_dim="attention_head_size",
 )
-OWN_ROTATIONS = owned({"GPTJModel": GPTJ, "CodeGenModel": CODEGEN, "RoFormerEncoder": ROFORMER})
+OWN_ROTATIONS = with_owners({"GPTJModel": GPTJ, "CodeGenModel": CODEGEN, "RoFormerEncoder": ROFORMER})
