@@ -175,7 +175,7 @@ def _own_call(kind: type) -> Callable[..., Any]:
 
 
 def _records(hook: Callable[..., Any]) -> bool:
-    """Whether transformers installed this hook to record outputs; it stays after a first time."""
+    """Return whether transformers installed this hook to record outputs; it is kept after the first use."""
     return getattr(hook, "__module__", "") == output_capturing.__name__
 
 

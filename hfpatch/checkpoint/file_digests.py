@@ -147,7 +147,7 @@ def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
 def compare(
     name: Any, options: Mapping[str, Any], saved: DigestFile | None, every_byte: bool = True
 ) -> WeightComparison:
-    """Compare the weight files of a checkpoint, before they are opened, with the digests that were saved beside them.
+    """Compare a checkpoint's weight files with their saved digests before they are opened.
 
     Args:
         name, options: as in `from_pretrained`.

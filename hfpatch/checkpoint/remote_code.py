@@ -192,7 +192,7 @@ def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
 
 
 def _portable(module: Any) -> str:
-    """Source of a module with components from outside the runtime, with imports that work beside the runtime's files.
+    """Return the source of a module outside the runtime, with imports that work in an export's folder.
 
     Raises:
         UnsupportedError: it has no file, or imports something else of hfpatch, or other packages.

@@ -68,7 +68,7 @@ class Row:
 
     @property
     def losses(self) -> list[str]:
-        """The loss as texts that stand by themselves: of a new norm or MLP one, with its name before it.
+        """The losses as full texts: those of a new norm or MLP begin with its name.
 
         Those of positions are taken apart, since stacks that lose the same may differ in what else they lose.
         """

@@ -73,7 +73,7 @@ def write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], 
 
 
 def _compare(holder: Any, model: Any, folder: Path, exported: Exported) -> OutputComparison:
-    """The embeddings of a holder beside those of what opens from a folder in another process, and is saved from there.
+    """Compare a holder's embeddings with those after opening the folder in another process, and saving it there.
 
     Raises:
         UnsupportedError: it doesn't run on texts.

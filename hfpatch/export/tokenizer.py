@@ -15,7 +15,7 @@ _OF_CLASSES = ("padding_side", "model_input_names")  # settings that a class has
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer or processor beside a model's config, and check that the Auto class opens the same one.
+    """Save a tokenizer or processor with a model, and check that the Auto class opens the same one.
 
     An Auto class goes by the model's type as well as by the tokenizer's config, so beside a model of another type
     another class may open it.

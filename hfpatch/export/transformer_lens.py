@@ -63,7 +63,7 @@ def is_patched(model: Any) -> bool:
 
 
 def is_own_norm(module: Any) -> bool:
-    """Return whether a module is one of hfpatch's norms; exported code has classes of its own."""
+    """Return whether a module is one of hfpatch's norms; exported code defines other classes for them."""
     return any(base.__name__ == AffineNorm.__name__ for base in type(module).__mro__)
 
 

@@ -52,7 +52,7 @@ def write_page(
     report: Report | None = None,
     repair: RepairReport | None = None,
 ) -> None:
-    """Write one self-contained HTML file about a patched model: `hfpatch report` of one that is in memory.
+    """Write one self-contained HTML file about a patched model, as `hfpatch report` does.
 
     It shows the repeated block before and after, the modules that changed, each request's measured outcome, with a
     report of `verify` the error layer by layer and the outputs by dtype, and the code that opens the checkpoint and

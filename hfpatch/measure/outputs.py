@@ -69,8 +69,7 @@ def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str
 
 
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
-    """What an object of sentence-transformers makes of texts: embeddings as queries and as documents, or of neighbours
-    the score as a pair."""
+    """Return a sentence-transformers model's embeddings of texts as queries and documents, or scores of text pairs."""
     options = {"convert_to_tensor": True, "show_progress_bar": False}
     if hasattr(holder, "encode_query"):
         found = {name: getattr(holder, f"encode_{name}")(texts, **options) for name in ("query", "document")}

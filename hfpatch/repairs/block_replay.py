@@ -223,7 +223,7 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
 
 
 def is_linear_map(module: nn.Module) -> bool:
-    """Return whether a module computes x W + b over the last axis, with a floating-point weight of its own."""
+    """Return whether a module computes x W + b over the last axis with its own floating-point weight."""
     weight = module._parameters.get("weight")  # absent where it is parametrised
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 

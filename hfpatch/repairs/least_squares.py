@@ -119,7 +119,7 @@ class Ridge:
         return FittedValues(before, found[2], {"weight": weight, "bias": found[1]}, f"penalty {found[3]:g}")
 
     def _put_back(self, target: Tensor, stored: Tensor) -> None:
-        """Fill a column-major matrix with what was stored, without all of that in memory beside it."""
+        """Fill a column-major matrix with the stored values, chunk by chunk to save memory."""
         for columns, old in zip(target.split(_ROWS_AT_ONCE, 1), stored.split(_ROWS_AT_ONCE, 1), strict=True):
             columns.copy_(old)
             self.disk.release()

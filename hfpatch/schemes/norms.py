@@ -97,7 +97,7 @@ class Norm(Scheme):
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
-        """What the swap doesn't preserve when gain and shift are copied; None if the function stays the same."""
+        """What the swap doesn't preserve when gain and shift are copied; None if the function is the same."""
         return "another function"
 
 

@@ -53,7 +53,7 @@ class _ScaledWeights:
         self.calls = [call for call in matrices if block.depends(self.outlet, call, self.held)]
 
     def weights(self, known: dict[tuple, str]) -> tuple[tuple[str, str], ...]:
-        """Return all of them; `known` are parts found in other layers, and takes up new ones."""
+        """Return all of them; `known` are parts found in other layers, which new ones are added to."""
         routers = {1, *self._numbers_of_experts()}
         found = []
         for call in self.calls:

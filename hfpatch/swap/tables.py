@@ -116,7 +116,7 @@ def _longer(model: nn.Module, item: FoundStack, longest: int) -> Iterator[Edit]:
 
 
 def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row: Row, fresh: bool) -> Change:
-    """A table that stays, computed or resized, with rows of new values where `fresh`.
+    """Return the change of a table that is kept, computed or resized, with new rows where `fresh`.
 
     Raises:
         UnsupportedError: the table is gone, or isn't one row a position.
