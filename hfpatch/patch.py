@@ -21,6 +21,7 @@ from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .measure.copies import copy_of
 from .measure.randomness import exclusive, keep_random_state
+from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
@@ -72,9 +73,9 @@ def patch_model(
 
     Norm swaps that should keep the function are checked on the model itself before anything else changes. Its outputs
     and the means of its norms' inputs may differ from the original's by at most ten times the difference that noise in
-    the last bit of every module's output makes. If they differ more, all is rolled back and the norms are swapped
-    without centring, with a warning that gives the error; with init="exact" that error is raised. On the meta device
-    nothing can be checked, and a warning says so.
+    the last bit of every module's output makes. If they differ more, that is undone and the norms are swapped without
+    centring, with a warning that gives the error; with init="exact" that error is raised. The same request again
+    doesn't try it anew. On the meta device nothing can be checked, and a warning says so.
 
     Args:
         model, norm, pos, mlp, placement, only, keep, init, example_inputs: as in `plan_patch`.
@@ -90,7 +91,7 @@ def patch_model(
             `max_seq_length` follows.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
-        reversible: keep what was replaced in memory, for `unpatch_model`.
+        reversible: keep what was replaced in memory, for `unpatch_model`. A later patch without it gives that up.
         compile: call `compile_model` on the result.
 
     Returns:
@@ -102,7 +103,7 @@ def patch_model(
 
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
-            change is rolled back before the error is passed on.
+            change of the model is rolled back before the error is passed on.
         UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
 
@@ -117,25 +118,24 @@ def patch_model(
     require_calibration_fits(calibration, fit, init)
     new_lengths = _new_lengths(tokenizer, request, calibration)
     plan = make_plan(model, request, example_inputs)
-    undo_record = _undo_record_of(model, reversible)
+    kept = _undo_record_for(model) if reversible else None
     if compile:
         require_blocks(model)
     if calibration is not None:
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
-    parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)
-    kept = (undo_record or UndoRecord(Transaction(), model.dtype, {})) if reversible else None
-    changes = Transaction.on(model) if kept is None else kept.edits
-    with changes.all_or_nothing():
+    parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
+    transaction = Transaction.on(model) if kept is None else kept.edits
+    with transaction.all_or_nothing():
         if plan.planned:
-            _keep_on_model(model, UNDO_RECORD, kept, changes)  # first in the log, so that it is the last to be undone
-            plan, report = _carry_out(plan, model, changes, request.init, calibration, fit, example_inputs)
+            _keep_on_model(model, UNDO_RECORD, kept, transaction)  # first in the log, so that it is undone last
+            plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
         for target, name, length in new_lengths:
-            changes.set_attribute(target, name, length)
+            transaction.set_attribute(target, name, length)
         if plan.planned:
             _warn(plan, model, report, init)  # an error, where the user's filter makes it one
             _keep_as_initialised(model, parameters)
-            _keep_on_model(model, REPAIR, report, changes)
+            _keep_on_model(model, REPAIR, report, transaction)  # None removes that of an earlier patch
             if kept is not None:
                 kept.lengths.update(lengths)
     return compile_model(model) if compile else model
@@ -144,7 +144,7 @@ def patch_model(
 def _carry_out(
     plan: Plan,
     model: PreTrainedModel,
-    changes: Transaction,
+    transaction: Transaction,
     init: str,
     calibration: Any,
     fit: str,
@@ -155,30 +155,58 @@ def _carry_out(
     Returns:
         The plan that was carried out, without its exact conversion where the check failed, and the repair's report.
     """
-    before, start = snapshot_of(model, plan, inputs), len(changes)
+    before = snapshot_of(model, plan, inputs)
     with keep_random_state(), torch.inference_mode(False):
-        exact, norms, others = plan.phases
-        exact.apply(model, changes)
-        verdict = before.verdict(model) if before.checks else None
-        if verdict is not None and not verdict.holds:
-            measured = f"the exact conversion failed its check on this model: {verdict}"
-            if init == "exact":
-                advice = "The model was left unchanged. Use init='copy' to swap the norms approximately."
-                raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
-            changes.undo(start)
-            plan, verdict = plan.inexact(model, measured), None
-            exact, norms, others = plan.phases
-        original = copy_of(model, share=True) if has_weights(model) and ("pos" in plan.planned or calibration) else None
-        norms.apply(model, changes)
+        plan, verdict = _convert_exactly(plan, model, before, init, transaction)
+        _, norms, others = plan.phases
+        original = _original_of(model, plan, calibration)
+        norms.apply(model, transaction)
         if plan.conversion is not None:
-            plan.conversion.compensate(changes)
-        others.apply(model, changes)
-        give_patched_config(model, plan.record, changes, plan.lengths)
-        changes.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
+            plan.conversion.compensate(transaction)
+        others.apply(model, transaction)
+        give_patched_config(model, plan.record, transaction, plan.lengths)
+        transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
         write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs), init)
         if calibration is None or original is None or not plan.losses():
             return plan, None
-        return plan, repair(model, original, calibration, changes, fit)
+        return plan, repair(model, original, calibration, transaction, fit)
+
+
+def _convert_exactly(
+    plan: Plan, model: PreTrainedModel, before: Snapshot, init: str, transaction: Transaction
+) -> tuple[Plan, Verdict | None]:
+    """Carry out the first phase of a plan, which should keep the function, and check that on the model.
+
+    Returns:
+        The plan and the verdict of the check; where it failed, the model as it was before, with a plan whose first
+        phase is empty and no verdict. Where nothing is to be checked, no verdict either.
+
+    Raises:
+        VerificationError: the check failed, and init="exact".
+    """
+    start = len(transaction)
+    plan.phases[0].apply(model, transaction)
+    if not before.checks:
+        return plan, None
+    verdict = before.verdict(model)
+    if verdict.holds:
+        return plan, verdict
+    measured = f"the exact conversion failed its check on this model: {verdict}"
+    if init == "exact":
+        advice = "The model was left unchanged. Use init='copy' to swap the norms approximately."
+        raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
+    transaction.undo(start)
+    return plan.inexact(model, measured), None
+
+
+def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTrainedModel | None:
+    """A copy that goes on computing what the model computes now, for the check of positions and the repair.
+
+    It is made after the exact conversion, which kept the function: so it shares the converted weights, and a repair
+    leaves norms alone that were converted exactly. None where nobody needs it, or the model has no weights.
+    """
+    needed = "pos" in plan.planned or calibration is not None
+    return copy_of(model, share=True) if needed and has_weights(model) else None
 
 
 @unwrap_holders
@@ -271,19 +299,19 @@ def unpatch_model(model: M) -> M:
     return model.to(device) if on_meta else model
 
 
-def _undo_record_of(model: PreTrainedModel, reversible: bool) -> UndoRecord | None:
-    """The undo log of a model's patches so far.
+def _undo_record_for(model: PreTrainedModel) -> UndoRecord:
+    """The undo log of a model's reversible patches so far, which the next one continues.
 
     Raises:
-        NotReversibleError: a reversible patch on top of one that isn't.
+        NotReversibleError: an earlier patch wasn't reversible.
     """
     undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    if reversible and undo_record is None and getattr(model.config, KEY, None):
+    if undo_record is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
             "reversible=True: an earlier patch of this model was made without it, so unpatch_model couldn't restore "
             "the original. Leave it out, or start from the original checkpoint."
         )
-    return undo_record
+    return undo_record or UndoRecord(Transaction(), model.dtype, {})
 
 
 def _new_lengths(processor: Any, request: Request, calibration: Any) -> list[tuple[Any, str, int]]:
@@ -334,12 +362,12 @@ def _keep_as_initialised(model: nn.Module, before: Iterable[nn.Parameter]) -> No
                 vars(value)["_is_hf_initialized"] = True
 
 
-def _keep_on_model(model: nn.Module, name: str, value: Any, edits: Transaction) -> None:
+def _keep_on_model(model: nn.Module, name: str, value: Any, transaction: Transaction) -> None:
     """Store what is kept of a patch as the model's attribute; None removes an earlier patch's."""
     if value is not None:
-        edits.set_attribute(model, name, value)
+        transaction.set_attribute(model, name, value)
     else:
-        edits.drop_key(vars(model), name)
+        transaction.drop_key(vars(model), name)
 
 
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:

@@ -1,6 +1,18 @@
 """`plan_patch`: plans what a request changes in a model, and in which order, without changing it.
 
-Whatever can be foreseen to fail is raised here, before anything changes.
+Whatever can be foreseen to fail is raised here, before anything changes. For GPT-2 with norm="rms", pos="rope" the plan
+has three phases; edits name modules by patterns from the base model, values of Parameters by their full names:
+
+1. What keeps the function, which `patch_model` checks on the model before it goes on.
+   values: transformer.wpe.weight, h.*.attn.c_proj and h.*.mlp.c_proj lose the mean over the channels of the stream
+   edits:  drop's output is centred in every forward (wte is tied to the head, so it can't be),
+           h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)
+2. Norm swaps that don't keep it: none here. They would be here with init="copy", or if the check fails.
+3. Positions, MLPs and placements.
+   edits:  wpe = its mean row; h.*.attn gets a child `rotary_emb` and a lens, under which its own forward rotates;
+           the base model gets a lens that hands on what depends on positions alone
+
+The record in config.json is the two requests with their outcomes, and the edits as text; values are in the weights.
 """
 
 from __future__ import annotations
@@ -41,10 +53,13 @@ from .swap.written_config import require_valid_config
 
 @dataclass
 class Phase:
-    """Phase of a plan: edits and weight changes, applied in the order of its attributes, as in `Change`."""
+    """Phase of a plan: edits and weight changes, applied in the order of its attributes, as in `Change`.
+
+    Edits are at patterns of module names, relative to the base model; values and starts at full names of Parameters.
+    """
 
     values: list[WeightChange]
-    edits: list[Edit]  # at patterns of module names
+    edits: list[Edit]
     starts: list[WeightChange]
     then: list[Step]
 
@@ -55,17 +70,17 @@ class Phase:
         values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
         return cls(values, edits, starts, [one for change in changes for one in change.then])
 
-    def apply(self, model: nn.Module, changes: Transaction) -> None:
+    def apply(self, model: nn.Module, transaction: Transaction) -> None:
         """Apply the phase to the model."""
         for value in self.values:
-            changes.write(model, value)
+            transaction.write(model, value)
         if self.values:
             free_unused_memory()
-        apply(self.edits, model, changes)
+        apply(self.edits, model, transaction)
         for value in self.starts:
-            changes.write(model, value)
+            transaction.write(model, value)
         for step in self.then:
-            step.apply(model, changes)
+            step.apply(model, transaction)
 
 
 @dataclass(repr=False, frozen=True)
@@ -294,7 +309,7 @@ def _phases(model: nn.Module, planned: Mapping[str, PlannerResult]) -> tuple[Pha
 
     1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
     2. All other norm swaps.
-    3. Placements, positions and MLPs. A placement reads the norms as phase 2 leaves them.
+    3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
     """
     streams, exact, norms, others = (list[Change]() for _ in range(4))
     converts = any(found.conversion is not None for found in planned.values())

@@ -64,7 +64,7 @@ def repair(
     *,
     tokenizer: Any = None,
 ) -> RepairReport:
-    """Fit a patched model back to the original, in place. No labels, no training, no gradients.
+    """Fit a patched model back to the original, in place. No labels, no training; gradients for attention maps alone.
 
     Args:
         model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.

@@ -14,7 +14,7 @@ KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also 
 # model_type on disk of what needs hfpatch: transformers' error is of its own words but for this name
 MODEL_TYPE = "hfpatch__install_hfpatch_and_import_it_first"
 MODEL_TYPES = (MODEL_TYPE, KEY)
-VERSION = 2
+OLDEST, VERSION = 2, 3  # of the record: those of 0.2 are read, in which an outcome is a line
 FINGERPRINT, REPORT = "fingerprint", "repair_report"  # entries of the record on disk: of what lies beside it
 ON_DISK = {FINGERPRINT, REPORT}
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
@@ -36,7 +36,7 @@ def validate_record(stored: Any, where: str) -> str:
     version = stored.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"{where}: its patch record has no valid version (found {version!r:.40}).")
-    if version < VERSION:
+    if version < OLDEST:
         raise CheckpointError(
             f"{where}: it was saved by hfpatch 0.1, whose patch record (version {version}) this version doesn't read. "
             "Open it with hfpatch 0.1 (pip install 'hfpatch<0.2'), or patch the original again."

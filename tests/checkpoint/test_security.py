@@ -137,9 +137,9 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
     ),
     "a file as a base": (entry(base_model_type="../../etc/passwd"), CheckpointError, "transformers .* doesn't know"),
     "a version of 4,000 digits": (
-        text(lambda s: ('"version": ' + "9" * 4000).join(s.rsplit('"version": 2', 1))),
+        text(lambda s: ('"version": ' + "9" * 4000).join(s.rsplit('"version": 3', 1))),
         CheckpointError,
-        r"has version 9+.*this hfpatch reads version 2\. .*pip install -U",
+        r"has version 9+.*this hfpatch reads version 3\. .*pip install -U",
     ),
     "a hundred thousand entries": (
         entry(**{f"x{i}": 0 for i in range(100_000)}),
