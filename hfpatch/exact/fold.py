@@ -107,9 +107,9 @@ def carry_out(
 
 def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
     """Return the changes that centre the stream, in order. Arguments and errors as in `carry_out`."""
-    outputs = _centred_outputs(model, dict(centring.outputs))
-    embeddings = _centred_embeddings(model, set(centring.embeddings))
-    return [*_absorbed(model, centring), *_folded(model, centring), *outputs, *embeddings]
+    outputs = _plan_output_centring(model, dict(centring.outputs))
+    embeddings = _plan_embedding_centring(model, set(centring.embeddings))
+    return [*_plan_absorption(model, centring), *_plan_folds(model, centring), *outputs, *embeddings]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
         yield _Place(name, model.get_submodule(parent), attribute)
 
 
-def _absorbed(model: nn.Module, centring: Centring) -> Iterator[Change]:
+def _plan_absorption(model: nn.Module, centring: Centring) -> Iterator[Change]:
     for scale in _places(model, {fold.scale for fold in centring.folds if fold.scale}):
         axes = {fold.pattern: fold.axis for fold in centring.folds if fold.scale == pattern_of(scale.name)}
         writers = [place for place in _places(model, set(axes)) if same_layer(scale.name, place.name)]
@@ -168,7 +168,7 @@ def same_layer(scale: str, writer: str) -> bool:
     return others[: len(own)] == own
 
 
-def _folded(model: nn.Module, centring: Centring) -> Iterator[Change]:
+def _plan_folds(model: nn.Module, centring: Centring) -> Iterator[Change]:
     axes = {fold.pattern: fold.axis for fold in centring.folds}
     rows: dict[str, list[_Place]] = {}  # weight and bias of one module are one row
     for place in _places(model, set(axes)):
@@ -178,7 +178,7 @@ def _folded(model: nn.Module, centring: Centring) -> Iterator[Change]:
         yield Change(places[0].row("centred"), values=tuple(centred))
 
 
-def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:
+def _plan_output_centring(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:
     """Changes that centre what modules return in every forward, by patterns of their names."""
     seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -191,7 +191,7 @@ def _centred_outputs(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]
         yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))
 
 
-def _centred_embeddings(model: nn.Module, patterns: set[str]) -> Iterator[Change]:
+def _plan_embedding_centring(model: nn.Module, patterns: set[str]) -> Iterator[Change]:
     """Changes that centre what is passed in place of tokens, by patterns of the names of the modules that take it."""
     for name, module in model.named_modules():
         if pattern_of(name) in patterns:

@@ -201,25 +201,25 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         if isinstance(data.base_model, str):
             opened = f"model = {auto}.from_pretrained({json.dumps(data.base_model)})"
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
-        yield _fenced("\n".join(calls), "python")
+        yield _fence("\n".join(calls), "python")
         measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
-        yield f"What was measured right after each of them, before any training:\n\n{_fenced(measured, 'text')}"
+        yield f"What was measured right after each of them, before any training:\n\n{_fence(measured, 'text')}"
         yield MEASUREMENT_NOTE
         if changes := changes_by_config(found.opened):
             lines = str(Table(changes))
-            yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fenced(lines, 'text')}"
+            yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fence(lines, 'text')}"
         edits = "\n".join(map(str, record.edits))
-        yield f"Its config.json holds that as edits of the host's modules:\n\n{_fenced(edits, 'text')}"
+        yield f"Its config.json holds that as edits of the host's modules:\n\n{_fence(edits, 'text')}"
         if PAGE in found.files:
             yield f"[{PAGE}]({PAGE}) draws the block before and after; download it to look at it."
     yield "## How to open it"
     form = "plugin" if found.form == "remote" and auto not in found.config["auto_map"] else found.form
     for words, language, code in ways_to_open(facts.repo_id, auto, form):
-        yield f"{words}\n\n{_fenced(code, language)}"
+        yield f"{words}\n\n{_fence(code, language)}"
     if facts.report is not None:
         yield "## What the patch changed, measured"
         yield "By `hfpatch verify`; the truth is the original (`reference`) in float64."
-        yield _fenced(str(facts.report))
+        yield _fence(str(facts.report))
     yield "## Licence"
     yield _licence(facts, data)
 
@@ -252,7 +252,7 @@ def _licence(facts: CardFacts, data: Any) -> str:
     return f"{name}, carried over from the base model's card." if carried else f"{name}, as the metadata above says."
 
 
-def _fenced(text: str, language: str = "") -> str:
+def _fence(text: str, language: str = "") -> str:
     """A block of code, whose fence is longer than any in the text."""
     fence = "`" * (1 + max([2, *map(len, re.findall("`+", text))]))
     return f"{fence}{language}\n{text}\n{fence}"

@@ -79,7 +79,7 @@ class Window:
         size = getattr(module.config, self.size) if local else None
         buffer: Tensor = getattr(module, self.buffer)
 
-        def allowed(length: int) -> Tensor:
+        def window(length: int) -> Tensor:
             keys = torch.arange(length, device=slots.device)
             queries = slots[..., None]
             allowed = keys <= queries
@@ -89,7 +89,7 @@ class Window:
 
         def answer(_: Tensor, index: tuple[slice, slice, slice, slice]) -> Tensor:
             length = index[3].stop
-            return once(values, ("window", size, buffer.dtype), (slots, length), lambda: allowed(length))
+            return once(values, ("window", size, buffer.dtype), (slots, length), lambda: window(length))
 
         return StandIn(buffer, answer)
 

@@ -58,12 +58,14 @@ def require_declared(component: Any, args: Iterable[Any], kwargs: Mapping[str, A
     Raises:
         ValueError: names the argument, its type and the value.
     """
-    for name, value, hint in _declared(component, tuple(args), kwargs):
+    for name, value, hint in _iterate_arguments(component, tuple(args), kwargs):
         if not is_of_type(value, hint):
             raise ValueError(f"{name} of {component.__name__} must be {type_name(hint)}, not {value!r:.80}")
 
 
-def _declared(component: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _iterate_arguments(
+    component: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, value and type of each argument whose type is declared."""
     function: Any = component
     before = 0
