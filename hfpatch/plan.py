@@ -78,7 +78,7 @@ class Phase:
             free_unused_memory()
         apply(self.edits, model, transaction)
         for value in self.starts:
-            transaction.write(model, value)
+            transaction.write(model, value, anew=value.op == "fill")
         for step in self.then:
             step.apply(model, transaction)
 
