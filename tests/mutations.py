@@ -159,7 +159,7 @@ FAULTS = [
     Fault(
         "readers are fitted with a constant that isn't written",
         "repairs/fits.py",
-        "            if shift is not None:\n",
+        "            if shift is not None and not biases:\n",
         "            if False:\n",
         ("repairs/test_written.py",),
     ),
@@ -250,8 +250,8 @@ FAULTS = [
     Fault(
         "with a cache each token is at position 0",
         "runtime/attention.py",
-        "return slots + cache.get_seq_length(layer)",
-        "return slots",
+        "return counted if start is None else counted + start",
+        "return counted",
         ("runtime/test_generation.py::test_with_a_cache_as_without",),
     ),
     Fault(
