@@ -141,7 +141,7 @@ def test_the_files(tmp_path: Path) -> None:
     stored = stored_in(tmp_path)
     assert stored["model_type"] == "hfpatch__install_hfpatch_and_import_it_first"
     assert stored["architectures"] == ["HfpatchGPT2LMHeadModel"]
-    assert stored["hfpatch"]["version"] == 2
+    assert stored["hfpatch"]["version"] == 3
     assert stored["hfpatch"]["base_model_type"] == "gpt2"
     only = ["*.h.*", "*.wpe"]
     requests = without_outcomes(stored["hfpatch"])["request"]
