@@ -84,10 +84,10 @@ class PatchedConfig:
             settings["architectures"] = names_on_disk(architectures)
         if isinstance(record, dict):
             settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
-        found = super().from_dict(settings, **kwargs)  # type: ignore[misc]
+        found = super().from_dict(copy.deepcopy(settings), **kwargs)  # type: ignore[misc]  # some hosts empty it
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)
-        as_saved = super().from_dict(copy.deepcopy(settings)) if overridden else config  # type: ignore[misc]
+        as_saved = super().from_dict(settings) if overridden else config  # type: ignore[misc]
         config.__dict__[AS_SAVED] = as_saved.to_dict()
         return found
 
