@@ -8,7 +8,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from .core.lazy_names import lazy_names, modules_of
+from .lazy_names import lazy_names, modules_of
 
 if TYPE_CHECKING:
     from .compile import compile_model
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-importlib.import_module(".core.outer", __name__)  # learns from now on which models are parts of which
+importlib.import_module(".checkpoint.outer", __name__)  # learns from now on which models are parts of which
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [

@@ -6,7 +6,7 @@ A file that is shipped with exported weights imports torch, transformers and `hf
 
 from typing import TYPE_CHECKING
 
-from .core.lazy_names import lazy_names, modules_of
+from .lazy_names import lazy_names, modules_of
 
 if TYPE_CHECKING:
     from .core.scheme import require_number

@@ -25,10 +25,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .checkpoint.outer import require_outermost
 from .core.bare import require_bare, require_unquantized
 from .core.globs import Names, require_matches
 from .core.holders import unwrap_holders
-from .core.outer import require_outermost
 from .core.plan_table import ALREADY_DONE, Change, Row, Step, group_rows
 from .core.results import Result, Table, dataframe, to_json_value
 from .core.transaction import Transaction

@@ -40,7 +40,11 @@ def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
     """
     find = finder(model, {})
     special = ("quantization_config", "transformers_weights", "auto_map", KEY)
-    if any(getattr(config, name, None) for name in special) or getattr(type(config), "extra_files", None) or find("adapter_config.json"):
+    if (
+        any(getattr(config, name, None) for name in special)
+        or getattr(type(config), "extra_files", None)
+        or find("adapter_config.json")
+    ):
         return None
     found = weight_files(find, "")
     usual = bool(found) and all(variant_of(path.name) == "" for path in found)

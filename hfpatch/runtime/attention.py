@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 from transformers.cache_utils import Cache
 
 from .errors import PositionError
@@ -186,7 +186,7 @@ class AttentionLens:
         bias = module._modules.get(BIAS)
         attributes: dict[str, Any] = {}
         filled: Arguments = {name: REMOVED_ARGUMENT for name in (POSITIONS, ONCE) if name in arguments}
-        values = None if is_dynamo_compiling() else arguments.get(ONCE) or module.__dict__.get(ONCE)
+        values = None if is_compiling() else arguments.get(ONCE) or module.__dict__.get(ONCE)
         positions = None if rotary is None else self._positions(module, rotary, tokens, arguments, values)
         if self.window is not None or bias is not None or (rotary is not None and positions is None):
             slots = self._slots(module, tokens, arguments, values)

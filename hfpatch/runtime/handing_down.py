@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from .attention import POSITION_IDS, POSITIONS, ROTARY
 from .edits import modules_at
@@ -68,7 +68,7 @@ class HandedDown:
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         positions, filled = self._positions(module, arguments)
         handed: Arguments = {POSITIONS: positions} if positions else {}
-        if not is_dynamo_compiling():
+        if not is_compiling():
             handed[ONCE] = arguments.get(ONCE) or Once()
         if not (positions and self.children):  # a view costs a forward more than what is computed once saves it
             return {}, {**filled, **handed} if self.takes_more else filled

@@ -256,4 +256,5 @@ print("same", float((again(ids)[0] - model(ids)[0]).abs().max()) < 1e-6, again.c
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert "same True {'norm': 'plugged', 'outcome': 'exact" in done.stdout, done.stderr
+    assert "same True {'norm': 'plugged', 'outcome': {" in done.stdout, done.stderr
+    assert "'verdict': 'exact'" in done.stdout

@@ -17,7 +17,7 @@ from tiny_models import COPIES, changes, difference, fingerprint, outputs, patch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hfpatch.core import outer
+from hfpatch.checkpoint import outer
 from hfpatch.errors import UnsupportedError
 from hfpatch.export import export_model
 from hfpatch.patch import patch_model
