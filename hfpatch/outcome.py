@@ -81,25 +81,20 @@ def measure_outcomes(
         UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
     lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
-    needed = bool(lossy) or verdict is None or len(plan.by_kind) > 1
-    after = before.after(model) if needed and before.before is not None else None
-    runs = (
-        original is not None and "pos" in plan.by_kind and _positions_run(plan, before, model, original, after, given)
-    )
-    whole = _of_whole(before, model, after, bool(lossy), runs) if needed else Outcome(APPROXIMATE)
+    found = {"norm": Outcome(EXACT, verdict.figures)} if verdict is not None and "norm" not in lossy else {}
+    if others := plan.by_kind.keys() - found.keys():
+        after = before.after(model) if before.before is not None else None
+        runs = False
+        if original is not None and "pos" in others:
+            runs = _positions_run(plan, before, model, original, after, given)
+        whole = _of_whole(before, model, after, bool(lossy), runs)
+        apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
+        found |= {kind: apart if lossy and kind not in lossy else whole for kind in others}
     outcomes = {}
     for kind, changes in plan.by_kind.items():
-        if kind in lossy:
-            found = whole
-        elif kind == "norm" and verdict is not None:
-            found = Outcome(EXACT, verdict.figures)
-        elif lossy:
-            found = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
-        else:
-            found = whole
         reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
         kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
-        outcomes[kind] = replace(found, lost="; ".join(plan.losses(kind)), kept=kept)
+        outcomes[kind] = replace(found[kind], lost="; ".join(plan.losses(kind)), kept=kept)
     return outcomes
 
 

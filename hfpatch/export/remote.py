@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.remote_code import classes_by_auto_class
-from ..core.bare import require_bare, require_unquantized
+from ..core.bare import has_weights, require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
@@ -57,7 +57,7 @@ def write_remote(
     """
     require_bare(model)
     require_unquantized(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if not has_weights(model):
         raise UnsupportedError(f"{type(model).__name__} has no weights yet (meta device). Load it first.")
     auto = next(iter(classes_by_auto_class(model)))
     model.save_pretrained(folder, remote_code=True, **save_options)

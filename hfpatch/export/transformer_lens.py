@@ -38,6 +38,7 @@ from transformer_lens.model_bridge.generalized_components import (
     PosEmbedBridge,
 )
 
+from ..core.bare import has_weights
 from ..errors import UnsupportedError
 from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
@@ -235,7 +236,7 @@ class Reference:
         self.model, self.name = model, type(model).__name__
         self.built = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
         self.inputs: Any = None
-        if not any(parameter.is_meta for parameter in model.parameters()):
+        if has_weights(model):
             # without the mask, of ones: TransformerLens takes that of GPT-1, patched or not, for a causal one
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
             self.inputs = cast_for_model(model, inputs)

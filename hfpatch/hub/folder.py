@@ -17,7 +17,7 @@ from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds
 from ..checkpoint.stored_config import OPENED
-from ..core.bare import require_bare
+from ..core.bare import has_weights, require_bare
 from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
@@ -113,7 +113,7 @@ def checkpoint_of(
         raise CheckpointError(
             f"this {type(inner).__name__} isn't patched. Call patch_model on it first, or use its own push_to_hub."
         )
-    if any(tensor.is_meta for tensor in inner.parameters()):
+    if not has_weights(inner):
         raise CheckpointError(f"this {type(inner).__name__} has no weights: it is on the meta device. Load it first.")
     export_model(model, scratch / "model", form or "plugin", tokenizer=tokenizer, max_shard_size=max_shard_size)
     written = read_checkpoint(scratch / "model", form == "native")

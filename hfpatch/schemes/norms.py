@@ -16,6 +16,7 @@ from ..runtime.edits import Call, register_component
 from ..runtime.errors import UnsupportedError
 from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, NormFacts, RMSNorm, parameter_names
 from ..runtime.partial_rms import PartialRMSNorm
+from .placements import Depth
 
 
 @dataclass(frozen=True)
@@ -290,19 +291,6 @@ class Derf(_Elementwise):
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"
-
-
-@dataclass(frozen=True)
-class Depth:
-    """Numbers of residual branches that DeepNorm's a and b depend on.
-
-    Attributes:
-        sublayers: branches of the stack.
-        decoder_sublayers: for an encoder, branches of the decoder that reads it; else 0.
-    """
-
-    sublayers: int
-    decoder_sublayers: int = 0
 
 
 @NORMS.register("deepnorm")

@@ -10,6 +10,19 @@ from ..core.scheme import Scheme
 
 
 @dataclass(frozen=True)
+class Depth:
+    """Numbers of residual branches that DeepNorm's a and b depend on.
+
+    Attributes:
+        sublayers: branches of the stack.
+        decoder_sublayers: for an encoder, branches of the decoder that reads it; else 0.
+    """
+
+    sublayers: int
+    decoder_sublayers: int = 0
+
+
+@dataclass(frozen=True)
 class Placement(Scheme):
     """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
 

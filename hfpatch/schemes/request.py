@@ -179,11 +179,6 @@ class Request:
         )
 
     @property
-    def init(self) -> str:
-        """How new parameters start."""
-        return next(part.init for part in self.parts.values())
-
-    @property
     def length(self) -> int | None:
         """The positions that it sets; None if it sets none."""
         return self.parts["pos"].scheme.max_positions if "pos" in self.parts else None

@@ -22,7 +22,7 @@ from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.joins import Gains, Join, Joins
 from ..runtime.lens import lens_of
-from ..schemes.norms import Depth
+from ..schemes.placements import Depth
 from .anatomy import Branch, find_branches
 from .blocks import measuring
 from .deepnorm_weights import with_weights

@@ -24,7 +24,8 @@ from hfpatch.errors import FingerprintWarning, OptionError, PatchError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import CheckpointError
-from hfpatch.schemes.norms import DeepNorm, Depth
+from hfpatch.schemes.norms import DeepNorm
+from hfpatch.schemes.placements import Depth
 
 ALPHA = 1.7
 
