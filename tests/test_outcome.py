@@ -435,7 +435,8 @@ def test_a_tower_of_images_is_measured_with_images(
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
     monkeypatch.setattr("hfpatch.swap.trial.media_inputs", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
-    assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
+    differ = "approximate on inputs without images: outputs differ by 0;"
+    assert outcome(alone).startswith(differ)  # control: on text alone it doesn't run
 
 
 def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
@@ -453,7 +454,13 @@ def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.Monkey
     model, _ = zoo.tiny("llava")
     monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
     patch(model, norm="layer")
-    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
+
+
+def test_the_users_text_is_said_to_be_without_images() -> None:
+    model, _ = zoo.tiny("llava")
+    patch(model, norm="layer", example_inputs=example_inputs(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
 
 
 def outcome(model: Any) -> str:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
+from ..measure.inputs import Inputs, example_inputs
+from ..measure.media import inputs_of_every_part
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import attempt, media_inputs
 from ..runtime.classes import is_unlimited

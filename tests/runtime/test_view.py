@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from transformers import Dinov2Backbone, Dinov2Config
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Encoder
 
