@@ -124,6 +124,8 @@ def patch_model(
     if calibration is not None:
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
+    elif init != "reset":
+        _require_data(plan, model)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.edits
     with transaction.all_or_nothing():
@@ -349,6 +351,21 @@ def _require_changes(plan: Plan) -> None:
         raise OptionError(
             f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
             "repair(model, original, batches), with the original model."
+        )
+
+
+def _require_data(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse a scheme whose starting values are measured on data where there is no calibration.
+
+    Raises:
+        OptionError: says what to pass.
+    """
+    scheme = plan.planned["norm"].part.scheme if "norm" in plan.planned else None
+    if isinstance(scheme, Norm) and scheme.needs_calibration and has_weights(model):
+        own = ' "self" (sequences that the model writes), or' if plan.generates else ""
+        raise OptionError(
+            f"norm={str(scheme)!r} puts a constant in place of 1/sigma, which is measured on data. Pass calibration="
+            f"{own} texts or inputs; or init='reset' to train from scratch."
         )
 
 

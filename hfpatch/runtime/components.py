@@ -6,6 +6,7 @@ from .attention import AttentionLens, Window
 from .batch_norm import MaskedBatchNorm, Padded
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
+from .fixed import FixedNorm, NoNorm
 from .gated import GatedActivation, GatedLinear, Projection
 from .grid import Grid
 from .handing_down import HandedDown
@@ -27,7 +28,7 @@ from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding
 from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
-    *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
+    *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, FixedNorm, NoNorm, MaskedBatchNorm),
     *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, HostRotary),
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )
