@@ -21,6 +21,7 @@ from ..measure.hooks import first_tensor
 from ..measure.outputs import in_float64
 from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.norms import AffineNorm
+from ..sites.linear_maps import transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
 from .input_scale import InputScale
@@ -28,7 +29,6 @@ from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
-from .stacked import transform_along_axis
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps

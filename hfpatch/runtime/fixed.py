@@ -1,9 +1,10 @@
-"""Norm modules whose scale doesn't look at the input: FixedNorm, and NoNorm, which is left of it once it is folded."""
+"""Norm modules whose scale doesn't look at the input, and what is left of a norm once it is folded."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .norms import AffineNorm
@@ -39,16 +40,23 @@ class FixedNorm(AffineNorm):
         return super().extra_repr() + ("" if self.mean else ", mean=False")
 
 
-class NoNorm(AffineNorm):
-    """y = x: a fixed norm whose gain, mean and shift are in the weights of the layers that read it.
-
-    Arguments as in `AffineNorm`; there is no gain and no shift.
-    """
-
-    kind = "none"
+class NoNorm(nn.Module):
+    """y = x: in place of a fixed norm whose gain, mean and shift are in the weights of the layers that read it."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
-    def normalise(self, h: Tensor) -> Tensor:
-        return h
+
+class BiasedLinear(nn.Linear):
+    """`nn.Linear` without a bias, with a new one: y = x W' + b, b = 0; the weight is the same Parameter."""
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module) -> nn.Linear:
+        """Return a plain `nn.Linear` in place of the one without a bias."""
+        if not isinstance(old, nn.Linear):
+            raise TypeError(f"a bias can be added to nn.Linear, not to {type(old).__name__}")
+        new = nn.Linear(1, 1, device="meta")
+        new.in_features, new.out_features, new.weight = old.in_features, old.out_features, old.weight
+        bias = torch.zeros(old.out_features, dtype=old.weight.dtype, device=old.weight.device)
+        new.bias = nn.Parameter(bias, requires_grad=old.weight.requires_grad)
+        return new

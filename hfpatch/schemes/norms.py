@@ -79,7 +79,11 @@ class Norm(Scheme):
             facts: what the replaced norm computes, or what a new norm is to compute.
             old: the replaced norm; None for a norm that is added.
         """
-        facts, module = self.remaining_facts(facts), self.module_class()
+        return self.call_with(self.remaining_facts(facts), old)
+
+    def call_with(self, facts: NormFacts, old: nn.Module | None) -> Call:
+        """Likewise from the facts of the new module."""
+        module = self.module_class()
         sizes = [one.shape for one in facts.parameters_of(old) if one is not None] if old is not None else []
         usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
         usual |= zip(("gain", "shift"), parameter_names(old), strict=True)
