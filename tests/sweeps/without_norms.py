@@ -50,7 +50,7 @@ NORMS = {
     "OPT": ("*.layers.*.final_layer_norm", "*.self_attn_layer_norm", "model.decoder.final_layer_norm"),
     "MiniLM-L6": (
         "*.attention.output.LayerNorm",
-        "*.layer.*[0-9].output.LayerNorm",
+        "*.layer.[0-9].output.LayerNorm",
         "encoder.layer.5.output.LayerNorm",
     ),
 }
