@@ -43,7 +43,7 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
 
     norms = None if plan.conversion is None else plan.conversion.to_check()
     before = Snapshot(model, make, norms)
-    if norms is None or before.before is not None:
+    if norms is None or before.forward is not None:
         return before
     where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"
     way_out = (
@@ -83,7 +83,7 @@ def measure_outcomes(
     lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
     found = {"norm": Outcome(EXACT, verdict.figures)} if verdict is not None and "norm" not in lossy else {}
     if others := plan.by_kind.keys() - found.keys():
-        after = before.after(model) if before.before is not None else None
+        after = before.outputs_after(model) if before.forward is not None else None
         runs = False
         if original is not None and "pos" in others:
             runs = _positions_run(plan, before, model, original, after, given)
@@ -92,8 +92,9 @@ def measure_outcomes(
         found |= {kind: apart if lossy and kind not in lossy else whole for kind in others}
     outcomes = {}
     for kind, changes in plan.by_kind.items():
-        reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
-        kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        own = [change for change in changes if change.row.kind != "stream" or not change.changes]  # not what is centred
+        reasons = [change.row.reason for change in own if not change.changes and change.row.reason]
+        kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         outcomes[kind] = replace(found[kind], lost="; ".join(plan.losses(kind)), kept=kept)
     return outcomes
 
@@ -109,7 +110,7 @@ def _positions_run(
     """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
     changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
     require_same_frequencies(model, [change.row.module for change in changes if change.changes])
-    moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
+    moved = before.forward is not None and isinstance(after, dict) and not equal(before.forward.outputs, after)
     if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
         require_moved(model, original, changes, f"pos={str(scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)

@@ -343,8 +343,12 @@ def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured outputs are off by a tenth after a patch."""
-    after = Snapshot.after
-    monkeypatch.setattr(Snapshot, "after", lambda *given: {name: 1.1 * value for name, value in after(*given).items()})
+    measured = Snapshot.outputs_after
+
+    def outputs_after(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.1 * value for name, value in measured(*given).items()}
+
+    monkeypatch.setattr(Snapshot, "outputs_after", outputs_after)
 
 
 def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:

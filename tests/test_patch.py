@@ -37,7 +37,7 @@ from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model
 from transformers.models.opt.modeling_opt import OPTDecoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from hfpatch.core.transaction import UNDO_RECORD, Transaction
+from hfpatch.core.transaction import UNDO_STATE, Transaction
 from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError, WrappedModelError
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
@@ -556,7 +556,7 @@ def test_unpatch_refuses_a_module_with_changed_values_that_was_replaced_since() 
 def test_an_interrupted_unpatch_is_ended_by_another() -> None:
     model = tiny("gpt2")
     before = fingerprint(model)
-    log = vars(patch(model, **EXACT, reversible=True))[UNDO_RECORD].edits._log
+    log = vars(patch(model, **EXACT, reversible=True))[UNDO_STATE].transaction._log
     middle = len(log) // 2
     undo, arguments = log[middle]
 

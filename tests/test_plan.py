@@ -131,8 +131,23 @@ def test_the_table_says_what_is_kept_and_why() -> None:
     assert {(row.now, row.becomes) for row in plan.rows if row.becomes} == {
         ("LayerNorm(32)", "LayerNorm(32, bias=False)")
     }
-    assert table(plan)[-3] == "BertForMaskedLM: 4 of 6 modules change."
+    assert table(plan)[-3] == "BertForMaskedLM: 4 modules change, 2 are kept."
     assert table(plan)[-1].endswith(": your data, as it writes no text.")
+
+
+def test_each_module_is_counted_once() -> None:
+    plan = plan_patch(tiny("gpt2", n_layer=2), norm="rms", pos="rope")
+    assert [row.module for row in plan.rows].count("wpe") == 2  # centred, and then without its positions
+    assert (plan.changing, plan.kept) == (len(plan.rows) - 1, 0)
+    assert "GPT2Model: 14 modules change." in str(plan)
+
+
+def test_parameters_of_one_module_count_as_that_module() -> None:
+    plan = plan_patch(tiny("vit"), norm="rms", keep="*layernorm_before")
+    names = [row.module for row in plan.rows]
+    assert {"embeddings.cls_token", "embeddings.position_embeddings"} <= set(names)
+    assert (plan.changing, plan.kept) == (len(names) - 3, 2)
+    assert f"{len(names) - 3} modules change, 2 are kept." in str(plan)
 
 
 def test_groups_show_gaps() -> None:

@@ -39,7 +39,7 @@ def find_pairs(
     """Return for each norm the writer (a module whose bias was centred) and the norm that ran last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
-    with inference_state(model), observe_calls(modules, after=lambda name, _: order.append(name)):
+    with inference_state(model), observe_calls(modules, on_result=lambda name, _: order.append(name)):
         outputs_of(model, inputs)
     found = []
     earlier = None

@@ -105,8 +105,8 @@ def _attention_change(
         loss = "scores no longer fall with the distance of tokens"
     else:
         row.reason = "its causal mask serves any length"
-    exact = "it neither rotates nor has a bias; the mask alone changes"
-    row.replace_by(scheme.describe(head_dim), loss=loss, exact=exact)
+    why_exact = "it neither rotates nor has a bias; the mask alone changes"
+    row.replace_by(scheme.describe(head_dim), loss=loss, why_exact=why_exact)
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
@@ -146,7 +146,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
         return Change(row)
     if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
         row.reason = "its own settings"
-        return Change(row.replace_by(described, exact="it rotates like this already"))
+        return Change(row.replace_by(described, why_exact="it rotates like this already"))
     require_settings(item)
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)

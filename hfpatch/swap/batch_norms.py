@@ -50,7 +50,7 @@ def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapp
             change.edits += tuple(_padding(model, names, stacks))
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
-            kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
+            kept = replace(row, becomes=None, loss=None, why_exact=None, reason=why)
             change.row, change.edits, change.starts = kept, (), ()
     return PlannerResult(part, changes)
 

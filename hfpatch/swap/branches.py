@@ -24,7 +24,7 @@ from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import (
     SECOND_NORM_SUFFIX,
-    Site,
+    BranchSite,
     StackBranches,
     discover,
     require_joinable,
@@ -76,7 +76,7 @@ def _require_strict(branch: Branch, found: StackBranches) -> None:
         raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
 
 
-def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
+def _plan_site(model: nn.Module, site: BranchSite, sites: list[BranchSite], part: SchemeRequest[Placement]) -> Change:
     scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)
@@ -143,7 +143,9 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
 
 
-def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[DeepNorm], alpha: float) -> Change:
+def _change(
+    model: nn.Module, site: BranchSite, sites: list[BranchSite], part: SchemeRequest[DeepNorm], alpha: float
+) -> Change:
     scheme, branch, name, facts = part.scheme, site.branch, site.norm_name, describe(site.norm)
     row = Row("norm", name, norm_text(site.norm, facts), reason=site.reason)
     if row.reason is not None:
@@ -157,8 +159,8 @@ def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest
         loss = "parameters are reinitialised"
     elif scheme.preserve:
         loss = None
-    exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
-    row.replace_by(f"{scheme.label}{size_of(facts)}", loss=loss, exact=exact).reason = f"a = {a}"
+    why_exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
+    row.replace_by(f"{scheme.label}{size_of(facts)}", loss=loss, why_exact=why_exact).reason = f"a = {a}"
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
     else:  # LN(a x + f(x)) from x + f(LN(x))
@@ -168,7 +170,7 @@ def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest
     return Change(row, edits, starts=starting_values(model, name, part, edits))
 
 
-def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
+def _gain(site: BranchSite, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
     path, _, child = site.branch.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
@@ -186,7 +188,7 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
-def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
+def _weights(site: BranchSite, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
     """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
     branch = site.branch
     if part.scheme.preserve:
@@ -203,7 +205,7 @@ def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: floa
     ]
 
 
-def _require_one_matrix(site: Site, path: str) -> None:
+def _require_one_matrix(site: BranchSite, path: str) -> None:
     module = site.block.get_submodule(path) if path else site.block
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     if not path or len(matrices) != 1:
@@ -213,14 +215,14 @@ def _require_one_matrix(site: Site, path: str) -> None:
         )
 
 
-def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Change:
+def _scale(site: BranchSite, path: str, which: str, factor: float, bias: float) -> Change:
     """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
     module = site.block.get_submodule(path)
     part = "" if which == "all" else "values "
     row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
     loss = None if bias == factor else "parameters are reinitialised"
-    exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
-    row.replace_by(becomes, loss=loss, exact=exact).reason = loss and "biases start at zero"
+    why_exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
+    row.replace_by(becomes, loss=loss, why_exact=why_exact).reason = loss and "biases start at zero"
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     values = []
@@ -245,7 +247,7 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 
 def _sites_to_change(
     model: nn.Module, found: StackBranches, part: SchemeRequest[Any], kind: str
-) -> tuple[list[Site], list[Change]]:
+) -> tuple[list[BranchSite], list[Change]]:
     """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
     sites, names = list(sites_of(model, found.branches)), Names.of(model)
     for site in sites:
@@ -266,7 +268,7 @@ def _sites_to_change(
     return sites, [Change(row) for row in rows]
 
 
-def _joins_kept(site: Site, sites: list[Site]) -> list[Edit]:
+def _joins_kept(site: BranchSite, sites: list[BranchSite]) -> list[Edit]:
     """Edits for unchanged branches of the same block whose functional dropout a join must apply itself."""
     kept = [other for other in sites if other.block is site.block and other.reason is not None]
     return [other.join("host") for other in kept if other.branch.dropout]

@@ -157,7 +157,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
         if isinstance(module, nn.Embedding) and module.weight is source.weight
     }
     called: dict[str, nn.Embedding] = {}
-    with inference_state(model), observe_calls(found, before=lambda name, _: called.update({name: found[name]})):
+    with inference_state(model), observe_calls(found, on_call=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 

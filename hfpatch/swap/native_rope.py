@@ -113,7 +113,7 @@ def _change(
             new = _new_settings(rotation, scheme)
             _require_served(model, rotation, new, example_inputs)
             if row.loss == OTHER_ANGLES and _turns_alike(rotation, new):
-                row.replace_by(str(row.becomes), exact="it turns by the same angles")
+                row.replace_by(str(row.becomes), why_exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.is_dropped:
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
@@ -144,7 +144,7 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
     becomes = _describe_settings(new)
     same = new == rotation.settings and not rotation.is_dropped
     loss = None if same else OTHER_ANGLES
-    row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
+    row.replace_by(becomes, loss=loss, why_exact="it rotates like this already").reason = (
         "its own settings" if same else None
     )
     return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"),))

@@ -30,7 +30,7 @@ _NO_MEAN = "the mean over the channels of its input is zero"
 
 
 @dataclass
-class _Site:
+class _NormSite:
     """One norm module with its names and parents; a shared module has several.
 
     Attributes:
@@ -96,7 +96,7 @@ def plan_with(
     if conversion is not None:
         replaced = [site for site in changing if site.reason is None]
         exact, approximate = (tuple(s.names[0] for s in replaced if (s.loss is None) == same) for same in (True, False))
-        conversion = replace(conversion, exact=exact, approximate=approximate)
+        conversion = replace(conversion, exact_names=exact, approximate_names=approximate)
     if changing and all(site.reason for site in changing):
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     why = _SAME if conversion is None else _NO_MEAN
@@ -104,7 +104,7 @@ def plan_with(
     return changes + ([] if conversion is None else conversion.changes()), conversion
 
 
-def _give_loss(site: _Site, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
+def _give_loss(site: _NormSite, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
     """Find what the swap of a norm doesn't preserve; with init="exact" that keeps it."""
     assert site.facts is not None
     loss, obstacle = part.scheme.loss(site.facts), None
@@ -122,16 +122,16 @@ def _give_loss(site: _Site, part: SchemeRequest[Norm], conversion: Conversion | 
     site.loss = f"{loss} ({obstacle})" if loss and obstacle else loss
 
 
-def _find_sites(model: nn.Module) -> list[_Site]:
+def _find_sites(model: nn.Module) -> list[_NormSite]:
     """All norms of a model, and modules that look like norms but compute something else."""
-    sites: dict[int, _Site | None] = {}
+    sites: dict[int, _NormSite | None] = {}
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules[name] = module
         if id(module) not in sites:
             facts = describe(module)
             found = facts is not None or (looks_like_norm(module) and set(module._modules) <= {"parametrizations"})
-            sites[id(module)] = _Site(module, facts) if found and name else None
+            sites[id(module)] = _NormSite(module, facts) if found and name else None
         site = sites[id(module)]
         if site is not None:
             site.names.append(name)
@@ -142,7 +142,7 @@ def _find_sites(model: nn.Module) -> list[_Site]:
 # Which norms stay
 
 
-def _give_reasons_to_keep(sites: list[_Site], part: SchemeRequest[Norm], names: Names) -> None:
+def _give_reasons_to_keep(sites: list[_NormSite], part: SchemeRequest[Norm], names: Names) -> None:
     """Find why norms are kept.
 
     Those that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
@@ -160,7 +160,7 @@ def _give_reasons_to_keep(sites: list[_Site], part: SchemeRequest[Norm], names: 
         site.reason = site.reason or names.reason_to_keep(site.names, part.only, part.keep) or outside
 
 
-def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
+def _unconditional_reason(site: _NormSite, scheme: Norm) -> str | None:
     """Why a norm is kept regardless of the globs; None if it may be replaced."""
     if "parametrizations" in site.module._modules:
         return "parametrized: take its parametrizations off first"
@@ -171,7 +171,7 @@ def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
     return scheme.reason_to_keep(site.facts)
 
 
-def _reason_outside_stream(site: _Site, names: Names) -> str | None:
+def _reason_outside_stream(site: _NormSite, names: Names) -> str | None:
     """Why a norm isn't on the residual stream, so that it changes only if `only` names it; None if it is."""
     parts, what = site.names[0].split("."), None
     if any(_QUERY_KEY.match(piece) for piece in parts):
@@ -186,11 +186,11 @@ def _reason_outside_stream(site: _Site, names: Names) -> str | None:
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str) -> Change:
+def _change(model: nn.Module, site: _NormSite, part: SchemeRequest[Norm], why_exact: str) -> Change:
     """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
 
     Args:
-        exact: why the swap loses nothing, if it doesn't.
+        why_exact: why the swap loses nothing, if it doesn't.
     """
     facts, scheme, name = site.facts, part.scheme, site.names[0]
     row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=site.reason)
@@ -198,7 +198,9 @@ def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
-    row.replace_by(scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, exact=exact)
+    row.replace_by(
+        scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, why_exact=why_exact
+    )
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
     return Change(row, edits, starts=starting_values(model, name, part, edits), otherwise=site.otherwise)

@@ -306,15 +306,15 @@ def test_an_error_in_the_search_itself_is_no_reason(monkeypatch: pytest.MonkeyPa
 WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
     "an embedding that the head reads": (
         "gpt2",
-        lambda found: Centring((*found.folds, Axis("transformer.wte.weight", 0)), exact=found.exact),
+        lambda found: Centring((*found.folds, Axis("transformer.wte.weight", 0)), exact_patterns=found.exact_patterns),
     ),
     "a writer that was forgotten": (
         "gpt2",
-        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact=found.exact),
+        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact_patterns=found.exact_patterns),
     ),
     "norms that aren't exact": (
         "bert",
-        lambda found: Centring(found.folds, exact=(*found.exact, *found.approximate)),
+        lambda found: Centring(found.folds, exact_patterns=(*found.exact_patterns, *found.why_approximate)),
     ),
 }
 
