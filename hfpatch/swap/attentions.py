@@ -24,9 +24,9 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
 from ..schemes.rope import RoPE, caching_loss
-from ..sites.records.biases import BIASES
-from ..sites.records.record import Stack
-from ..sites.records.refused import WITHOUT_GRID
+from ..sites.architectures.architecture import Stack
+from ..sites.architectures.biases import BIASES
+from ..sites.architectures.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
 from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 from .score_bias import bias_for, require_bias
@@ -52,7 +52,7 @@ def attention_changes(
     """Return the changes of some of a stack's attentions; `reasons` say why one is kept.
 
     Raises:
-        UnsupportedError: this version of transformers builds one otherwise than recorded, or it can't take the scheme.
+        UnsupportedError: transformers builds one in another way than its row says, or it can't take the scheme.
         OptionError: the scheme doesn't fit its heads.
     """
     scheme = part.scheme
@@ -175,14 +175,14 @@ def _lens(stack: Stack) -> AttentionLens:
 
 
 def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
-    """Refuse an attention that this version of transformers builds otherwise than its record says."""
+    """Refuse an attention that this version of transformers builds otherwise than its row says."""
     sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
     parts = {part: getattr(module, part, None) for part in (*names_of(stack), *sizes)}
     missing = [part for part, found in parts.items() if found is None or isinstance(found, nn.Identity)]  # fused away
     if missing:
         raise UnsupportedError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
-            "hfpatch's record is of another version. Update transformers, or name other modules in only=."
+            "hfpatch knows it from another version. Update transformers, or name other modules in only=."
         )
 
 

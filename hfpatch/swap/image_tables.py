@@ -158,7 +158,7 @@ def row_order_of(item: FoundStack, table: Tensor) -> RowOrder:
     """Return the order of a stack's table.
 
     Raises:
-        UnsupportedError: the config and the record don't tell.
+        UnsupportedError: neither the config nor the architecture tells.
     """
     grid, config = item.stack.grid, getattr(item.owner, "config", None)
     size = getattr(config, IMAGE_SIZE, None)

@@ -17,10 +17,10 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
-from ..sites.records.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
-from ..sites.records.record import Stack
-from ..sites.records.refused import REFUSED
-from ..sites.records.rotating import OWN_ROTATIONS
+from ..sites.architectures.architecture import Stack
+from ..sites.architectures.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
+from ..sites.architectures.refused import REFUSED
+from ..sites.architectures.rotating import OWN_ROTATIONS
 from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions, require_settings
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting, derive
@@ -53,12 +53,12 @@ def plan_positions(
     """Plan the change of each table and attention of the model's stacks.
 
     Args:
-        model: any module tree that contains a recorded stack.
+        model: any module tree that contains a known stack.
         part: a position scheme with its globs.
         example_inputs: keyword arguments of one forward, for small models that no inputs can be made for.
 
     Raises:
-        UnsupportedError: no record names any of the model's classes; says what the model has instead.
+        UnsupportedError: no architecture names any of the model's classes; says what the model has instead.
         OptionError: the scheme doesn't fit the attention heads.
     """
     names, found = Names.of(model), find_stacks(model)
@@ -78,11 +78,11 @@ def plan_positions(
 
 
 def _affected_stacks(
-    model: nn.Module, part: SchemeRequest[Position], records: Mapping[str, Stack] | None = None
+    model: nn.Module, part: SchemeRequest[Position], known: Mapping[str, Stack] | None = None
 ) -> list[FoundStack]:
-    """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
+    """The stacks whose tables or biases a part would change, were they there; `known` as in `find_stacks`."""
     names = Names.of(model)
-    return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
+    return [item for item in find_stacks(model, known) if reasons_to_keep(item, part, names)[1] is None]
 
 
 def _find_refused(model: nn.Module) -> dict[str, str]:
@@ -110,9 +110,8 @@ def _unsupported_error(model: nn.Module, staying: list[Change]) -> UnsupportedEr
     for name, reason in _find_refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     return UnsupportedError(
-        f"{family}: none of its classes is recorded as owning a table of positions. hfpatch has no record for it, so "
-        f"pos= can't change its positions yet. `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= "
-        "works without."
+        f"{family}: hfpatch doesn't know which of its classes owns a table of positions, so pos= can't change them "
+        f"yet. `hfpatch families` lists the {len(ARCHITECTURES)} families that it knows; norm= works without."
     )
 
 
