@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.hooks import observe_calls
-from ..measure.outputs import in_float64, outputs_of
+from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import inference_state
 from ..measure.snapshot import NormInput, run
+from ..runtime.float64 import in_float64
 from ..sites.norms import describe
 from .observe import channel_axes
 

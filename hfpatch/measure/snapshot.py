@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.bare import has_weights
 from ..runtime.errors import UnsupportedError, describe_error
+from ..runtime.float64 import in_float64
 from .copies import copy_of
 from .hooks import CallArguments, first_tensor, observe_calls
 from .inputs import with_media
@@ -21,7 +22,6 @@ from .outputs import (
     Deviation,
     add_rounding_noise,
     deviations,
-    in_float64,
     last_bit,
     max_error,
     noise_floor,

@@ -18,8 +18,8 @@ from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
-from ..measure.outputs import in_float64
 from ..measure.quiet_forward import free_unused_memory, use_attention
+from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
