@@ -19,7 +19,7 @@ from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import equal, require_moved, require_runs_in_full, short_inputs
+from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
@@ -35,14 +35,10 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-
-    def make() -> Mapping[str, Any]:
-        if inputs is not None:
-            return inputs
-        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
-
+    length = plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None
+    makers = makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
     norms = None if plan.conversion is None else plan.conversion.to_check()
-    before = Snapshot(model, make, norms)
+    before = Snapshot(model, makers, norms)
     if norms is None or before.forward is not None:
         return before
     where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"

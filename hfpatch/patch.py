@@ -162,7 +162,7 @@ def _carry_out(
         original = _original_of(model, plan, calibration)
         norms.apply(model, transaction)
         if plan.conversion is not None:
-            plan.conversion.compensate(transaction)
+            plan.conversion.compensate(before.inputs, transaction)
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))

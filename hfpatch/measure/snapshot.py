@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from .outputs import (
 )
 from .quiet_forward import cast_for_model
 
+MakeInputs = Callable[[], Mapping[str, Any] | None]  # keyword arguments of a forward, or None where there are none
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
 
 
@@ -74,20 +75,20 @@ def run(
     return found
 
 
-def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) -> dict[str, Tensor] | Exception:
+def attempt(model: nn.Module, make: MakeInputs) -> dict[str, Tensor] | Exception:
     """Return the outputs of one forward of a copy on new inputs, or the reason why there are none.
 
     A copy, since some models change their own settings in a forward.
 
     Args:
         model: isn't changed.
-        inputs: makes the keyword arguments of the forward; no outputs where it returns None.
+        make: makes the keyword arguments of the forward; no outputs where it returns None.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is too little memory.
     """
     try:
-        made = inputs()
+        made = make()
         return {} if made is None else run(copy_of(model, share=True), cast_for_model(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
@@ -151,7 +152,7 @@ class Snapshot:
 
     Args:
         model: as it is before.
-        inputs: makes the keyword arguments of one forward.
+        makers: each makes keyword arguments of one forward, or None; the first with which the model runs are taken.
         norms: inputs of the norms that are to be exact, by name; with them the noise floors are measured. None where
             nothing is checked.
 
@@ -166,7 +167,7 @@ class Snapshot:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Callable[[], Mapping[str, Any]], norms: Mapping[str, NormInput] | None = None
+        self, model: nn.Module, makers: Iterable[MakeInputs], norms: Mapping[str, NormInput] | None = None
     ) -> None:
         self.norms = norms or {}
         self.inputs: dict[str, Any] = {}
@@ -177,14 +178,21 @@ class Snapshot:
         if not has_weights(model):
             self.why_not = "weights aren't in memory"
             return
-        try:
-            self.inputs = cast_for_model(model, inputs())
+        for make in makers:
             copied = copy_of(model, share=True)
-            forward = run(copied, self.inputs, self.norms)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:  # whatever a forward on generated inputs may raise
-            self.why_not, self.error = describe_error(error), error
+            try:
+                if (made := make()) is None:
+                    continue
+                self.inputs = cast_for_model(model, made)
+                forward = run(copied, self.inputs, self.norms)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # whatever a forward on generated inputs may raise
+                self.why_not, self.error = describe_error(error), error
+                continue
+            self.why_not, self.error = "", None
+            break
+        else:
             return
         if (broken := not_a_number(forward.outputs)) is not None:
             self.why_not = f"its {broken} was NaN throughout before the patch"

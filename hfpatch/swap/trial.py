@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
+from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part, with_media
 from ..measure.shrink import TOKENS
-from ..measure.snapshot import attempt, media_inputs
+from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
@@ -239,14 +239,11 @@ def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Set
     return {name: fit(value) for name, value in inputs.items()}
 
 
-def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model, also if a patch sets a new length.
+def makers_of_short_inputs(model: nn.Module, new_length: int | None) -> list[MakeInputs]:
+    """Return what makes inputs that are short enough for a model, also if a patch sets a new length.
 
-    With images or sounds where the model reads them beside text.
-
-    Raises:
-        UnsupportedError: the forward requires something that no general rule makes.
+    With images or sounds where the model reads them beside text, and without.
     """
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
     tokens = min(lengths, default=None)
-    return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)
+    return [partial(make, model, tokens=tokens) for make in (with_media, example_inputs)]
