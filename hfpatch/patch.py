@@ -383,9 +383,10 @@ def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init:
 
 def _not_preserved(plan: Plan, changed: Mapping[str, Outcome], report: RepairReport | None) -> str:
     """Text of the warning: what the patch didn't preserve, and how to get a repair or more about the one that ran."""
+    own = "'self' (sequences that it writes), " if plan.generates else ""
     advice = (
-        "calibration=texts with tokenizer= (or inputs without labels; --calibration FILE), or calibration='self' for a "
-        "model that generates, repairs it without training. plan_patch(...) lists the modules."
+        f"calibration= (--calibration) repairs it without training: {own}texts with tokenizer=, or inputs without "
+        "labels. plan_patch(...) lists the modules."
     )
     if report is not None:
         advice = "repair_report(model) lists the repair's steps and what couldn't be fitted."

@@ -212,6 +212,13 @@ def test_there_is_no_warning_where_nothing_was_lost_or_all_starts_afresh(request
         patch_model(tiny("gpt2"), **request_)
 
 
+@pytest.mark.parametrize(("family", "head", "writes"), [("gpt2", LM, True), ("bert", "AutoModel", False)])
+def test_the_warning_offers_a_models_own_text_where_it_writes_some(family: str, head: str, writes: bool) -> None:
+    with pytest.warns(NotPreservedWarning, match="repairs it without training") as caught:
+        patch_model(tiny(family, head), norm="dyt")
+    assert ("'self'" in str(caught[0].message)) == writes
+
+
 def test_the_warning_as_an_error_leaves_the_model_as_it_was() -> None:
     """`-W error` turns the warning into an exception when the work is done: it is taken back, as after any other."""
     model = tiny("gpt2")
