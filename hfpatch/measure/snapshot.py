@@ -179,11 +179,10 @@ class Snapshot:
             self.why_not = "weights aren't in memory"
             return
         for make in makers:
-            copied = copy_of(model, share=True)
             try:
                 if (made := make()) is None:
                     continue
-                self.inputs = cast_for_model(model, made)
+                self.inputs, copied = cast_for_model(model, made), copy_of(model, share=True)
                 forward = run(copied, self.inputs, self.norms)
             except OUT_OF_MEMORY:
                 raise
