@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from .checkpoint.outer import require_outermost
 from .core.bare import require_bare, require_unquantized
-from .core.globs import Names, require_matches
+from .core.globs import require_matches
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
 from .core.results import Result, Table, dataframe, to_json_value
@@ -46,6 +46,7 @@ from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import Record, Request, SchemeRequest
+from .sites.sites import Sites
 from .swap.config_diff import Setting
 from .swap.planners import PlannerResult, planner_of
 from .swap.written_config import require_valid_config
@@ -307,15 +308,15 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
     _require_same_init(request.parts, record)
     _require_order(parts, record)
-    planned: dict[str, PlannerResult] = {}
+    sites, planned = Sites(model, example_inputs), dict[str, PlannerResult]()
     for kind, part in parts.items():
-        found = planner_of(part.scheme)(model, part, example_inputs)
+        found = planner_of(part.scheme)(sites, part)
         if found.changes and not _is_patched_already(found.changes):
             planned[kind] = found
     plan = Plan.of(model, record, planned)
     if planned:
         globs = {option: getattr(next(iter(planned.values())).part, option) for option in ("only", "keep")}
-        require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
+        require_matches(sites.names, globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, found in planned.items():
         _require_change(plan, kind, found)
     require_valid_config(model, plan.lengths)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS, PLACEMENTS
 from ..core.weight_change import WeightChange, along_axis
@@ -34,13 +32,12 @@ from ..sites.branches import (
 )
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
+from ..sites.sites import Sites
 from .norms import norm_text, starting_values
 from .planners import PlannerResult
 
 
-def plan_placement(
-    model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_placement(sites: Sites, part: SchemeRequest[Placement]) -> PlannerResult:
     """Plan the norm placement of each branch of the model.
 
     Raises:
@@ -49,15 +46,15 @@ def plan_placement(
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"placement={part.scheme.name!r}"
-    found = discover(model, request, example_inputs)
+    found = discover(sites.model, request, sites.example_inputs)
     for branch in found.branches:
         _require_strict(branch, found)
     require_transparent(found, request)
-    sites, others = _sites_to_change(model, found, part, "placement")
-    for site in sites:
+    branches, others = _sites_to_change(sites, found, part, "placement")
+    for site in branches:
         if site.branch.placement == part.scheme.name:
             site.reason = site.reason or f"is {part.scheme.name} already"
-    return PlannerResult(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
+    return PlannerResult(part, [*others, *(_plan_site(sites.model, site, branches, part) for site in branches)])
 
 
 def _require_strict(branch: Branch, found: StackBranches) -> None:
@@ -100,9 +97,7 @@ def _plan_site(model: nn.Module, site: BranchSite, sites: list[BranchSite], part
 # DeepNorm
 
 
-def plan_deepnorm(
-    model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
     """Plan the DeepNorm change of each norm, and of the branches' weights.
 
     Raises:
@@ -111,15 +106,15 @@ def plan_deepnorm(
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"norm={part.scheme.name!r}"
-    found = discover(model, request, example_inputs, weights=part.init == "reset")
+    found = discover(sites.model, request, sites.example_inputs, weights=part.init == "reset")
     for branch in found.branches:
         _require_sequential(branch, part.scheme)
     if any(branch.placement == "pre" for branch in found.branches):
         require_transparent(found, request)
-    sites, changes = _sites_to_change(model, found, part, "norm")
-    for site in sites:
+    branches, changes = _sites_to_change(sites, found, part, "norm")
+    for site in branches:
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
-        change = _change(model, site, sites, part, alpha)
+        change = _change(sites.model, site, branches, part, alpha)
         changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
     return PlannerResult(part, changes)
 
@@ -246,26 +241,26 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 
 
 def _sites_to_change(
-    model: nn.Module, found: StackBranches, part: SchemeRequest[Any], kind: str
+    sites: Sites, found: StackBranches, part: SchemeRequest[Any], kind: str
 ) -> tuple[list[BranchSite], list[Change]]:
     """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
-    sites, names = list(sites_of(model, found.branches)), Names.of(model)
-    for site in sites:
+    branches = list(sites_of(sites.model, found.branches))
+    for site in branches:
         facts = describe(site.norm)
         if facts is None:
             site.reason = "not LayerNorm's arithmetic"
             continue
-        site.reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
+        site.reason = sites.names.reason_to_keep([site.norm_name], part.only, part.keep)
         if site.reason is None and isinstance(part.scheme, Norm):
             site.reason = part.scheme.reason_to_keep(facts)
-    of_branches = {id(site.norm) for site in sites}
-    others = [(name, module) for name, module in model.named_modules() if id(module) not in of_branches]
+    of_branches = {id(site.norm) for site in branches}
+    others = [(name, module) for name, module in sites.model.named_modules() if id(module) not in of_branches]
     rows = [
         Row(kind, name, norm_text(module, facts), reason="not the norm of a residual branch")
         for name, module in others
         if (facts := describe(module)) is not None
     ]
-    return sites, [Change(row) for row in rows]
+    return branches, [Change(row) for row in rows]
 
 
 def _joins_kept(site: BranchSite, sites: list[BranchSite]) -> list[Edit]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +20,11 @@ from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projecti
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
+from ..sites.sites import Sites
 from .planners import PlannerResult
 
 
-def plan_mlp_request(
-    model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_mlp_request(sites: Sites, part: SchemeRequest[MLP]) -> PlannerResult:
     """Plan an MLP scheme for each of the model's MLPs.
 
     Raises:
@@ -35,10 +33,10 @@ def plan_mlp_request(
             isn't the replaced one's, or V has no bias.
         WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
     """
-    scheme = part.scheme
-    names, sites = Names.of(model), find_mlps(model)
-    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in sites})
-    changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in sites]
+    scheme, model, names = part.scheme, sites.model, sites.names
+    found = find_mlps(model)
+    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in found})
+    changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in found]
     changes += [
         Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
         for name in mixtures(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import SchemeRequest
 from ..sites.norms import describe, looks_like_norm, size_of
+from ..sites.sites import Sites
 from .planners import PlannerResult, not_exact
 
 _QUERY_KEY = re.compile(
@@ -51,26 +52,24 @@ class _NormSite:
     otherwise: str | None = None
 
 
-def plan_norm_request(
-    model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
     """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
-    changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
+    changes, conversion = plan_with(sites, part, Conversion.of_request(sites.model, part, sites.example_inputs))
     return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
-def plan_norms(model: nn.Module, part: SchemeRequest[Norm]) -> list[Change]:
+def plan_norms(sites: Sites, part: SchemeRequest[Norm]) -> list[Change]:
     """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
-    return plan_with(model, part, None)[0]
+    return plan_with(sites, part, None)[0]
 
 
 def plan_with(
-    model: nn.Module, part: SchemeRequest[Norm], conversion: Conversion | None
+    sites: Sites, part: SchemeRequest[Norm], conversion: Conversion | None
 ) -> tuple[list[Change], Conversion | None]:
     """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
-        model: any module tree.
+        sites: of any module tree.
         part: a norm scheme with its globs.
         conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
 
@@ -82,13 +81,13 @@ def plan_with(
         UnsupportedError: init="exact", and no swap is.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
-    sites = _find_sites(model)
-    if not any(site.facts for site in sites):
+    model, norms = sites.model, _find_sites(sites.model)
+    if not any(site.facts for site in norms):
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={part.scheme.name!r} has nothing to replace."
         )
-    _give_reasons_to_keep(sites, part, Names.of(model))
-    changing = [site for site in sites if site.reason is None]
+    _give_reasons_to_keep(norms, part, sites.names)
+    changing = [site for site in norms if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
         conversion = conversion.find()
     for site in changing:
@@ -100,7 +99,7 @@ def plan_with(
     if changing and all(site.reason for site in changing):
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     why = _SAME if conversion is None else _NO_MEAN
-    changes = [_change(model, site, part, why) for site in sites]
+    changes = [_change(model, site, part, why) for site in norms]
     return changes + ([] if conversion is None else conversion.changes()), conversion
 
 
