@@ -37,6 +37,8 @@ from .schemes.norms import Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import EXACT, Outcome, Record, Request
+from .sites.sites import Sites
+from .swap.folded import plan_fold_of_fixed
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
@@ -124,12 +126,15 @@ def patch_model(
     if calibration is not None:
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
+    elif init != "reset":
+        _require_data(plan, model)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
+            _fold_fixed_norms(plan, model, transaction, example_inputs)
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:
@@ -197,6 +202,36 @@ def _convert_exactly(
         raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
     transaction.undo(start)
     return plan.inexact(model, measured), None
+
+
+def _fold_fixed_norms(
+    plan: Plan, model: PreTrainedModel, transaction: Transaction, inputs: Mapping[str, Any] | None
+) -> None:
+    """Fold the fixed norms that a plan put in, if its scheme says so, and check that on the model.
+
+    Raises:
+        VerificationError: the folded model differs by more than rounding.
+    """
+    found = plan.planned.get("norm")
+    if found is None or not getattr(found.part.scheme, "folds", False):
+        return
+    names = [change.row.module for change in found.changes if change.changes]
+    with keep_random_state(), torch.inference_mode(False):
+        folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)
+        folding = Plan.of(model, Record.of(model.config), {"norm": folded})
+        if folding.empty:
+            return
+        before = snapshot_of(model, folding, inputs)
+        for phase in folding.phases:
+            phase.apply(model, transaction)
+        give_patched_config(model, folding.record, transaction, [])
+        outcome = measure_outcomes(folding, before, model, None, None, inputs)["norm"]
+    if outcome.verdict != EXACT:
+        raise VerificationError(
+            f"{plan.model_name}: folding the fixed norms isn't exact on this model: {outcome}. The model was left "
+            "unchanged. Use norm='fixed' to leave them unfolded.",
+            str(outcome),
+        )
 
 
 def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTrainedModel | None:
@@ -349,6 +384,21 @@ def _require_changes(plan: Plan) -> None:
         raise OptionError(
             f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
             "repair(model, original, batches), with the original model."
+        )
+
+
+def _require_data(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse a scheme whose starting values are measured on data where there is no calibration.
+
+    Raises:
+        OptionError: says what to pass.
+    """
+    scheme = plan.planned["norm"].part.scheme if "norm" in plan.planned else None
+    if isinstance(scheme, Norm) and scheme.needs_calibration and has_weights(model):
+        own = ' "self" (sequences that the model writes), or' if plan.generates else ""
+        raise OptionError(
+            f"norm={str(scheme)!r} puts a constant in place of 1/sigma, which is measured on data. Pass calibration="
+            f"{own} texts or inputs; or init='reset' to train from scratch."
         )
 
 

@@ -143,7 +143,7 @@ class Plan(Result):
         """The patch record that the model's config will hold."""
         record = self.old_record
         for kind, found in self.planned.items():
-            record = record.with_request(kind, found.part)
+            record = record if record.has(kind, found.part) else record.with_request(kind, found.part)
         return record.with_edits(self.edits)
 
     @property

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
+from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of, to_cpu
 
 
@@ -220,21 +220,6 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
         return stream if form is None else (stream, *form)
 
     return forward
-
-
-def is_linear_map(module: nn.Module) -> bool:
-    """Return whether a module computes x W + b over the last axis with its own floating-point weight."""
-    weight = module._parameters.get("weight")  # absent where it is parametrised
-    return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
-
-
-def holds_maps(module: nn.Module) -> bool:
-    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer."""
-    usual = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
-    inside = any(parameter is not None for child in module.children() for parameter in child.parameters())
-    if isinstance(module, usual) or inside or type(module).__module__.startswith("torch.nn."):
-        return False
-    return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
 
 
 def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:

@@ -21,13 +21,14 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
+from ..sites.linear_maps import transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
+from .input_scale import InputScale
 from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
-from .stacked import transform_along_axis
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
@@ -53,6 +54,7 @@ class Fitter:
     ):
         self.new, self.old, self.batches, self.transaction = new, old, new.batches, transaction
         self.roles, self.report, self.fit = roles, report, fit
+        self.scales: dict[str, InputScale] = {}  # of fixed norms
         self.mapped: dict[str, int] = {}  # attention -> batches for which the original's maps were saved
 
     def skip(self, module: str, kind: str, note: str) -> None:
@@ -87,7 +89,10 @@ class Fitter:
                 if getattr(module, parameter) is not None:
                     self.transaction.write(module, WeightChange(parameter, "value", value))
 
-        self._keep_if_nearer(name, "norm", fit_norm(module, rows), write, self._error({name: output}, decoder, (name,)))
+        fit = fit_norm(module, rows)
+        if name in self.scales:
+            fit.note = str(self.scales[name])
+        self._keep_if_nearer(name, "norm", fit, write, self._error({name: output}, decoder, (name,)))
         return self.new.delete_saved()
 
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:

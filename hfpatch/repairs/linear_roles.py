@@ -14,11 +14,11 @@ from torch import Tensor
 from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import use_attention
 from ..sites.blocks import OUTPUT, observe_blocks
+from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
 from ..sites.norms import describe
 from ..sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 from .attention_maps import map_in
-from .block_replay import BlockReplay, Segment, is_linear_map
-from .stacked import Axes, reading_axes, writing_axes
+from .block_replay import BlockReplay, Segment
 
 _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
 

@@ -35,6 +35,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
+from ..runtime.fixed import FixedNorm
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record
@@ -44,6 +45,7 @@ from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, output_distance
 from .fits import Fitter
+from .input_scale import start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .longer import LongerSequences, positions_of
 from .reference import require_repairable
@@ -134,7 +136,8 @@ class _Repairer:
 
     Attributes:
         new, old: the patched model and the original.
-        norms: names of the norms that changed, except for those that run several times in a forward.
+        changed: names of the norms that changed.
+        norms: those of them that run once in a forward.
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
         gives_up: whether the original's finished blocks may be freed.
@@ -160,6 +163,8 @@ class _Repairer:
     def run(self) -> None:
         """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards."""
         segments = self._segments()
+        if self.gives_up:
+            self._start()
         mark = len(self.transaction)
         with tqdm(total=len(segments), desc="repair") as self.bar:
             self._show("distance before")
@@ -182,6 +187,12 @@ class _Repairer:
         if not self.report.kept:
             self.transaction.undo(mark)
 
+    def _start(self) -> None:
+        """Give norms whose starting values are measured on data these values; not undone if a repair is."""
+        fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
+        if fixed:
+            self.fitter.scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
+
     def _segments(self) -> list[Segment]:
         """Segments to repair, in forward order: the blocks, and changed norms outside of them."""
         changed = {
@@ -196,7 +207,7 @@ class _Repairer:
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         for name in sorted(several & changed):
             self.fitter.skip(name, "norm", "runs several times in a forward (layers share it)")
-        self.norms = changed - several
+        self.changed, self.norms = changed, changed - several
         self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
         return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
 

@@ -6,6 +6,7 @@ from .attention import AttentionLens, Window
 from .batch_norm import MaskedBatchNorm, Padded
 from .constants import ConstantPositions, FixedArguments, MeanRow, NoPositions, Rows, ZeroBiases
 from .edits import register_component
+from .fixed import BiasedLinear, FixedNorm, NoNorm
 from .gated import GatedActivation, GatedLinear, Projection
 from .grid import Grid
 from .handing_down import HandedDown
@@ -28,6 +29,7 @@ from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
     *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
+    *(FixedNorm, NoNorm, BiasedLinear),
     *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, HostRotary),
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),
 )

@@ -27,6 +27,7 @@ class Norm(Scheme):
         component: the class of the module that replaces a norm, assigned without an annotation. Its constructor's
             further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
+        needs_calibration: whether its starting values are measured on calibration data.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Norm(Scheme):
     planner: ClassVar[str] = "hfpatch.swap.norms:plan_norm_request"
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
+    needs_calibration: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -77,7 +79,11 @@ class Norm(Scheme):
             facts: what the replaced norm computes, or what a new norm is to compute.
             old: the replaced norm; None for a norm that is added.
         """
-        facts, module = self.remaining_facts(facts), self.module_class()
+        return self.call_with(self.remaining_facts(facts), old)
+
+    def call_with(self, facts: NormFacts, old: nn.Module | None) -> Call:
+        """Likewise from the facts of the new module."""
+        module = self.module_class()
         sizes = [one.shape for one in facts.parameters_of(old) if one is not None] if old is not None else []
         usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
         usual |= zip(("gain", "shift"), parameter_names(old), strict=True)
@@ -204,8 +210,8 @@ class RMS(Norm):
 
 
 @dataclass(frozen=True)
-class _Elementwise(Norm):
-    """Base of DyT and Derf, whose formulas have a gain and a shift also where the replaced norm has none of them."""
+class Elementwise(Norm):
+    """Base of DyT, Derf and fixed norms, which have a gain and a shift even if the replaced norm has none."""
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
         if not facts.shape:  # of any size: there is no shape to give them
@@ -216,7 +222,7 @@ class _Elementwise(Norm):
 
 @NORMS.register("dyt")
 @dataclass(frozen=True)
-class DyT(_Elementwise):
+class DyT(Elementwise):
     """Dynamic Tanh: an elementwise squashing in place of normalisation.
 
     `gain * tanh(alpha x) + shift`, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
@@ -259,7 +265,7 @@ class DyT(_Elementwise):
 
 @NORMS.register("derf")
 @dataclass(frozen=True)
-class Derf(_Elementwise):
+class Derf(Elementwise):
     """Dynamic erf: like DyT with the error function and a learned shift inside.
 
     `gain * erf(alpha x + s) + shift`, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters, or new

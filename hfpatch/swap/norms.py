@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,13 +58,16 @@ def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
     return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
-def plan_norms(sites: Sites, part: SchemeRequest[Norm]) -> list[Change]:
+def plan_norms(sites: Sites, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
     """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
-    return plan_with(sites, part, None)[0]
+    return plan_with(sites, part, None, special)[0]
 
 
 def plan_with(
-    sites: Sites, part: SchemeRequest[Norm], conversion: Conversion | None
+    sites: Sites,
+    part: SchemeRequest[Norm],
+    conversion: Conversion | None,
+    special: Mapping[str, str] | None = None,
 ) -> tuple[list[Change], Conversion | None]:
     """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
@@ -72,6 +75,7 @@ def plan_with(
         sites: of any module tree.
         part: a norm scheme with its globs.
         conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
+        special: norm -> what it is, for further ones that are kept unless `only` names them.
 
     Returns:
         The changes, and the conversion with what it found and the norms that it changes.
@@ -86,7 +90,7 @@ def plan_with(
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={part.scheme.name!r} has nothing to replace."
         )
-    _give_reasons_to_keep(norms, part, sites.names)
+    _give_reasons_to_keep(norms, part, sites.names, special or {})
     changing = [site for site in norms if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
         conversion = conversion.find()
@@ -141,17 +145,19 @@ def _find_sites(model: nn.Module) -> list[_NormSite]:
 # Which norms stay
 
 
-def _give_reasons_to_keep(sites: list[_NormSite], part: SchemeRequest[Norm], names: Names) -> None:
+def _give_reasons_to_keep(
+    sites: list[_NormSite], part: SchemeRequest[Norm], names: Names, kinds: Mapping[str, str]
+) -> None:
     """Find why norms are kept.
 
     Those that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
-    `only` matches no other replaceable norms than such.
+    `only` matches no other replaceable norms than such. So are those that `kinds` names.
     """
     special = {}
     for site in sites:
         site.reason = _unconditional_reason(site, part.scheme)
         if site.reason is None:
-            special[tuple(site.names)] = _reason_outside_stream(site, names)
+            special[tuple(site.names)] = _reason_to_name(site, names, kinds)
     named = names.explicitly_selected(part.only, {key: reason is not None for key, reason in special.items()})
     for site in sites:
         key = tuple(site.names)
@@ -170,10 +176,12 @@ def _unconditional_reason(site: _NormSite, scheme: Norm) -> str | None:
     return scheme.reason_to_keep(site.facts)
 
 
-def _reason_outside_stream(site: _NormSite, names: Names) -> str | None:
-    """Why a norm isn't on the residual stream, so that it changes only if `only` names it; None if it is."""
-    parts, what = site.names[0].split("."), None
-    if any(_QUERY_KEY.match(piece) for piece in parts):
+def _reason_to_name(site: _NormSite, names: Names, kinds: Mapping[str, str]) -> str | None:
+    """Why a norm changes only if `only` names it: it isn't on the residual stream, or `kinds` says so; else None."""
+    parts, what = site.names[0].split("."), next((kinds[name] for name in site.names if name in kinds), None)
+    if what is not None:
+        pass
+    elif any(_QUERY_KEY.match(piece) for piece in parts):
         what = "queries or keys"
     elif any(_FEATURES.search(piece) for piece in parts):
         what = "a feature extractor"

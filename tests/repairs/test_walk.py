@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
-from hfpatch.repairs.block_replay import BlockReplay, is_linear_map, segments_of
+from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
+from hfpatch.sites.linear_maps import is_linear_map
 
 
 def norms_in(model: nn.Module) -> list[str]:

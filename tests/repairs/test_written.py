@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hfpatch.patch import repair_report
 from hfpatch.repairs import fits
-from hfpatch.repairs.block_replay import is_linear_map
+from hfpatch.sites.linear_maps import is_linear_map
 
 WITHOUT_BIASES = ("llama", "gemma", "qwen3", "olmo", "olmo2", "mistral", "nemotron", "granite", "glm", "falcon")
 WITH_BIASES = ("gpt2", "opt", "gpt_neox", "bloom", "starcoder2", "stablelm", "phi")

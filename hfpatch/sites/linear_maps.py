@@ -1,7 +1,7 @@
-"""Linear maps of modules that aren't `nn.Linear`: routers, and experts whose weights are stacked in one Parameter.
+"""Linear maps: `nn.Linear` and Conv1D, routers, and experts whose weights are stacked in one Parameter.
 
-Which Parameters a module multiplies its input with, and which make its output, is found by running it: with other
-values in them it must do what it does to another input, or give what is another output.
+Of the latter two, which Parameters a module multiplies its input with, and which make its output, is found by running
+it: with other values in them it must do what it does to another input, or give what is another output.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
 from ..measure.hooks import CallArguments, first_tensor
@@ -19,6 +20,21 @@ from ..measure.hooks import CallArguments, first_tensor
 Axes = tuple[tuple[str, int], ...]  # names of Parameters, each with an axis
 _TOLERANCE = 1e-4  # relative; the module runs in float32: experts' kernels take no float64
 _ROWS = 64  # of its input that it runs on
+
+
+def is_linear_map(module: nn.Module) -> bool:
+    """Return whether a module computes x W + b over the last axis with its own floating-point weight."""
+    weight = module._parameters.get("weight")  # absent where it is parametrised
+    return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
+
+
+def holds_maps(module: nn.Module) -> bool:
+    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer."""
+    usual = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+    inside = any(parameter is not None for child in module.children() for parameter in child.parameters())
+    if isinstance(module, usual) or inside or type(module).__module__.startswith("torch.nn."):
+        return False
+    return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
 
 
 def reading_axes(module: nn.Module, call: CallArguments) -> Axes | None:

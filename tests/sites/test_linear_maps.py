@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfpatch.measure.hooks import CallArguments, first_tensor, observe_calls
-from hfpatch.repairs.block_replay import holds_maps
-from hfpatch.repairs.stacked import reading_axes, transform_along_axis, writing_axes
+from hfpatch.sites.linear_maps import holds_maps, reading_axes, transform_along_axis, writing_axes
 
 
 def calls_of(family: str) -> dict[str, tuple[nn.Module, CallArguments]]:

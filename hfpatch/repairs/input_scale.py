@@ -1,0 +1,111 @@
+"""Starting values of fixed norms: the median of 1/sigma at each norm's input, measured on the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
+from ..errors import OptionError
+from ..measure.hooks import CallArguments, first_tensor
+from ..runtime.fixed import FixedNorm
+from ..sites.norms import describe
+from .block_replay import BlockReplay
+
+_TOKENS = 2**16  # of each norm, at most about this many are looked at
+
+
+@dataclass
+class InputScale:
+    """Scales of a norm's input: 1/sigma of LayerNorm, or 1/rms of RMSNorm, one number a token.
+
+    Attributes:
+        all: of all tokens, batch by batch.
+        first: of those at the first position, where the input is (B, T, d).
+    """
+
+    all: list[Tensor] = field(default_factory=list)
+    first: list[Tensor] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return float(torch.cat(self.all).median())
+
+    def __str__(self) -> str:
+        """How the size of the input varies, in units of its median."""
+        sizes = self.median / torch.cat(self.all)
+        low, high = (float(one) for one in sizes.quantile(torch.tensor([0.05, 0.95], dtype=sizes.dtype)))
+        first = f"; first position {self.median / float(torch.cat(self.first).median()):.3g}" if self.first else ""
+        return f"input size of 90% of tokens {low:.2g} to {high:.2g} times the median{first}"
+
+
+def start_fixed_norms(
+    new: BlockReplay,
+    old: BlockReplay,
+    norms: Iterable[str],
+    in_decoder: Callable[[str], bool],
+    transaction: Transaction,
+) -> dict[str, InputScale]:
+    """Give fixed norms the original's gain times the median of 1/sigma at its input.
+
+    Args:
+        new, old: replays of the patched model and of the original.
+        norms: names of the fixed norms.
+        in_decoder: whether a module is part of an encoder-decoder's decoder.
+        transaction: logs the new values.
+
+    Returns:
+        What was measured, by norm.
+
+    Raises:
+        OptionError: calibration doesn't reach one of them.
+    """
+    scales = {name: InputScale() for name in norms}
+    step = max(1, old.batches.tokens // _TOKENS)
+    batches = [index for index in range(len(old.batches)) if not old.batches.judges(index)]
+    for index in batches[::step]:
+
+        def measure(name: str, call: CallArguments, index: int = index) -> None:
+            _measure(scales[name], old, name, first_tensor(call).detach(), index, in_decoder(name))
+
+        with old.observe_calls(scales, on_call=measure):
+            old.forward(index)
+    if unreached := [name for name, scale in scales.items() if not scale.all]:
+        raise OptionError(
+            f"calibration doesn't reach {len(unreached)} of the {len(scales)} norms that get a constant scale, such as "
+            f"{unreached[0]}, so their constants aren't known. Pass inputs that reach them (images or sounds as well), "
+            f"or keep them with keep=."
+        )
+    for name, scale in scales.items():
+        _write(new, old, name, scale.median, transaction)
+    return scales
+
+
+def _measure(scale: InputScale, old: BlockReplay, name: str, x: Tensor, index: int, decoder: bool) -> None:
+    facts = describe(old.modules[name])
+    assert facts is not None
+    x = x.movedim(1, -1) if facts.channels_first else x
+    axes = tuple(range(-max(1, len(facts.shape)), 0))
+    x = x.float() if x.dtype != torch.float64 else x
+    x = x - x.mean(axes, keepdim=True) if facts.kind == "layer" else x
+    found = (x.square().mean(axes) + (facts.eps or 0.0)).rsqrt().cpu().double()
+    if found.dim() == 2 and len(found) == old.batches.count_of(index):
+        valid = old.batches.rows(index, x.shape, decoder).reshape(found.shape)
+        scale.first.append(found[:, 0][valid[:, 0]])
+        found = found[valid]
+    scale.all.append(found.flatten())
+
+
+def _write(new: BlockReplay, old: BlockReplay, name: str, constant: float, transaction: Transaction) -> None:
+    module, facts = new.modules[name], describe(old.modules[name])
+    assert isinstance(module, FixedNorm)
+    assert module.gain is not None
+    assert facts is not None
+    stored = facts.parameters_of(old.modules[name])[0]
+    gain = torch.ones_like(module.gain) if stored is None else stored.detach().to(module.gain) + facts.offset
+    value = gain.double().cpu() * constant - module.facts.offset
+    transaction.write(module, WeightChange("gain", "value", value))

@@ -1,0 +1,66 @@
+"""Finds the last norm of each stack of blocks, which sets the scale of the stack's output, on a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..measure.hooks import CallArguments, first_tensor, observe_calls
+from ..measure.twin import twin_with_media
+from ..runtime.edits import pattern_of
+from .blocks import measuring, stream_blocks
+from .norms import describe
+
+
+def find_final_norms(model: nn.Module, example_inputs: Mapping[str, Any] | None) -> set[str]:
+    """Return the names of norms that take a stack's output, or else give it (post-norm).
+
+    Raises:
+        UnsupportedError: no small model runs.
+    """
+    small, inputs = twin_with_media(model, example_inputs)
+    with measuring(model, "its last norm isn't known"):
+        patterns, last_in_block = _observe(small, inputs)
+    found = {name for name, module in model.named_modules() if describe(module) and pattern_of(name) in patterns}
+    for pattern in last_in_block:  # of the last block
+        found.update([name for name, _ in model.named_modules() if pattern_of(name) == pattern][-1:])
+    return found
+
+
+def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Patterns of the norms that take a stack's output, and of those inside of blocks that give it."""
+    blocks = {block.name for block in stream_blocks(small, inputs)}
+    modules = dict(small.named_modules())
+    norms = {name for name, module in modules.items() if describe(module) is not None}
+    inside = {norm for norm in norms if any(norm.startswith(f"{block}.") for block in blocks)}
+    given: dict[str, Tensor] = {}  # by stack, the output of its latest block
+    taking: dict[str, str] = {}  # by stack, the norm outside of blocks that takes this
+    giving: dict[str, str] = {}  # by stack, the norm that gives it
+    latest: tuple[str, Tensor] | None = None
+
+    def on_call(name: str, call: CallArguments) -> None:
+        if name in norms - inside:
+            x = first_tensor(call)
+            for stack, output in given.items():
+                if output.shape[-1] == x.shape[-1] and torch.equal(output.flatten(0, -2), x.flatten(0, -2)):
+                    taking.setdefault(stack, name)
+
+    def on_result(name: str, output: Any) -> None:
+        nonlocal latest
+        if name in inside:
+            latest = name, first_tensor(output)
+        elif name in blocks:
+            stack = pattern_of(name)
+            given[stack] = first_tensor(output).clone()
+            taking.pop(stack, None)
+            giving.pop(stack, None)
+            if latest is not None and torch.equal(latest[1], given[stack]):
+                giving[stack] = latest[0]
+
+    with observe_calls({name: modules[name] for name in {*norms, *blocks}}, on_call, on_result), torch.no_grad():
+        small(**inputs)
+    ends = {pattern_of(giving[stack]) for stack in giving.keys() - taking.keys()}
+    return {pattern_of(name) for name in taking.values()}, ends

@@ -1,0 +1,153 @@
+"""Finds the linear maps that read a norm's output, and whether anything else does, by running a small model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..measure.float64 import outputs_in_float64
+from ..measure.hooks import CallArguments, first_tensor, observe_calls
+from ..measure.outputs import max_error
+from ..runtime.edits import pattern_of
+from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
+from .norms import describe
+
+_TOLERANCE = 1e-9  # relative; some hosts compute a part in float32
+UNREACHED = "the example inputs don't reach it"
+NO_READER = "no linear map reads its output as it is"
+READ_OTHERWISE = "its output is read otherwise, too: by a residual connection, another function, or as an output"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Linear map that reads a norm's output.
+
+    Attributes:
+        pattern: of its name.
+        axes: its Parameters that multiply what it reads, each with the axis of the channels.
+    """
+
+    pattern: str
+    axes: Axes
+
+
+@dataclass
+class _Calls:
+    """What one forward recorded: results by module and call, tensors read by linear maps, outputs of norms."""
+
+    results: dict[str, list[Any]]
+    read: dict[str, list[CallArguments]]
+
+
+def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple[Reader, ...] | str]:
+    """Return, by pattern of a norm's name, the linear maps that alone read its output, or why there are no such maps.
+
+    A map reads a norm if all of its calls get outputs of that norm. Nothing else does if noise on the norm's output
+    leaves the model's outputs as they are while these maps return what they returned before.
+
+    Args:
+        small: a small float64 model of the class, on the CPU.
+        inputs: keyword arguments of its forward.
+    """
+    modules = dict(small.named_modules())
+    norms = [name for name, module in modules.items() if describe(module) is not None]
+    maps = [name for name, module in modules.items() if is_linear_map(module) or holds_maps(module)]
+    seen = _Calls(defaultdict(list), defaultdict(list))
+
+    def on_call(name: str, call: CallArguments) -> None:
+        if name in readers_of:
+            seen.read[name].append(CallArguments(*_copy((call.args, call.kwargs))))
+
+    readers_of = {name: set[str]() for name in maps}
+    watched = {name: modules[name] for name in dict.fromkeys((*norms, *maps))}
+    with observe_calls(watched, on_call, lambda name, result: seen.results[name].append(_copy(result))):
+        outputs = outputs_in_float64(small, inputs)
+    for name, calls in seen.read.items():
+        given = [{norm for norm in norms if _is_output(seen.results[norm], call)} for call in calls]
+        readers_of[name] = set.intersection(*given) if given else set()
+    found: dict[str, set[Reader] | str] = {}
+    for norm in norms:
+        pattern, group = pattern_of(norm), [name for name in maps if norm in readers_of[name]]
+        reason = None if norm in seen.results else UNREACHED
+        if reason is None and not group:
+            reason = NO_READER
+        elif reason is None and max_error(outputs, _moved(small, inputs, watched, norm, group, seen)) > _TOLERANCE:
+            reason = READ_OTHERWISE
+        readers = set[Reader]()
+        for name in group if reason is None else ():
+            axes = _axes_of(modules[name], seen.read[name][0])
+            if axes is None:
+                reason = f"{pattern_of(name)} reads it, which isn't a linear map"
+            else:
+                readers.add(Reader(pattern_of(name), axes))
+        known = found.get(pattern)
+        if reason is not None or isinstance(known, str):
+            found[pattern] = known if isinstance(known, str) else str(reason)
+        else:
+            found[pattern] = (known or set()) | readers
+    return {
+        pattern: one if isinstance(one, str) else tuple(sorted(one, key=lambda reader: reader.pattern))
+        for pattern, one in found.items()
+    }
+
+
+def _copy(value: Any) -> Any:
+    """A copy of the tensors in a call or result, since a host may write to them in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copy, value))
+    return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
+
+
+def _is_output(results: list[Any], call: CallArguments) -> bool:
+    """Whether a call's first tensor is one of a norm's outputs, perhaps as rows."""
+    try:
+        x = first_tensor(call)
+    except StopIteration:
+        return False
+    return any(
+        isinstance(result, Tensor)
+        and result.numel() == x.numel()
+        and result.shape[-1:] == x.shape[-1:]
+        and torch.equal(result.flatten(0, -2), x.flatten(0, -2))
+        for result in results
+    )
+
+
+def _moved(
+    small: nn.Module,
+    inputs: Mapping[str, Any],
+    watched: Mapping[str, nn.Module],
+    norm: str,
+    held: Collection[str],
+    seen: _Calls,
+) -> dict[str, Tensor]:
+    """The model's outputs with noise on a norm's output, while some maps return what they returned before."""
+    count: Counter[str] = Counter()
+    generator = torch.Generator().manual_seed(0)
+
+    def on_result(name: str, result: Any) -> Any:
+        call, count[name] = count[name], count[name] + 1
+        if name == norm:
+            noise = torch.randn(result.shape, generator=generator, dtype=result.dtype)
+            return result + noise * result.std()
+        return _copy(seen.results[name][call])
+
+    with observe_calls({name: watched[name] for name in (norm, *held)}, on_result=on_result):
+        return outputs_in_float64(small, inputs)
+
+
+def _axes_of(module: nn.Module, call: CallArguments) -> Axes | None:
+    if is_linear_map(module):
+        return (("weight", 0 if isinstance(module, Conv1D) else 1),)
+    try:
+        return reading_axes(module, call)
+    except (RuntimeError, NotImplementedError):  # it doesn't run in float32
+        return None

@@ -1,0 +1,192 @@
+"""Planner of folded norms: gains, shifts and fixed means go into the linear maps that alone read a norm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..core.bare import has_weights
+from ..core.plan_table import Change
+from ..core.weight_change import WeightChange
+from ..exact.fold import same_layer
+from ..measure.twin import twin_with_media
+from ..runtime.edits import Call, Edit, pattern_of
+from ..runtime.errors import UnsupportedError
+from ..runtime.fixed import BiasedLinear, FixedNorm
+from ..runtime.float64 import in_float64
+from ..runtime.norms import NormFacts
+from ..schemes.fixed import Folded
+from ..schemes.request import SchemeRequest
+from ..sites.norm_readers import Reader, find_readers
+from ..sites.norms import describe
+from ..sites.sites import Sites
+from .fixed import plan_fixed
+from .norms import norm_text, plan_norms
+from .planners import PlannerResult
+
+_WHY_EXACT = "the layers that read it compute with its gain and shift"
+_ROWS = 4096  # of a weight, multiplied at once
+
+
+def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
+    """Plan folding a model's norms.
+
+    Raises:
+        UnsupportedError: the model has no weights yet; init="reset"; or no small model of its class runs.
+    """
+    if part.init == "reset":
+        raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
+    if not has_weights(sites.model):
+        raise UnsupportedError("norm='folded' multiplies weights, and this model has none yet (meta device). Load it.")
+    folder = _Folder.of(sites)
+    changes = plan_norms(sites, part)
+    return PlannerResult(part, [folder.fold(one) if one.changes else one for one in changes])
+
+
+def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
+    """Plan fixed norms that are folded after the repair; `plan_fold_of_fixed` plans that, once they are in place.
+
+    Raises:
+        UnsupportedError: as in `plan_folded` and `plan_fixed`.
+    """
+    if not has_weights(sites.model):
+        raise UnsupportedError("norm='none' multiplies weights, and this model has none yet (meta device). Load it.")
+    folder, found = _Folder.of(sites), plan_fixed(sites, part)
+    for change in found.changes:
+        if change.changes:
+            facts = describe(sites.model.get_submodule(change.row.module))
+            assert facts is not None
+            after = part.scheme.remaining_facts(facts)
+            reason = folder.reason_to_keep(change, after)
+            change.row.reason = "then folded" if reason is None else f"not folded: {reason}"
+    return found
+
+
+def plan_fold_of_fixed(sites: Sites, part: SchemeRequest, names: Iterable[str]) -> PlannerResult:
+    """Plan folding the fixed norms of these names, for a request that is in the record already."""
+    folder = _Folder.of(sites)
+    changes = plan_norms(sites, SchemeRequest(Folded(), tuple(names)))
+    return PlannerResult(part, [folder.fold(one) for one in changes if one.changes])
+
+
+@dataclass
+class _Folder:
+    """Folds norms of one model.
+
+    Attributes:
+        readers: by pattern of a norm's name, what reads it, or why it can't be folded.
+        owners: how many modules hold each Parameter, by id.
+    """
+
+    model: nn.Module
+    readers: Mapping[str, tuple[Reader, ...] | str]
+    owners: Counter[int]
+
+    @classmethod
+    def of(cls, sites: Sites) -> _Folder:
+        model = sites.model
+        owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+        return cls(model, find_readers(*twin_with_media(model, sites.example_inputs)), owners)
+
+    def fold(self, change: Change) -> Change:
+        """Return a norm's change with what its readers take over; one without edits where it can't be folded."""
+        row, names = change.row, (change.row.module, *change.row.aliases)
+        norm = self.model.get_submodule(row.module)
+        facts = describe(norm)
+        assert facts is not None
+        if (reason := self.reason_to_keep(change, facts)) is not None:
+            return Change(replace(row, becomes=None, why_exact=None, reason=reason))
+        centres = isinstance(norm, FixedNorm) and norm.mean
+        found = list(self._readers_of(names))
+        biases, new_biases, edits = [], [], list(change.edits)
+        if facts.shift:
+            shift = norm.get_parameter(facts.shift)
+            for name, _ in found:
+                reader = self.model.get_submodule(name)
+                constant = _product(reader, shift)
+                if reader._parameters.get("bias") is None:
+                    edits.append(Edit.of(name, Call.of(BiasedLinear)))
+                    new_biases.append(WeightChange(f"{name}.bias", "value", constant))
+                else:
+                    biases.append(WeightChange(f"{name}.bias", "add", constant))
+        weights = list(self._weights(row.module, facts, found, centres))
+        without = " and ".join(what for what in ("gain", "shift") if getattr(facts, what))
+        becomes = "(gone)" if isinstance(norm, FixedNorm) else f"{norm_text(norm, facts)} without {without}"
+        into = ", ".join(dict.fromkeys(name.removeprefix(_common(row.module, name)) for name, _ in found))
+        row = replace(row, becomes=becomes, why_exact=_WHY_EXACT, reason=f"folded into {into}")
+        return Change(row, tuple(edits), (*biases, *weights), (*change.starts, *new_biases, *_own_values(row, norm)))
+
+    def reason_to_keep(self, change: Change, facts: NormFacts) -> str | None:
+        """Return why a norm with these facts can't be folded; None if it can."""
+        names = (change.row.module, *change.row.aliases)
+        found = self.readers.get(pattern_of(names[0]), "it isn't in the small model")
+        if isinstance(found, str):
+            return found
+        norm = self.model.get_submodule(names[0])
+        if any(self.owners[id(p)] > 1 for p in norm._parameters.values() if p is not None):
+            return "another module has the same parameters"
+        for name, axes in self._readers_of(names):
+            reader, name = self.model.get_submodule(name), name.removeprefix(_common(names[0], name))
+            if any(self.owners[id(reader.get_parameter(parameter))] > 1 for parameter, _ in axes):
+                return f"{name}, which reads it, shares its weights with another module"
+            if facts.shift and reader._parameters.get("bias") is None and type(reader) is not nn.Linear:
+                way_out = "; norm='none:shift=false' adds no shift" if facts.kind == "rms" else ""
+                return f"its shift would need a bias in {name} ({type(reader).__name__}){way_out}"
+        return None
+
+    def _readers_of(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
+        """(name, Parameters with axes) of each map that reads a norm."""
+        patterns = {
+            reader.pattern: reader.axes
+            for name in names
+            for reader in self.readers[pattern_of(name)]
+            if isinstance(reader, Reader)
+        }
+        for reader, _ in self.model.named_modules():
+            axes = patterns.get(pattern_of(reader))
+            if axes is not None and any(same_layer(name, reader) for name in names):
+                yield reader, axes
+
+    def _weights(
+        self, norm: str, facts: NormFacts, found: Iterable[tuple[str, tuple[tuple[str, int], ...]]], centres: bool
+    ) -> Iterator[WeightChange]:
+        """Changes of the readers' weights: times the gain, and without a fixed norm's mean."""
+        if facts.gain and facts.offset:
+            yield WeightChange(f"{norm}.{facts.gain}", "add", facts.offset)
+        for name, axes in found:
+            for parameter, axis in axes:
+                value = self.model.get_submodule(name).get_parameter(parameter)
+                place, axis = f"{name}.{parameter}", axis % value.dim()
+                if facts.gain:
+                    yield WeightChange(place, "multiply", f"{norm}.{facts.gain}", axis)
+                if centres:
+                    yield WeightChange(place, "centre", axis=axis)
+
+
+def _product(reader: nn.Module, shift: Tensor) -> Tensor:
+    """What a linear map makes of a norm's shift, in float64."""
+    weight, vector = reader.get_parameter("weight").detach(), in_float64(shift.detach())
+    weight = weight.T if isinstance(reader, Conv1D) else weight
+    return torch.cat([in_float64(rows) @ vector for rows in weight.split(_ROWS)])
+
+
+def _own_values(row: Any, norm: nn.Module) -> Iterator[WeightChange]:
+    """The present values of a norm's Parameters besides gain and shift (DyT's alpha), for the norm in its place."""
+    for name in getattr(norm, "own_names", ()):
+        yield WeightChange(f"{row.module}.{name}", "value", norm.get_parameter(name).detach())
+
+
+def _common(norm: str, reader: str) -> str:
+    """The part of a reader's name, up to a dot, that the norm's name begins with as well."""
+    parts, same = norm.split("."), 0
+    for one, other in zip(parts, reader.split("."), strict=False):
+        if one != other:
+            break
+        same += len(one) + 1
+    return reader[:same]
