@@ -22,8 +22,8 @@ from hfpatch.runtime.fixed import FixedNorm
 LAST = "transformer.ln_f"
 
 
-def of_gpt2(*requests: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    model = tiny("gpt2", LM)
+def of_gpt2(*requests: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = tiny("gpt2", LM, **options)
     for request in requests:
         patch(model, **request)
         for norm in model.modules():
@@ -125,3 +125,22 @@ def test_a_shift_of_the_last_norm_goes_into_the_stream() -> None:
 def test_other_classes(family: str, head: str, last: str) -> None:
     model = patch(tiny(family, head), **fixed(last))
     assert next(candidates(model, family)).equal
+
+
+NORMALISES = ("norm", "rsqrt", "var", "std", "mean")  # in the names of operations
+
+
+def normalising(model: Any) -> dict[str, int]:
+    """Operations of a model's graph that normalise, with how often they are there."""
+    graph = torch.export.export(model, (torch.randint(5, 97, (2, 8)),), {"use_cache": False}).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return {name: names.count(name) for name in names if any(word in name for word in NORMALISES)}
+
+
+@pytest.mark.slow
+def test_no_operation_of_the_graph_normalises() -> None:
+    """Where the head isn't tied to the embedding; controls: LayerNorm, and the means that fixed norms take away."""
+    assert normalising(of_gpt2()) == {"aten.layer_norm.default": 5}
+    assert normalising(of_gpt2(fixed(LAST))) == {"aten.mean.dim": 5}
+    assert normalising(of_gpt2(fixed(LAST), {"norm": "folded"})) == {"aten.mean.dim": 1}
+    assert normalising(of_gpt2(fixed(LAST), {"norm": "folded"}, tie_word_embeddings=False)) == {}
