@@ -104,4 +104,5 @@ def _convert(
         return tensor.detach() if share else None
     if place.type == "meta" or tensor.is_meta:
         return torch.empty(tensor.shape, dtype=target, device=place)
-    return tensor.detach().to(place).to(target)  # one after the other: a device may not have the dtype
+    # one after the other, since a device may not have the dtype; a torch mode may leave the dtype as it is
+    return tensor.detach().to(place).to(target, copy=place == tensor.device)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from ..core.registry import NORMS
+from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.fixed import FixedNorm, NoNorm
 from ..runtime.norms import AffineNorm, NormFacts
@@ -26,8 +27,12 @@ class Fixed(Elementwise):
     A stack's last norm is kept unless `only` names it: it sets the scale of the outputs, and fixing it costs most. The
     approach is that of LayerNorm-free GPT-2s (arXiv:2409.13710, arXiv:2507.02559), where training replaces the fit.
 
+    Args:
+        shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
+            had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
+
     Raises:
-        OptionError: when a model is patched without calibration data.
+        OptionError: `shift` is no bool; or, when a model is patched, there is no calibration data.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -40,11 +45,20 @@ class Fixed(Elementwise):
         FixedNorm(16, ...)
     """
 
+    shift: bool = True
     also_called: ClassVar[tuple[str, ...]] = ("static", "constant", "affine")
     component: ClassVar[type[AffineNorm]] = FixedNorm
     planner: ClassVar[str] = "hfpatch.swap.fixed:plan_fixed"
     needs_calibration: ClassVar[bool] = True
     folds: ClassVar[bool] = False  # whether they are folded after the repair
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shift, bool):
+            raise OptionError(f"{type(self).__name__}: shift must be True or False, not {self.shift!r}.")
+
+    def remaining_facts(self, facts: NormFacts) -> NormFacts:
+        found = super().remaining_facts(facts)
+        return found if self.shift else replace(found, shift=facts.shift)
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         call = super().call(facts, old)
@@ -90,7 +104,7 @@ class WithoutNorms(Fixed):
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""
-        return Fixed().call(facts, old)
+        return Fixed(self.shift).call(facts, old)
 
 
 @NORMS.register("folded")

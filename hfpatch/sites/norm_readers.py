@@ -62,11 +62,11 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
 
     def before(name: str, call: Call) -> None:
         if name in readers_of:
-            seen.read[name].append(call)
+            seen.read[name].append(Call(*_copy((call.args, call.kwargs))))
 
     readers_of = {name: set[str]() for name in maps}
     watched = {name: modules[name] for name in dict.fromkeys((*norms, *maps))}
-    with observe_calls(watched, before, lambda name, result: seen.results[name].append(result)):
+    with observe_calls(watched, before, lambda name, result: seen.results[name].append(_copy(result))):
         outputs = outputs_in_float64(small, inputs)
     for name, calls in seen.read.items():
         given = [{norm for norm in norms if _is_output(seen.results[norm], call)} for call in calls]
@@ -95,6 +95,15 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         pattern: one if isinstance(one, str) else tuple(sorted(one, key=lambda reader: reader.pattern))
         for pattern, one in found.items()
     }
+
+
+def _copy(value: Any) -> Any:
+    """A copy of the tensors in a call or result, since a host may write to them in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copy, value))
+    return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
 
 
 def _is_output(results: list[Any], call: Call) -> bool:
@@ -129,7 +138,7 @@ def _moved(
         if name == norm:
             noise = torch.randn(result.shape, generator=generator, dtype=result.dtype)
             return result + noise * result.std()
-        return seen.results[name][call]
+        return _copy(seen.results[name][call])
 
     with observe_calls({name: watched[name] for name in (norm, *held)}, after=after):
         return outputs_in_float64(small, inputs)

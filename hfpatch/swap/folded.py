@@ -135,11 +135,12 @@ class _Folder:
         if any(self.owners[id(p)] > 1 for p in norm._parameters.values() if p is not None):
             return "another module has the same parameters"
         for name, axes in self._readers_of(names):
-            reader = self.model.get_submodule(name)
+            reader, name = self.model.get_submodule(name), name.removeprefix(_common(names[0], name))
             if any(self.owners[id(reader.get_parameter(parameter))] > 1 for parameter, _ in axes):
                 return f"{name}, which reads it, shares its weights with another module"
             if facts.shift and reader._parameters.get("bias") is None and type(reader) is not nn.Linear:
-                return f"its shift would need a bias in {name} ({type(reader).__name__})"
+                way_out = "; norm='none:shift=false' adds no shift" if facts.kind == "rms" else ""
+                return f"its shift would need a bias in {name} ({type(reader).__name__}){way_out}"
         return None
 
     def _readers_of(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:

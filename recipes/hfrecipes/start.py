@@ -55,12 +55,23 @@ class Baseline:
         set_seed(self.seed)  # never trained: the same weights once more
         return self.task.baseline()
 
-    def patched(self, variant: str, start: str | None = None) -> PreTrainedModel:
-        """A copy, patched, and repaired where `start` says so: the settings', unless another one is given."""
-        model, start, config = self.copy(), start or self.config.start, self.config
+    def patched(
+        self,
+        variant: str,
+        start: str | None = None,
+        only: list[str] | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> PreTrainedModel:
+        """A copy, patched, and repaired where `start` says so: the settings', unless another one is given.
+
+        Args:
+            only: names of the modules that change; None for all.
+            model: patched in place of a copy.
+        """
+        model, start, config = model or self.copy(), start or self.config.start, self.config
         if variant == CONTROL:
             return model
-        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {})}
+        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {}), "only": only}
         if start == "repaired":
             items = Drawn(self.task, self.seed, 0, config.calibration)
             batches = DataLoader(items, config.batch_size, collate_fn=self.task.collate)

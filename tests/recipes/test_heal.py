@@ -8,6 +8,9 @@ import heal
 import pytest
 from hfrecipes import report, start
 from run_files import figures, read_results, tiny
+from transformers import AutoModelForCausalLM
+
+from hfpatch.schemes.request import Record
 
 
 def small(out, text, *more):
@@ -72,3 +75,23 @@ def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished,
     assert heal.main(small(tmp_path, text, "--method distil --resume")) == 0
     assert "swapped: done before" in capsys.readouterr().out
     assert figures(tmp_path) == figures(finished)
+
+
+@pytest.mark.slow
+class TestSchedule:
+    def test_norm_after_norm(self, text, tmp_path):
+        flags = "--layers 1 --baseline_steps 4 --steps 5 --eval_every 3 --calibration 8 --patch fixed --schedule 0"
+        assert heal.main(tiny(tmp_path / "run", text, flags, "--no_control", variants="")) == 0
+        stages = read_results(tmp_path / "run")["stages"]
+        assert list(stages) == ["baseline", "swapped", "healed_1_of_2", "healed"]
+        assert [stage["step"] for stage in stages.values()] == [4, 0, 2, 3]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "healed")
+        assert [type(one).__name__ for one in (model.transformer.h[0].ln_1, model.transformer.h[0].ln_2)] == [
+            "FixedNorm"
+        ] * 2
+        assert Record.of(model.config).norm[0].only == ("transformer.h.0.ln_1",)
+
+    def test_other_patches_are_refused(self, text, tmp_path, capsys):
+        flags = "--patch fixed+rope --schedule 0"
+        assert heal.main(tiny(tmp_path / "run", text, flags, variants="")) == 2
+        assert "takes a norm alone" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Folded norms over every model type of transformers that has a norm: what is folded, what is kept, and the error.
+
+    python tests/sweeps/fold.py                   # all types; writes fold.json and fold.md beside itself
+    python tests/sweeps/fold.py gpt2 bert         # these types; prints what it found
+
+Tiny random models in float64. `norm="folded"` is compared with the model before, and `norm="none"` with `norm="fixed"`
+(both with init="reset": without data all constants are 1), on inputs that the patch hasn't seen. An error above 1e-9 is
+*wrong*. The control is the error where gains and shifts are left out and no map takes them over.
+"""
+
+from __future__ import annotations
+
+import copy
+import site
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+
+import norm_swap
+import torch
+import transformers
+import workers
+import zoo
+from exact import in_float64
+from torch import nn
+
+from hfpatch import patch_model, plan_patch
+from hfpatch.errors import NothingToPatchError, PatchError
+from hfpatch.measure.float64 import Float64, outputs_in_float64
+from hfpatch.measure.outputs import max_error
+from hfpatch.measure.quiet_forward import cast
+from hfpatch.sites.norms import describe
+
+EXACT = 1e-9
+
+
+@dataclass
+class Result:
+    """One model type.
+
+    `status` is "folded" (every norm of the last axis), "in part", "kept" (none), "refused", "wrong", or why nothing is
+    known. `gone` counts the fixed norms that norm="none" takes out, of `fixed`.
+    """
+
+    model_type: str
+    status: str
+    class_name: str = ""
+    norms: int = 0
+    folded: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    error: float | None = None
+    fixed: int = 0
+    gone: int = 0
+    none_error: float | None = None
+    none_refused: str = ""
+    control: float | None = None
+
+
+def examine(model_type: str) -> Result:
+    """Fold the norms of one tiny model; see the module's docstring."""
+    try:
+        model, inputs = zoo.tiny(model_type)
+        _, fresh = zoo.tiny(model_type, seed=11)
+    except zoo.Unbuildable as error:
+        return Result(model_type, f"not built: {error.reason}")
+    norms = [name for name, module in model.named_modules() if name and describe(module) is not None]
+    result = Result(model_type, "", type(model).__name__, len(norms))
+    if not norms:
+        result.status = "no norm"
+        return result
+    model, fresh = in_float64(model), cast(fresh, torch.device("cpu"), torch.float64)
+    fold(model, inputs, fresh, result)
+    take_out(model, inputs, fresh, result)
+    return result
+
+
+def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
+    """Fill in what norm="folded" does."""
+    request: dict[str, Any] = {"norm": "folded", "example_inputs": inputs}
+    try:
+        with Float64():
+            plan = plan_patch(model, **request)
+            folded = patch_model(copy.deepcopy(model), **request)
+    except NothingToPatchError as error:
+        result.status = "kept"
+        result.reasons = {str(error).rpartition("kept (")[2].rstrip(").")[:300]: result.norms}
+        return
+    except PatchError as error:
+        result.status = f"refused: {error}"
+        return
+    rows = [row for row in plan.rows if row.kind == "norm"]
+    changed = [row.module for row in rows if row.becomes is not None]
+    result.folded = len(changed)
+    result.reasons = dict(Counter(row.reason for row in rows if row.becomes is None).most_common())
+    before = outputs_in_float64(model, fresh)
+    result.error = max_error(before, outputs_in_float64(folded, fresh))
+    result.control = max_error(before, outputs_in_float64(bare(model, changed), fresh))
+    result.status = "folded" if result.folded == len(rows) else "in part"
+    if not result.error <= EXACT:
+        result.status = "wrong"
+
+
+def bare(model: nn.Module, names: list[str]) -> nn.Module:
+    """A copy whose norms of these names have gain 1 and shift 0."""
+    model = copy.deepcopy(model)
+    for name in names:
+        norm = model.get_submodule(name)
+        facts = describe(norm)
+        for parameter, value in zip(facts.parameters_of(norm), (1.0 - facts.offset, 0.0), strict=True):
+            if parameter is not None:
+                parameter.data.fill_(value)
+    return model
+
+
+def take_out(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
+    """Fill in what norm="none" does."""
+    request: dict[str, Any] = {"init": "reset", "example_inputs": inputs}
+    try:
+        with Float64():
+            fixed = patch_model(copy.deepcopy(model), norm="fixed", **request)
+            none = patch_model(copy.deepcopy(model), norm="none", **request)
+    except PatchError as error:
+        result.none_refused = f"{type(error).__name__}: {error}"[:300]
+        return
+    kinds = [Counter(type(module).__name__ for module in one.modules()) for one in (fixed, none)]
+    result.fixed, result.gone = kinds[0]["FixedNorm"], kinds[1]["NoNorm"]
+    result.none_error = max_error(outputs_in_float64(fixed, fresh), outputs_in_float64(none, fresh))
+    if not result.none_error <= EXACT:
+        result.status = "wrong"
+
+
+def to_markdown(results: list[Result]) -> str:
+    count = kinds(results)
+    errors = [one for result in results for one in (result.error, result.none_error) if one is not None]
+    norms, folded = sum(r.norms for r in results), sum(r.folded for r in results)
+    fixed, gone = sum(r.fixed for r in results), sum(r.gone for r in results)
+    lines = [
+        "# Folded norms over every model type of transformers",
+        "",
+        "Written by `python tests/sweeps/fold.py`; its docstring says what is checked. Tiny random models.",
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, {len(results)} model "
+        f"types with a norm: **{count['folded']} folded** (every norm), **{count['in part']} in part**, "
+        f"{count['kept']} kept all, {count['refused']} refused with the reason, **{count['wrong']} wrong**; {folded} "
+        f"of {norms} norms are folded, and of {fixed} fixed norms {gone} go altogether. Largest error "
+        f"{max(errors, default=0.0):.1e}.",
+        "",
+        *workers.table(
+            "model type | status | >norms | >folded | why the others aren't | >error | >fixed | >gone | >error of none "
+            "| >control | class",
+            map(_cells, results),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(result: Result) -> tuple[object, ...]:
+    error, none, control = (
+        f"{one:.1e}" if one is not None else "" for one in (result.error, result.none_error, result.control)
+    )
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
+    fixed = result.none_refused or result.fixed
+    return (
+        *(result.model_type, result.status, result.norms, result.folded, reasons, error),
+        *(fixed, result.gone, none, control, result.class_name),
+    )
+
+
+def with_norms() -> list[str]:
+    """Types that the sweep of norm swaps found a norm in."""
+    return [one.model_type for one in norm_swap.SWEEP.results() if one.counted and one.model_type in zoo.model_types()]
+
+
+def kinds(results: list[Result]) -> Counter[str]:
+    return Counter(result.status.partition(":")[0] for result in results)
+
+
+SWEEP = workers.Sweep(
+    every=with_norms,
+    examine=examine,
+    failed=Result,
+    read=lambda row: Result(**row),
+    to_markdown=to_markdown,
+    totals=kinds,
+    seconds=1200,
+)
+if __name__ == "__main__":
+    SWEEP.main()
