@@ -16,7 +16,6 @@ from torch import nn
 from ..measure.randomness import keep_random_state
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import EPS_NAMES
-from .layouts import SETTINGS
 
 ROOT = 2.0**40
 LARGE_EPS = ROOT**2
@@ -64,12 +63,10 @@ def with_fixed_norms(model: Any, fixed: Collection[nn.Module]) -> Any:
 
 
 def _settings(config: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the settings of eps of a config and of those inside it."""
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    for part in parts:
-        for name in SETTINGS["eps"].split():
-            if isinstance(getattr(part, name, None), float):
-                yield part, name
+    """Yield the numbers of a config, and of those inside it, that are called eps in some way."""
+    inside = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for part in (config, *(one for one in inside if one is not None)):
+        yield from ((part, name) for name, value in vars(part).items() if "eps" in name and type(value) is float)
 
 
 def _set(part: Any, setting: str) -> None:
