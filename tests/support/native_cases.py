@@ -171,6 +171,14 @@ CASES = (
     case("llama", LM, "llama", fixed("model.norm")),
     case("bert", MASKED, "bert", fixed("bert.encoder.layer.1.output.LayerNorm", "cls.*")),
     case("vit", BASE, "vit", fixed("layernorm")),
+    case("opt", LM, (*UNGATED, "arcee"), fixed("model.decoder.final_layer_norm"), ROPE),
+    case(
+        "bert",
+        MASKED,
+        ("jina_embeddings_v3", "roformer"),
+        fixed("bert.encoder.layer.1.output.LayerNorm", "cls.*"),
+        ROPE,
+    ),
     # folded
     case("gpt2", LM, "gpt2", {"norm": "folded"}),
     case("gpt2", LM, UNGATED, {"norm": "folded"}, ROPE),
