@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .core.bare import has_weights
 from .errors import OptionError, VerificationError
+from .measure.media import missing_media
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
@@ -81,7 +82,8 @@ def measure_outcomes(
         UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
     lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
-    found = {"norm": Outcome(EXACT, verdict.figures)} if verdict is not None and "norm" not in lossy else {}
+    basis = _basis(model, before.inputs)
+    found = {"norm": Outcome(EXACT, verdict.figures, basis)} if verdict is not None and "norm" not in lossy else {}
     if others := plan.by_kind.keys() - found.keys():
         after = before.after(model) if before.before is not None else None
         runs = False
@@ -154,21 +156,27 @@ def _of_whole(
 
 
 def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
-    found = before.deviations(after)
+    found, basis = before.deviations(after), _basis(model, before.inputs)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
     if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)
     if lossy and verdict.holds:
-        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis="on the inputs measured")
+        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
     if lossy:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     return (
-        Outcome(EXACT, verdict.figures)
+        Outcome(EXACT, verdict.figures, basis)
         if verdict.holds
-        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}")
+        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
     )
+
+
+def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
+    """What a comparison rests on, where its inputs leave out images or sounds that the model reads; else ""."""
+    missing = " and ".join(missing_media(model, inputs))
+    return f"on inputs without {missing}" if missing else ""
 
 
 def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:

@@ -296,6 +296,20 @@ FAULTS = [
         "",
         ("contracts/test_decay.py::test_after_every_norm",),
     ),
+    Fault(
+        "an outcome doesn't say that a tower of images didn't run",
+        "outcome.py",
+        'return f"on inputs without {missing}" if missing else ""',
+        'return ""',
+        ("test_outcome.py::test_the_users_text_is_said_to_be_without_images",),
+    ),
+    Fault(
+        "a change of a rotation that attentions ignore is accepted",
+        "swap/trial.py",
+        "        elif (readers := ",
+        "        elif False and (readers := ",
+        ("test_outcome.py::test_attentions_that_ignore_the_rotation_that_they_are_passed",),
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ import zoo
 from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hfpatch.checkpoint.patched_config import give_patched_config
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
@@ -307,6 +308,34 @@ def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.M
     assert not changes(before, fingerprint(model))
 
 
+class OwnRotation(LlamaAttention):
+    """As in a model file of a user: it rotates by frequencies of its own, whatever it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        frequencies = 100 ** -torch.linspace(0, 1, self.head_dim // 2)
+        angles = (torch.arange(hidden_states.shape[1])[:, None] * frequencies).repeat(1, 2)[None]
+        return super().forward(hidden_states, (angles.cos(), angles.sin()), **kwargs)
+
+
+class PassedRotation(LlamaAttention):
+    """The control: another class, which rotates by what it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, position_embeddings, **kwargs)
+
+
+@pytest.mark.parametrize("pos", ["rope:theta=77", 'rope:scaling={"rope_type":"linear","factor":4.0}', "nope"])
+def test_attentions_that_ignore_the_rotation_that_they_are_passed(pos: str) -> None:
+    model, other = tiny("llama", LM), tiny("llama", LM)
+    for layer, of_other in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn.__class__, of_other.self_attn.__class__ = OwnRotation, PassedRotation
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"would change nothing.*OwnRotation is passed its rotation and"):
+        patch_model(model, pos=pos)
+    assert not changes(before, fingerprint(model))
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(patch(other, pos=pos)))
+
+
 def test_what_reaches_no_output_isnt_refused() -> None:
     """Attentions behind gates that are closed: that nothing moves tells nothing then."""
     model = tiny("llama", LM)
@@ -435,7 +464,8 @@ def test_a_tower_of_images_is_measured_with_images(
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
     monkeypatch.setattr("hfpatch.swap.trial.media_inputs", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
-    assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
+    differ = "approximate on inputs without images: outputs differ by 0;"
+    assert outcome(alone).startswith(differ)  # control: on text alone it doesn't run
 
 
 def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
@@ -453,7 +483,13 @@ def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.Monkey
     model, _ = zoo.tiny("llava")
     monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
     patch(model, norm="layer")
-    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
+
+
+def test_the_users_text_is_said_to_be_without_images() -> None:
+    model, _ = zoo.tiny("llava")
+    patch(model, norm="layer", example_inputs=example_inputs(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
 
 
 def outcome(model: Any) -> str:

@@ -14,7 +14,7 @@ from ..core.bare import has_weights
 from ..runtime.errors import UnsupportedError, describe_error
 from .copies import copy_of
 from .hooks import Call, first_tensor, observe_calls
-from .inputs import with_media
+from .media import with_media
 from .outputs import (
     DRAWS,
     FACTOR,
