@@ -34,11 +34,13 @@ def sequences(bos: bool) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": part} for part in ids.split(16)]
 
 
-def patched(sink: float, bos: bool, **options: Any) -> tuple[Any, list[str]]:
-    """A model with fixed norms, and the warnings that were given."""
+def patched(sink: float, bos: bool, pads: int = 0, **options: Any) -> tuple[Any, list[str]]:
+    """A model with fixed norms, and the warnings that were given; so many first tokens are padding."""
+    mask = (torch.arange(12) >= pads).long().expand(16, -1)
+    data = [{**batch, "attention_mask": mask} for batch in sequences(bos)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NotPreservedWarning)
-        model = patch_model(gpt2(sink), norm="fixed", calibration=sequences(bos), **options)
+        model = patch_model(gpt2(sink), norm="fixed", calibration=data, **options)
     return model, [str(one.message) for one in caught if one.category is NotPreservedWarning]
 
 
@@ -56,8 +58,14 @@ def test_a_sink_that_varies_is_named_with_its_size_and_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("sink", "bos", "options"),
-    [(SINK, True, {}), (0.0, False, {}), (0.0, True, {}), (SINK, False, {"keep": "*.ln_1"})],
-    ids=["the same first token", "no sink", "neither", "kept"],
+    [
+        (SINK, True, {}),
+        (0.0, False, {}),
+        (0.0, True, {}),
+        (SINK, False, {"keep": "*.ln_1"}),
+        (SINK, False, {"pads": 1}),
+    ],
+    ids=["the same first token", "no sink", "neither", "kept", "padding"],
 )
 def test_other_models_get_no_such_advice(sink: float, bos: bool, options: dict[str, Any]) -> None:
     model, warned = patched(sink, bos, **options)
