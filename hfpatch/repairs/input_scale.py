@@ -19,8 +19,9 @@ from .block_replay import BlockReplay
 _TOKENS = 2**16  # of each norm, at most about this many are looked at
 # The first position's size, in medians, from which on one constant does harm, if that input varies by so many medians
 # (standard deviation over sequences). KL divergence left of a GPT-2 of 0.5M: 0.14 nats without a sink, 0.17 where it
-# is 3.8 at the first norm, 0.25 where it is 12, 0.31 where it is 380 there and 30 elsewhere; 0.16 if that doesn't vary.
+# is 3.8 at the first norm, 0.25 where it is 12, 0.31 where it is 380 there and 30 later; 0.16 if that doesn't vary.
 _LARGE, _VARIES = 3.0, 0.25
+_NAMED = 8  # norms in a message
 
 
 @dataclass
@@ -121,11 +122,12 @@ def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
     if not found:
         return ""
     worst = max(found, key=lambda name: found[name])
+    names = ", ".join([*map(repr, found)][:_NAMED]) + ", ..." * (len(found) > _NAMED)
     return (
         f"At {len(found)} of {len(scales)} fixed norms the first token is an attention sink: its input is up to "
         f"{found[worst]:.3g} times as large as the median ({worst}), and differs between sequences, which one constant "
-        "doesn't serve. Start every sequence with the same token, in calibration and in use, or keep the norms that "
-        "attention reads (keep=...)."
+        f"doesn't serve. Keep these norms, keep=[{names}], or start every sequence with the same token, in calibration "
+        "and in use."
     )
 
 

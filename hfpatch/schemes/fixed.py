@@ -29,7 +29,7 @@ class Fixed(Elementwise):
 
     A first token that is much larger than the others (an attention sink) does no harm where it is the same in all
     sequences. Where it varies, one constant doesn't serve it: the repair's report then says at which norms, and by how
-    much. Start sequences with the same token, or keep the norms that attention reads.
+    much. Keep these, or start every sequence with the same token.
 
     Args:
         shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
