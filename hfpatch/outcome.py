@@ -20,7 +20,7 @@ from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import equal, require_moved, require_runs_in_full, short_inputs
+from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
@@ -36,15 +36,11 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-
-    def make() -> Mapping[str, Any]:
-        if inputs is not None:
-            return inputs
-        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
-
+    length = plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None
+    makers = makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
     norms = None if plan.conversion is None else plan.conversion.to_check()
-    before = Snapshot(model, make, norms)
-    if norms is None or before.before is not None:
+    before = Snapshot(model, makers, norms)
+    if norms is None or before.forward is not None:
         return before
     where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"
     way_out = (
@@ -85,7 +81,7 @@ def measure_outcomes(
     basis = _basis(model, before.inputs)
     found = {"norm": Outcome(EXACT, verdict.figures, basis)} if verdict is not None and "norm" not in lossy else {}
     if others := plan.by_kind.keys() - found.keys():
-        after = before.after(model) if before.before is not None else None
+        after = before.outputs_after(model) if before.forward is not None else None
         runs = False
         if original is not None and "pos" in others:
             runs = _positions_run(plan, before, model, original, after, given)
@@ -94,8 +90,9 @@ def measure_outcomes(
         found |= {kind: apart if lossy and kind not in lossy else whole for kind in others}
     outcomes = {}
     for kind, changes in plan.by_kind.items():
-        reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
-        kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        own = [change for change in changes if change.row.kind != "stream" or not change.changes]  # not what is centred
+        reasons = [change.row.reason for change in own if not change.changes and change.row.reason]
+        kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         outcomes[kind] = replace(found[kind], lost="; ".join(plan.losses(kind)), kept=kept)
     return outcomes
 
@@ -111,7 +108,7 @@ def _positions_run(
     """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
     changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
     require_same_frequencies(model, [change.row.module for change in changes if change.changes])
-    moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
+    moved = before.forward is not None and isinstance(after, dict) and not equal(before.forward.outputs, after)
     if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
         require_moved(model, original, changes, f"pos={str(scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)

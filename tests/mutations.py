@@ -138,7 +138,7 @@ FAULTS = [
     Fault(
         "a repair that makes the outputs worse is kept",
         "repairs/repair.py",
-        "        if not self.report.kept:\n            self.edits.undo(mark)\n",
+        "        if not self.report.kept:\n            self.transaction.undo(mark)\n",
         "",
         ("repairs/test_repair.py::test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit",),
     ),

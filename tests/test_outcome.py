@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
-from hfpatch.measure.snapshot import Snapshot
+from hfpatch.measure.snapshot import Forward, Snapshot, run
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
-from hfpatch.swap.trial import require_runs_in_full
+from hfpatch.swap.trial import makers_of_short_inputs, require_runs_in_full
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -372,8 +373,12 @@ def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured outputs are off by a tenth after a patch."""
-    after = Snapshot.after
-    monkeypatch.setattr(Snapshot, "after", lambda *given: {name: 1.1 * value for name, value in after(*given).items()})
+    measured = Snapshot.outputs_after
+
+    def outputs_after(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.1 * value for name, value in measured(*given).items()}
+
+    monkeypatch.setattr(Snapshot, "outputs_after", outputs_after)
 
 
 def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:
@@ -462,7 +467,7 @@ def test_a_tower_of_images_is_measured_with_images(
     alone = copy.deepcopy(model)
     patch(model, norm="rms", init="copy", only=tower)
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
-    monkeypatch.setattr("hfpatch.swap.trial.media_inputs", lambda *args, **options: None)
+    monkeypatch.setattr("hfpatch.swap.trial.with_media", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
     differ = "approximate on inputs without images: outputs differ by 0;"
     assert outcome(alone).startswith(differ)  # control: on text alone it doesn't run
@@ -477,6 +482,25 @@ def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
     model.vision_tower.embeddings.position_embedding = nn.Embedding(3, 64)
     with pytest.raises(UnsupportedError, match="doesn't run"):
         require_runs_in_full(model, original, [], None)
+
+
+def test_before_a_patch_a_model_runs_once_with_images_and_again_only_where_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[bool] = []
+
+    def counted(model: nn.Module, inputs: Mapping[str, Any], *more: Any) -> Forward:
+        runs.append("pixel_values" in inputs)
+        return run(model, inputs, *more)
+
+    monkeypatch.setattr("hfpatch.measure.snapshot.run", counted)
+    model, _ = zoo.tiny("llava")
+    assert Snapshot(model, makers_of_short_inputs(model, None)).forward is not None
+    assert runs == [True]
+    runs.clear()
+    monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
+    assert Snapshot(model, makers_of_short_inputs(model, None)).forward is not None
+    assert runs == [True, False]
 
 
 def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

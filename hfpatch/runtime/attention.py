@@ -171,7 +171,7 @@ class AttentionLens:
     Attributes:
         projections: how q and k leave the input.
         head_dim, cache, layer_index, window, states, time, other_tokens, position_ids: as in
-            `sites.records.record.Stack`.
+            `sites.architectures.architecture.Stack`.
     """
 
     projections: Projections | Fused

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.hooks import Call, observe_calls
+from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import Inputs, example_inputs
-from ..measure.media import inputs_of_every_part
+from ..measure.media import inputs_of_every_part, with_media
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.shrink import TOKENS
-from ..measure.snapshot import attempt, media_inputs
+from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
@@ -139,17 +139,17 @@ def _readers(model: Any, names: set[str], probe: Mapping[str, Any]) -> set[str]:
     rotations = {one.module_name: one.module for one in find_rotations(model) if one.module_name in names}
     made, found = list[Tensor](), set[str]()
 
-    def after(name: str, output: Any) -> None:
+    def on_result(name: str, output: Any) -> None:
         made.extend(_tensors(output))
 
-    def before(name: str, call: Call) -> None:
+    def on_call(name: str, call: CallArguments) -> None:
         if any(value is one for value in _tensors(tuple(call)) for one in made):
             found.add(name)
 
     with (
         inference_state(model),
-        observe_calls(rotations, after=after),
-        observe_calls(dict(model.named_modules()), before),
+        observe_calls(rotations, on_result=on_result),
+        observe_calls(dict(model.named_modules()), on_call),
     ):
         outputs_of(model, cast_for_model(model, probe))
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
@@ -279,14 +279,11 @@ def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Set
     return {name: fit(value) for name, value in inputs.items()}
 
 
-def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model, also if a patch sets a new length.
+def makers_of_short_inputs(model: nn.Module, new_length: int | None) -> list[MakeInputs]:
+    """Return what makes inputs that are short enough for a model, also if a patch sets a new length.
 
-    With images or sounds where the model reads them beside text.
-
-    Raises:
-        UnsupportedError: the forward requires something that no general rule makes.
+    With images or sounds where the model reads them beside text, and without.
     """
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
     tokens = min(lengths, default=None)
-    return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)
+    return [partial(make, model, tokens=tokens) for make in (with_media, example_inputs)]
