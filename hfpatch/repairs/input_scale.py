@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,11 @@ from ..sites.norms import describe
 from .block_replay import BlockReplay
 
 _TOKENS = 2**16  # of each norm, at most about this many are looked at
+# The first position's size, in medians, from which on one constant does harm, if that input varies by so many medians
+# (standard deviation over sequences). KL divergence left of a GPT-2 of 0.5M: 0.14 nats without a sink, 0.17 where it
+# is 3.8 at the first norm, 0.25 where it is 12, 0.31 where it is 380 there and 30 later; 0.16 if that doesn't vary.
+_LARGE, _VARIES = 3.0, 0.25
+_NAMED = 8  # norms in a message
 
 
 @dataclass
@@ -26,20 +31,50 @@ class InputScale:
     Attributes:
         all: of all tokens, batch by batch.
         first: of those at the first position, where the input is (B, T, d).
+        rows: how many these are, the sum of their inputs, and that of their squares, by channel.
     """
 
     all: list[Tensor] = field(default_factory=list)
     first: list[Tensor] = field(default_factory=list)
+    rows: tuple[int, Tensor, Tensor] = (0, torch.zeros(()), torch.zeros(()))
 
     @property
     def median(self) -> float:
         return float(torch.cat(self.all).median())
 
+    @property
+    def first_size(self) -> float:
+        """Size of the input at the first position, in units of the median; 0 where there is no such position."""
+        return self.median / float(torch.cat(self.first).median()) if self.rows[0] else 0.0
+
+    @property
+    def first_varies(self) -> float:
+        """Standard deviation of the first position's input over sequences, in units of the median size."""
+        count, total, squares = self.rows
+        variance = squares / max(count, 1) - (total / max(count, 1)).square()
+        return self.median * float(variance.clamp_min(0).mean().sqrt())
+
+    @property
+    def sink(self) -> bool:
+        """Whether the first position is an attention sink that one constant can't serve.
+
+        The norm divides such a token by its size, so that hardly anything of it is left besides a constant, which all
+        later tokens attend to. A constant scale leaves what differs between sequences as large as in other tokens.
+        """
+        return self.first_size >= _LARGE and self.first_varies >= _VARIES
+
+    def add_first(self, x: Tensor, scales: Tensor) -> None:
+        """Add the input at the first position of some sequences, (n, ..., d), and its scales."""
+        self.first.append(scales)
+        x = x.detach().cpu().double()
+        count, total, squares = self.rows
+        self.rows = count + len(x), total + x.sum(0), squares + x.square().sum(0)
+
     def __str__(self) -> str:
         """How the size of the input varies, in units of its median."""
         sizes = self.median / torch.cat(self.all)
         low, high = (float(one) for one in sizes.quantile(torch.tensor([0.05, 0.95], dtype=sizes.dtype)))
-        first = f"; first position {self.median / float(torch.cat(self.first).median()):.3g}" if self.first else ""
+        first = f"; first position {self.first_size:.3g}, varies by {self.first_varies:.2g}" if self.rows[0] else ""
         return f"input size of 90% of tokens {low:.2g} to {high:.2g} times the median{first}"
 
 
@@ -85,6 +120,21 @@ def start_fixed_norms(
     return scales
 
 
+def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
+    """Return what to do about attention sinks at fixed norms; "" if there is none."""
+    found = {name: scale.first_size for name, scale in scales.items() if scale.sink}
+    if not found:
+        return ""
+    worst = max(found, key=lambda name: found[name])
+    names = ", ".join([*map(repr, found)][:_NAMED]) + ", ..." * (len(found) > _NAMED)
+    return (
+        f"At {len(found)} of {len(scales)} fixed norms the first token is an attention sink: its input is up to "
+        f"{found[worst]:.3g} times as large as the median ({worst}), and differs between sequences, which one constant "
+        f"doesn't serve. Keep these norms, keep=[{names}], or start every sequence with the same token, in calibration "
+        "and in use."
+    )
+
+
 def _measure(scale: InputScale, old: BlockReplay, name: str, x: Tensor, index: int, decoder: bool) -> None:
     facts = describe(old.modules[name])
     assert facts is not None
@@ -95,7 +145,7 @@ def _measure(scale: InputScale, old: BlockReplay, name: str, x: Tensor, index: i
     found = (x.square().mean(axes) + (facts.eps or 0.0)).rsqrt().cpu().double()
     if found.dim() == 2 and len(found) == old.batches.count_of(index):
         valid = old.batches.rows(index, x.shape, decoder).reshape(found.shape)
-        scale.first.append(found[:, 0][valid[:, 0]])
+        scale.add_first(x[:, 0][valid[:, 0].to(x.device)], found[:, 0][valid[:, 0]])
         found = found[valid]
     scale.all.append(found.flatten())
 

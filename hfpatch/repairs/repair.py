@@ -45,7 +45,7 @@ from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, output_distance
 from .fits import Fitter
-from .input_scale import start_fixed_norms
+from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .longer import LongerSequences, positions_of
 from .reference import require_repairable
@@ -191,7 +191,8 @@ class _Repairer:
         """Give norms whose starting values are measured on data these values; not undone if a repair is."""
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
-            self.fitter.scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
+            scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
+            self.fitter.scales, self.report.advice = scales, advice_on_sinks(scales)
 
     def _segments(self) -> list[Segment]:
         """Segments to repair, in forward order: the blocks, and changed norms outside of them."""

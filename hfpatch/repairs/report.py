@@ -83,6 +83,7 @@ class RepairReport(SavedResult):
         longer_before, longer_after: distance of the outputs on these.
         measure: what `before` and `after` are.
         before, after: distance of the model's outputs from the original's on the held-out sequences.
+        advice: what in the model limits the repair, and what to do about it where it doesn't suffice.
         kept: whether the whole helped there by more than noise, and didn't harm longer sequences; otherwise all of it
             was undone.
         steps: in forward order.
@@ -102,6 +103,7 @@ class RepairReport(SavedResult):
     longer: int = 0
     longer_before: float = math.nan
     longer_after: float = math.nan
+    advice: str = ""
 
     @property
     def recovered(self) -> float:
@@ -158,10 +160,10 @@ class RepairReport(SavedResult):
         """Return the whole in one line."""
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
-        return (
-            f"Repair on {self.sequences} sequences{amount}: {self._figures}; {'kept' if self.kept else self._undone}."
-            f"{self.length_note and ' '}{self.length_note}"
-        )
+        result = f"{self._figures}; {'kept' if self.kept else self._undone}."
+        advice = "" if self.suffices else self.advice
+        parts = (f"Repair on {self.sequences} sequences{amount}: {result}", self.length_note, advice)
+        return " ".join(part for part in parts if part)
 
     @property
     def length_note(self) -> str:

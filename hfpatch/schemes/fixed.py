@@ -27,6 +27,10 @@ class Fixed(Elementwise):
     A stack's last norm is kept unless `only` names it: it sets the scale of the outputs, and fixing it costs most. The
     approach is that of LayerNorm-free GPT-2s (arXiv:2409.13710, arXiv:2507.02559), where training replaces the fit.
 
+    A first token that is much larger than the others (an attention sink) does no harm where it is the same in all
+    sequences. Where it varies, one constant doesn't serve it: the repair's report then says at which norms, and by how
+    much. Keep these, or start every sequence with the same token.
+
     Args:
         shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
             had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
