@@ -105,7 +105,7 @@ class Conversion:
             assert isinstance(part.scheme, Norm)
             if part.scheme.centring and part.init in ("auto", "exact"):
                 centred = True
-            elif part.scheme.name != "layer":
+            elif not part.scheme.keeps_mean:
                 raise UnsupportedError(
                     f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the "
                     "mean of its input"

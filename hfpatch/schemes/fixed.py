@@ -50,7 +50,7 @@ class Fixed(Elementwise):
     component: ClassVar[type[AffineNorm]] = FixedNorm
     planner: ClassVar[str] = "hfpatch.swap.fixed:plan_fixed"
     needs_calibration: ClassVar[bool] = True
-    folds: ClassVar[bool] = False  # whether they are folded after the repair
+    keeps_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.shift, bool):
@@ -67,10 +67,9 @@ class Fixed(Elementwise):
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if facts.kind in ("layer", "rms"):
             return None
-        return (
-            super().reason_to_keep(facts)
-            or f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
-        )
+        if facts.kind == Fixed.component.kind:
+            return "is fixed already; norm='folded' folds it"
+        return f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input is taken to be a constant"
@@ -100,7 +99,6 @@ class WithoutNorms(Fixed):
 
     also_called: ClassVar[tuple[str, ...]] = ("normless", "identity")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_without_norms"
-    folds: ClassVar[bool] = True
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""
@@ -128,6 +126,7 @@ class Folded(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("fold", "flashnorm", "weightless")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_folded"
     label: ClassVar[str] = "norm"
+    keeps_mean: ClassVar[bool] = True
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of a norm of the same kind, without gain and shift; of a fixed one, `NoNorm`."""

@@ -18,6 +18,8 @@ from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, Norm
 from ..runtime.partial_rms import PartialRMSNorm
 from .placements import Depth
 
+_DIVIDING = ("layer", "rms", "prms", "batch")  # kinds of norms that divide by a size of their input
+
 
 @dataclass(frozen=True)
 class Norm(Scheme):
@@ -28,6 +30,7 @@ class Norm(Scheme):
             further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
         needs_calibration: whether its starting values are measured on calibration data.
+        keeps_mean: whether a norm ignores its input's mean wherever the replaced norm did.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -47,6 +50,7 @@ class Norm(Scheme):
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
+    keeps_mean: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -105,7 +109,7 @@ class Norm(Scheme):
 
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None if the function is the same."""
-        return "another function"
+        return f"another function than {facts.kind}'s"
 
 
 NORMS.base = Norm
@@ -135,6 +139,7 @@ class Layer(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("ln",)
     bias: bool = True
     component: ClassVar[type[AffineNorm]] = LayerNorm
+    keeps_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bias, bool):
@@ -147,9 +152,10 @@ class Layer(Norm):
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
-        if facts.kind != "layer":
-            return "the mean of the norm's input is removed, which the replaced norm keeps"
-        return "the shift is dropped" if facts.shift and not self.bias else None
+        if facts.kind == "layer":
+            return "the shift is dropped" if facts.shift and not self.bias else None
+        mean = "the mean of the norm's input is removed, which the replaced norm keeps"
+        return mean if facts.kind == "rms" else super().loss(facts)
 
 
 @NORMS.register("rms")
@@ -202,11 +208,9 @@ class RMS(Norm):
         return super().reason_to_keep(facts) if self.fraction == 1 else None
 
     def loss(self, facts: NormFacts) -> str | None:
-        if self.fraction < 1:
+        if self.fraction < 1 and facts.kind in _DIVIDING:
             return f"the root mean square is estimated on the first {self.fraction:.4g} of the channels"
-        if facts.kind != "layer":
-            return f"another function than {facts.kind}'s"
-        return "the mean of the norm's input is no longer removed"
+        return "the mean of the norm's input is no longer removed" if facts.kind == "layer" else super().loss(facts)
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,9 @@ class Elementwise(Norm):
             return facts
         gain, shift = self.component.names
         return replace(facts, gain=facts.gain or gain, shift=facts.shift or shift)
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "the scale of its input isn't removed" if facts.kind in _DIVIDING else super().loss(facts)
 
 
 @NORMS.register("dyt")
@@ -259,9 +266,6 @@ class DyT(Elementwise):
     def planner(self) -> str:  # type: ignore[override]
         return "hfpatch.swap.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
-    def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input isn't removed"
-
 
 @NORMS.register("derf")
 @dataclass(frozen=True)
@@ -296,7 +300,7 @@ class Derf(Elementwise):
         require_number("Derf", "s", self.s, above=float("-inf"))
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"
+        return f"{super().loss(facts)}; on trained weights Derf needs repair (calibration=) or training"
 
 
 @NORMS.register("deepnorm")
