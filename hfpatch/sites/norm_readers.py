@@ -59,6 +59,9 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         inputs: keyword arguments of its forward.
     """
     modules = dict(small.named_modules())
+    names_of: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in small.named_modules(remove_duplicate=False):
+        names_of[module].append(name)
     norms = [name for name, module in modules.items() if describe(module) is not None]
     maps = [name for name, module in modules.items() if is_linear_map(module) or holds_maps(module)]
     seen = _Calls(defaultdict(list), defaultdict(list))
@@ -77,12 +80,12 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     found: dict[str, set[Reader] | str] = {}
     for norm in norms:
         pattern, group = pattern_of(norm), [name for name in maps if norm in readers_of[name]]
-        reason = None if norm in seen.results else UNREACHED
+        reason = None if seen.results[norm] else UNREACHED
         if reason is None and not group:
             reason = NO_READER
         elif reason is None and max_error(outputs, _moved(small, inputs, watched, norm, group, seen)) > _TOLERANCE:
             reason = READ_OTHERWISE
-        elif reason is None and _of_pattern(norm, group, seen.read) != {*group}:
+        elif reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
             reason = OTHER_LAYERS
         readers = set[Reader]()
         for name in group if reason is None else ():
@@ -102,10 +105,13 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     }
 
 
-def _of_pattern(norm: str, group: Iterable[str], called: Iterable[str]) -> set[str]:
-    """The maps that a patch takes for the norm's readers: of the same patterns and layer. Not those never called."""
+def _of_pattern(norms: Iterable[str], group: Iterable[str], called: Iterable[str]) -> set[str]:
+    """The maps that a patch takes for the readers of a norm of these names: of the same patterns and layers.
+
+    Only those that are called.
+    """
     patterns = {pattern_of(name) for name in group}
-    return {name for name in called if pattern_of(name) in patterns and same_layer(norm, name)}
+    return {name for name in called if pattern_of(name) in patterns and any(same_layer(norm, name) for norm in norms)}
 
 
 def _copy(value: Any) -> Any:
