@@ -24,6 +24,8 @@ from .compensate import compensate, find_pairs, norm_inputs
 from .fold import Centring, plan_centring
 from .search import find_centring
 
+_TREAT_THE_MEAN_ALIKE = ("layer", "folded", "fixed", "none")  # schemes whose norms remove the mean where the host's do
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -105,7 +107,7 @@ class Conversion:
             assert isinstance(part.scheme, Norm)
             if part.scheme.centring and part.init in ("auto", "exact"):
                 centred = True
-            elif not part.scheme.keeps_mean:
+            elif part.scheme.name not in _TREAT_THE_MEAN_ALIKE:
                 raise UnsupportedError(
                     f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the "
                     "mean of its input"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
+from ..errors import OptionError
 from ..measure.hooks import Call, first_tensor
 from ..runtime.fixed import FixedNorm
 from ..sites.norms import describe
@@ -55,6 +56,9 @@ def start_fixed_norms(
 
     Returns:
         What was measured, by norm.
+
+    Raises:
+        OptionError: calibration doesn't reach one of them.
     """
     scales = {name: InputScale() for name in norms}
     step = max(1, old.batches.tokens // _TOKENS)
@@ -66,9 +70,14 @@ def start_fixed_norms(
 
         with old.observe_calls(scales, before=measure):
             old.forward(index)
+    if unreached := [name for name, scale in scales.items() if not scale.all]:
+        raise OptionError(
+            f"calibration doesn't reach {len(unreached)} of the {len(scales)} norms that get a constant scale, such as "
+            f"{unreached[0]}, so their constants aren't known. Pass inputs that reach them (images or sounds as well), "
+            f"or keep them with keep=."
+        )
     for name, scale in scales.items():
-        if scale.all:
-            _write(new, old, name, scale.median, changes)
+        _write(new, old, name, scale.median, changes)
     return scales
 
 

@@ -189,7 +189,7 @@ class _Repairer:
 
     def _start(self) -> None:
         """Give norms whose starting values are measured on data these values; not undone if a repair is."""
-        fixed = [name for name in self.changed if isinstance(self.new.modules[name], FixedNorm)]
+        fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
             self.fitter.scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.edits)
 

@@ -50,7 +50,6 @@ class Fixed(Elementwise):
     component: ClassVar[type[AffineNorm]] = FixedNorm
     planner: ClassVar[str] = "hfpatch.swap.fixed:plan_fixed"
     needs_calibration: ClassVar[bool] = True
-    keeps_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.shift, bool):
@@ -126,7 +125,6 @@ class Folded(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("fold", "flashnorm", "weightless")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_folded"
     label: ClassVar[str] = "norm"
-    keeps_mean: ClassVar[bool] = True
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of a norm of the same kind, without gain and shift; of a fixed one, `NoNorm`."""

@@ -30,7 +30,6 @@ class Norm(Scheme):
             further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
         needs_calibration: whether its starting values are measured on calibration data.
-        keeps_mean: whether a norm ignores its input's mean wherever the replaced norm did.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -50,7 +49,6 @@ class Norm(Scheme):
     component: ClassVar[type[AffineNorm]]
     label: ClassVar[str] = ""
     needs_calibration: ClassVar[bool] = False
-    keeps_mean: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -139,7 +137,6 @@ class Layer(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("ln",)
     bias: bool = True
     component: ClassVar[type[AffineNorm]] = LayerNorm
-    keeps_mean: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bias, bool):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.hooks import Call, first_tensor, observe_calls
-from ..measure.twin import twin
+from ..measure.twin import twin_with_media
 from ..runtime.edits import pattern_of
 from .blocks import measuring, stream_blocks
 from .norms import describe
@@ -21,7 +21,7 @@ def find_final_norms(model: nn.Module, example_inputs: Mapping[str, Any] | None)
     Raises:
         UnsupportedError: no small model runs.
     """
-    small, inputs = twin(model, example_inputs)
+    small, inputs = twin_with_media(model, example_inputs)
     with measuring(model, "its last norm isn't known"):
         patterns, last_in_block = _observe(small, inputs)
     found = {name for name, module in model.named_modules() if describe(module) and pattern_of(name) in patterns}

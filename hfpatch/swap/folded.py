@@ -17,7 +17,7 @@ from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.blocks import same_layer
 from ..measure.outputs import in_float64
-from ..measure.twin import twin
+from ..measure.twin import twin_with_media
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import BiasedLinear, FixedNorm
@@ -95,7 +95,7 @@ class _Folder:
     @classmethod
     def of(cls, model: nn.Module, example_inputs: Mapping[str, Any] | None) -> _Folder:
         owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        return cls(model, find_readers(*twin(model, example_inputs)), owners)
+        return cls(model, find_readers(*twin_with_media(model, example_inputs)), owners)
 
     def fold(self, change: Change) -> Change:
         """Return a norm's change with what its readers take over; one without edits where it can't be folded."""

