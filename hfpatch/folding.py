@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .checkpoint.patched_config import give_patched_config
+from .core.bare import has_weights
 from .core.plan_table import Change
 from .core.transaction import Transaction
 from .errors import VerificationError
@@ -22,6 +23,19 @@ from .runtime.record import KEY
 from .schemes.fixed import Folded, WithoutNorms
 from .schemes.request import Record
 from .swap.folded import plan_fold_of_fixed
+
+
+def require_weights(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse to fold the norms of a model without weights, which a fold multiplies.
+
+    Raises:
+        UnsupportedError: it is on the meta device.
+    """
+    found = plan.planned.get("norm")
+    if found is not None and isinstance(found.part.scheme, Folded | WithoutNorms) and not has_weights(model):
+        raise UnsupportedError(
+            f"norm={str(found.part.scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+        )
 
 
 def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdict | None:

@@ -19,7 +19,7 @@ from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .folding import check_folded, fold_fixed_norms
+from .folding import check_folded, fold_fixed_norms, require_weights
 from .measure.copies import copy_of
 from .measure.randomness import exclusive, keep_random_state
 from .measure.snapshot import Snapshot, Verdict
@@ -119,6 +119,7 @@ def patch_model(
     require_calibration_fits(calibration, fit, init)
     new_lengths = _new_lengths(tokenizer, request, calibration)
     plan = make_plan(model, request, example_inputs)
+    require_weights(plan, model)
     kept = _undo_record_for(model) if reversible else None
     if compile:
         require_blocks(model)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..core.bare import has_weights
 from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.blocks import same_layer
@@ -38,12 +37,10 @@ def plan_folded(model: PreTrainedModel, part: SchemeRequest, example_inputs: Map
     """Plan folding a model's norms.
 
     Raises:
-        UnsupportedError: the model has no weights yet; init="reset"; or no small model of its class runs.
+        UnsupportedError: init="reset"; or no small model of its class runs.
     """
     if part.init == "reset":
         raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
-    if not has_weights(model):
-        raise UnsupportedError("norm='folded' multiplies weights, and this model has none yet (meta device). Load it.")
     folder = _Folder.of(model, example_inputs)
     changes = plan_norms(model, part)
     return PlannerResult(part, [folder.fold(one) if one.changes else one for one in changes])
@@ -57,8 +54,6 @@ def plan_without_norms(
     Raises:
         UnsupportedError: as in `plan_folded` and `plan_fixed`.
     """
-    if not has_weights(model):
-        raise UnsupportedError("norm='none' multiplies weights, and this model has none yet (meta device). Load it.")
     folder, found = _Folder.of(model, example_inputs), plan_fixed(model, part, example_inputs)
     for change in found.changes:
         if change.changes:
