@@ -51,8 +51,8 @@ CASES = (
 )
 NATIVE = {  # those that equal a stock architecture
     *(("gpt2", s) for s in ("layer", "rms", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
-    *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),
-    *(("llama", scheme) for scheme in ("layer", "rope, theta", "nope")),
+    *(("gpt2", scheme) for scheme in ("folded", "nope", "sinusoidal", "learned")),
+    *(("llama", scheme) for scheme in ("layer", "folded", "rope, theta", "nope")),
     ("bert", "rope"),
     ("opt", "rms, parametrized"),
 }
