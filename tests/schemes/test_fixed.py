@@ -282,6 +282,16 @@ def test_the_command_line_says_what_is_missing(tmp_path: Any) -> None:
         assert not (tmp_path / "out").exists()
 
 
+def test_a_norm_that_calibration_does_not_reach_is_refused() -> None:
+    model = tiny("gpt2", LM)
+    model.transformer.spare = nn.LayerNorm(32)
+    before = fingerprint(model)
+    with pytest.raises(OptionError, match=r"doesn't reach 1 of the 5 norms .* such as transformer\.spare.* keep="):
+        patch(model, norm="fixed", calibration=few)
+    assert changes(before, fingerprint(model)) == []
+    patch(model, norm="fixed", keep="*.spare", calibration=few)
+
+
 def test_to_train_from_scratch_no_data_is_needed() -> None:
     model = patch(tiny("gpt2", LM), norm="fixed", init="reset")
     for name in norms_of(model, FixedNorm):

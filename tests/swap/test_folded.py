@@ -297,6 +297,40 @@ def test_refused(make: Callable[[], Any], request_: dict, kind: type[PatchError]
     assert changes(before, fingerprint(model)) == []
 
 
+class Squared(nn.Module):
+    """A map whose output is squared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(32, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x) * x.mean(-1, keepdim=True)
+
+
+def test_a_norm_that_a_function_reads_which_is_not_linear_is_kept() -> None:
+    model = tiny("gpt2")
+    for block in model.h:
+        block.mlp.c_fc = Squared()
+    before, original = fingerprint(model), copy.deepcopy(model)
+    with pytest.raises(
+        NothingToPatchError, match="its output is read otherwise, too: by a residual connection, another"
+    ):
+        patch(model, norm="folded", only="*.ln_2")
+    assert changes(before, fingerprint(model)) == []
+    patch(model, norm="folded")
+    assert bare(model) == ["h.0.ln_1", "h.1.ln_1"]
+    assert difference(model, original) <= 1e-5
+
+
+def test_a_plan_needs_no_weights() -> None:
+    """As on the command line, which builds the model without."""
+    for norm in ("folded", "none"):
+        plans = [plan_patch(tiny("llama", LM, **UNTIED).to(device), norm=norm) for device in ("meta", "cpu")]
+        assert str(plans[0]) == str(plans[1])
+        assert len([row for row in plans[0].rows if row.becomes]) == (5 if norm == "folded" else 4)
+
+
 def test_quantised_weights_are_refused() -> None:
     for norm in ("folded", "none", "fixed"):
         model = tiny("llama", LM)
