@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .schemes.mlps import MLP, MLPS
     from .schemes.norms import NORMS, Norm
     from .schemes.positions import POSITIONS, Position
-    from .sites.records.record import Architecture, Stack
+    from .sites.architectures.architecture import Architecture, Stack
     from .sites.stacks import ARCHITECTURES
 
 __all__ = [
@@ -46,7 +46,7 @@ _MODULES = modules_of(
         "schemes.mlps": "MLP MLPS",
         "schemes.norms": "NORMS Norm",
         "schemes.positions": "POSITIONS Position",
-        "sites.records.record": "Architecture Stack",
+        "sites.architectures.architecture": "Architecture Stack",
         "sites.stacks": "ARCHITECTURES",
     }
 )

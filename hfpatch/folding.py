@@ -22,6 +22,7 @@ from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.fixed import Folded, WithoutNorms
 from .schemes.request import Record
+from .sites.sites import Sites
 from .swap.folded import plan_fold_of_fixed
 
 
@@ -53,9 +54,9 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
     found = plan.planned.get("norm")
     if found is None or not isinstance(found.part.scheme, Folded | WithoutNorms):
         return None
-    if plan.losses("norm") or before.before is None:
+    if plan.losses("norm") or before.forward is None:
         return None
-    after = before.after(model)
+    after = before.outputs_after(model)
     if isinstance(after, Exception):
         reason = describe_error(after).rstrip(".")
         raise UnsupportedError(
@@ -91,7 +92,7 @@ def fold_fixed_norms(
         return
     names = [change.row.module for change in found.changes if change.changes]
     with keep_random_state(), torch.inference_mode(False):
-        folded = plan_fold_of_fixed(model, found.part, names, inputs)
+        folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)
         folding = Plan.of(model, Record.of(model.config), {"norm": folded})
         if not folding.empty:
             before = snapshot_of(model, folding, inputs)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .core.bare import has_weights
 from .errors import OptionError, VerificationError
+from .measure.media import missing_media
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
@@ -19,7 +20,7 @@ from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import equal, require_moved, require_runs_in_full, short_inputs
+from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
@@ -35,15 +36,11 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-
-    def make() -> Mapping[str, Any]:
-        if inputs is not None:
-            return inputs
-        return short_inputs(model, plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None)
-
+    length = plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None
+    makers = makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
     norms = None if plan.conversion is None else plan.conversion.to_check()
-    before = Snapshot(model, make, norms)
-    if norms is None or before.before is not None:
+    before = Snapshot(model, makers, norms)
+    if norms is None or before.forward is not None:
         return before
     where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"
     way_out = (
@@ -81,9 +78,10 @@ def measure_outcomes(
         UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
     lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
-    found = {"norm": Outcome(EXACT, verdict.figures)} if verdict is not None and "norm" not in lossy else {}
+    basis = _basis(model, before.inputs)
+    found = {"norm": Outcome(EXACT, verdict.figures, basis)} if verdict is not None and "norm" not in lossy else {}
     if others := plan.by_kind.keys() - found.keys():
-        after = before.after(model) if before.before is not None else None
+        after = before.outputs_after(model) if before.forward is not None else None
         runs = False
         if original is not None and "pos" in others:
             runs = _positions_run(plan, before, model, original, after, given)
@@ -92,8 +90,9 @@ def measure_outcomes(
         found |= {kind: apart if lossy and kind not in lossy else whole for kind in others}
     outcomes = {}
     for kind, changes in plan.by_kind.items():
-        reasons = [change.row.reason for change in changes if not change.changes and change.row.reason]
-        kept = f"{len(reasons)} of {len(changes)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        own = [change for change in changes if change.row.kind != "stream" or not change.changes]  # not what is centred
+        reasons = [change.row.reason for change in own if not change.changes and change.row.reason]
+        kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         outcomes[kind] = replace(found[kind], lost="; ".join(plan.losses(kind)), kept=kept)
     return outcomes
 
@@ -109,7 +108,7 @@ def _positions_run(
     """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
     changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
     require_same_frequencies(model, [change.row.module for change in changes if change.changes])
-    moved = before.before is not None and isinstance(after, dict) and not equal(before.before.outputs, after)
+    moved = before.forward is not None and isinstance(after, dict) and not equal(before.forward.outputs, after)
     if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
         require_moved(model, original, changes, f"pos={str(scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)
@@ -154,21 +153,27 @@ def _of_whole(
 
 
 def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
-    found = before.deviations(after)
+    found, basis = before.deviations(after), _basis(model, before.inputs)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
     if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)
     if lossy and verdict.holds:
-        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis="on the inputs measured")
+        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
     if lossy:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}")
+        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     return (
-        Outcome(EXACT, verdict.figures)
+        Outcome(EXACT, verdict.figures, basis)
         if verdict.holds
-        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}")
+        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
     )
+
+
+def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
+    """What a comparison rests on, where its inputs leave out images or sounds that the model reads; else ""."""
+    missing = " and ".join(missing_media(model, inputs))
+    return f"on inputs without {missing}" if missing else ""
 
 
 def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:

@@ -17,7 +17,7 @@ from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
-from .core.transaction import UNDO_RECORD, Transaction, UndoRecord
+from .core.transaction import UNDO_STATE, Transaction, UndoState
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
 from .folding import check_folded, fold_fixed_norms, require_weights
 from .measure.copies import copy_of
@@ -120,7 +120,7 @@ def patch_model(
     new_lengths = _new_lengths(tokenizer, request, calibration)
     plan = make_plan(model, request, example_inputs)
     require_weights(plan, model)
-    kept = _undo_record_for(model) if reversible else None
+    kept = _undo_state_for(model) if reversible else None
     if compile:
         require_blocks(model)
     if calibration is not None:
@@ -129,10 +129,10 @@ def patch_model(
     elif init != "reset":
         require_data(model, plan.planned["norm"].part.scheme if "norm" in plan.planned else None, plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
-    transaction = Transaction.on(model) if kept is None else kept.edits
+    transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
-            _keep_on_model(model, UNDO_RECORD, kept, transaction)  # first in the log, so that it is undone last
+            _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
             fold_fixed_norms(plan, model, transaction, example_inputs)
         for target, name, length in new_lengths:
@@ -167,9 +167,8 @@ def _carry_out(
         original = _original_of(model, plan, calibration)
         norms.apply(model, transaction)
         if plan.conversion is not None:
-            plan.conversion.compensate(transaction)
-        else:
-            verdict = check_folded(plan, before, model)
+            plan.conversion.compensate(before.inputs, transaction)
+        verdict = verdict or check_folded(plan, before, model)
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
@@ -280,45 +279,45 @@ def unpatch_model(model: M) -> M:
     """
     require_bare(model)
     require_unquantized(model)
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    if undo_record is None:
+    undo_state: UndoState | None = vars(model).get(UNDO_STATE)
+    if undo_state is None:
         if not getattr(model.config, KEY, None):
             raise NotReversibleError(f"{type(model).__name__} isn't patched, so there is nothing to undo.")
         raise NotReversibleError(
             f"{type(model).__name__} can't be unpatched: it was loaded from a patched checkpoint, or patched without "
             "reversible=True. Load the original checkpoint instead."
         )
-    if (left := undo_record.edits.find_detached(model)) is not None:
+    if (left := undo_state.transaction.find_detached(model)) is not None:
         raise NotReversibleError(
             f"{type(model).__name__}: a {left._get_name()} whose values the patch changed was replaced since (as "
             "resize_token_embeddings does), so its old values can't come back. Load the original checkpoint instead."
         )
     present_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     patched_config, device, dtype = model.config, model.device, model.dtype
-    undo_record.edits.undo()
+    undo_state.transaction.undo()
     vars(model).pop(REPAIR, None)
-    carry_over_config(model, patched_config, undo_record.lengths)
+    carry_over_config(model, patched_config, undo_state.lengths)
     on_meta = device.type == "meta"  # no values can be sent there, but the model as a whole
     for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype
         if id(tensor) not in present_ids:
-            converted = dtype != undo_record.dtype and tensor.is_floating_point()
+            converted = dtype != undo_state.dtype and tensor.is_floating_point()
             tensor.data = tensor.data.to(None if on_meta else device, dtype if converted else None)
     return model.to(device) if on_meta else model
 
 
-def _undo_record_for(model: PreTrainedModel) -> UndoRecord:
+def _undo_state_for(model: PreTrainedModel) -> UndoState:
     """The undo log of a model's reversible patches so far, which the next one continues.
 
     Raises:
         NotReversibleError: an earlier patch wasn't reversible.
     """
-    undo_record: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    if undo_record is None and getattr(model.config, KEY, None):
+    undo_state: UndoState | None = vars(model).get(UNDO_STATE)
+    if undo_state is None and getattr(model.config, KEY, None):
         raise NotReversibleError(
             "reversible=True: an earlier patch of this model was made without it, so unpatch_model couldn't restore "
             "the original. Leave it out, or start from the original checkpoint."
         )
-    return undo_record or UndoRecord(Transaction(), model.dtype, {})
+    return undo_state or UndoState(Transaction(), model.dtype, {})
 
 
 def _new_lengths(processor: Any, request: Request, calibration: Any) -> list[tuple[Any, str, int]]:
@@ -359,9 +358,9 @@ def _require_changes(plan: Plan) -> None:
         )
 
 
-def _keep_as_initialised(model: nn.Module, before: Iterable[nn.Parameter]) -> None:
+def _keep_as_initialised(model: nn.Module, old: Iterable[nn.Parameter]) -> None:
     """Mark what a patch added, so that a later `init_weights()` doesn't initialise it again."""
-    old_ids = set(map(id, before))
+    old_ids = set(map(id, old))
     for module in model.modules():
         is_new = any(id(parameter) not in old_ids for parameter in module.parameters(recurse=False))
         if is_new or isinstance(module, AffineNorm | GatedLinear):
@@ -390,9 +389,10 @@ def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init:
 
 def _not_preserved(plan: Plan, changed: Mapping[str, Outcome], report: RepairReport | None) -> str:
     """Text of the warning: what the patch didn't preserve, and how to get a repair or more about the one that ran."""
+    own = "'self' (sequences that it writes), " if plan.generates else ""
     advice = (
-        "calibration=texts with tokenizer= (or inputs without labels; --calibration FILE), or calibration='self' for a "
-        "model that generates, repairs it without training. plan_patch(...) lists the modules."
+        f"calibration= (--calibration) repairs it without training: {own}texts with tokenizer=, or inputs without "
+        "labels. plan_patch(...) lists the modules."
     )
     if report is not None:
         advice = "repair_report(model) lists the repair's steps and what couldn't be fitted."

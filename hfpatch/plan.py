@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 
 from .checkpoint.outer import require_outermost
 from .core.bare import require_bare, require_unquantized
-from .core.globs import Names, require_matches
+from .core.globs import require_matches
 from .core.holders import unwrap_holders
-from .core.plan_table import ALREADY_DONE, Change, Row, Step, group_rows
+from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
 from .core.results import Result, Table, dataframe, to_json_value
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
@@ -46,6 +46,7 @@ from .schemes.norms import DeepNorm, Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import Record, Request, SchemeRequest
+from .sites.sites import Sites
 from .swap.config_diff import Setting
 from .swap.planners import PlannerResult, planner_of
 from .swap.written_config import require_valid_config
@@ -61,7 +62,7 @@ class Phase:
     values: list[WeightChange]
     edits: list[Edit]
     starts: list[WeightChange]
-    then: list[Step]
+    then: list[HostStep]
 
     @classmethod
     def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
@@ -89,22 +90,26 @@ class Plan(Result):
 
     Attributes:
         model_name: the model's class.
-        before: the patch record that the model's config holds now.
+        old_record: the patch record that the model's config holds now.
         planned: by kind, what each requested scheme changes; a kind that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
+        changing, kept: how many modules change, and how many the plan names and keeps.
         generates: whether the model can write its own calibration for a repair.
     """
 
     model_name: str
-    before: Record
+    old_record: Record
     planned: Mapping[str, PlannerResult] = field(default_factory=dict)
     phases: tuple[Phase, ...] = ()
+    changing: int = 0
+    kept: int = 0
     generates: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, before: Record, planned: Mapping[str, PlannerResult]) -> Plan:
+    def of(cls, model: PreTrainedModel, old_record: Record, planned: Mapping[str, PlannerResult]) -> Plan:
         """Return the plan of the planners' results."""
-        return cls(type(model).__name__, before, planned, _phases(model, planned), generates(model))
+        counts = _count_modules(model, [change.row for found in planned.values() for change in found.changes])
+        return cls(type(model).__name__, old_record, planned, _phases(model, planned), *counts, generates(model))
 
     def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
         """Return the plan without its exact conversion of norms, whose check on the model failed.
@@ -116,7 +121,7 @@ class Plan(Result):
         without = {
             kind: found if found.conversion is None else found.inexact(measured) for kind, found in self.planned.items()
         }
-        return Plan.of(model, self.before, without)
+        return Plan.of(model, self.old_record, without)
 
     @property
     def by_kind(self) -> dict[str, list[Change]]:
@@ -136,7 +141,7 @@ class Plan(Result):
     @cached_property
     def record(self) -> Record:
         """The patch record that the model's config will hold."""
-        record = self.before
+        record = self.old_record
         for kind, found in self.planned.items():
             record = record if record.has(kind, found.part) else record.with_request(kind, found.part)
         return record.with_edits(self.edits)
@@ -194,6 +199,11 @@ class Plan(Result):
         """
         return dataframe(Row, self.rows, action=str, expected=str)
 
+    @property
+    def _counts(self) -> str:
+        changing = "1 module changes" if self.changing == 1 else f"{self.changing} modules change"
+        return changing + (f", {self.kept} {'is' if self.kept == 1 else 'are'} kept" if self.kept else "")
+
     def parts(self) -> Iterable[Sequence[str | Table]]:
         if not self.changes:
             yield [f"{self.model_name}: nothing to do, it is patched this way already."]
@@ -204,8 +214,7 @@ class Plan(Result):
             note = "; ".join(filter(None, (row.reason, row.loss)))
             names = numbers + (f"  x{count}" if count > 1 else "")
             lines.append((names, row.now, row.becomes or "(kept)", row.expected, note))
-        replaced = sum(row.action == "replace" for row in self.rows)
-        yield Table(lines), f"{self.model_name}: {replaced} of {len(self.rows)} modules change."
+        yield Table(lines), f"{self.model_name}: {self._counts}."
         values: dict[str, list[str]] = {}
         for same, names in group_rows(self.weights, lambda one: (str(one),), lambda one: one.parameter):
             values.setdefault(str(same[0]), []).append(names)
@@ -215,6 +224,17 @@ class Plan(Result):
             own = '"self" (sequences that it writes) or your data'
             data = own if self.generates else "your data, as it writes no text"
             yield [f"What isn't exact is repaired only with calibration= (--calibration): {data}."]
+
+
+def _count_modules(model: nn.Module, rows: list[Row]) -> tuple[int, int]:
+    """How many modules change, and how many are kept. A row may name a Parameter or an argument: its owner counts."""
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    owners = {row.module: row.module for row in rows}
+    for name in owners:
+        while owners[name] not in modules:
+            owners[name] = owners[name].rpartition(".")[0]
+    changing = {owners[row.module] for row in rows if row.action == "replace"}
+    return len(changing), len({*owners.values()} - changing)
 
 
 def _line_key(row: Row) -> tuple[object, ...]:
@@ -271,7 +291,7 @@ def plan_patch(
         ----------------------------  -------------  ---------------  -----------  ----
         transformer.h.0.ln_{1-2}  x2  LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
         transformer.ln_f              LayerNorm(16)  DynamicTanh(16)  approximate  the scale of its input isn't removed
-        GPT2LMHeadModel: 3 of 3 modules change.
+        GPT2LMHeadModel: 3 modules change.
         ...
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
@@ -288,15 +308,15 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
     _require_same_init(request.parts, record)
     _require_order(parts, record)
-    planned: dict[str, PlannerResult] = {}
+    sites, planned = Sites(model, example_inputs), dict[str, PlannerResult]()
     for kind, part in parts.items():
-        found = planner_of(part.scheme)(model, part, example_inputs)
+        found = planner_of(part.scheme)(sites, part)
         if found.changes and not _is_patched_already(found.changes):
             planned[kind] = found
     plan = Plan.of(model, record, planned)
     if planned:
         globs = {option: getattr(next(iter(planned.values())).part, option) for option in ("only", "keep")}
-        require_matches(Names.of(model), globs, [row for row in plan.rows if row.kind != "stream"])
+        require_matches(sites.names, globs, [row for row in plan.rows if row.kind != "stream"])
     for kind, found in planned.items():
         _require_change(plan, kind, found)
     require_valid_config(model, plan.lengths)
@@ -311,12 +331,12 @@ def _phases(model: nn.Module, planned: Mapping[str, PlannerResult]) -> tuple[Pha
     2. All other norm swaps.
     3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
     """
-    streams, exact, norms, others = (list[Change]() for _ in range(4))
+    streams, exact_norms, other_norms, others = (list[Change]() for _ in range(4))
     converts = any(found.conversion is not None for found in planned.values())
     for change in (change for found in planned.values() for change in found.changes if change.changes):
-        norm_phase = exact if change.row.exact is not None and converts else norms
-        {"stream": streams, "norm": norm_phase}.get(change.row.kind, others).append(change)
-    phases = [Phase.of(model, changes) for changes in (streams + exact, norms, others)]
+        norms = exact_norms if change.row.why_exact is not None and converts else other_norms
+        {"stream": streams, "norm": norms}.get(change.row.kind, others).append(change)
+    phases = [Phase.of(model, changes) for changes in (streams + exact_norms, other_norms, others)]
     phases[-1].then.extend(found.derived for found in planned.values())
     return tuple(phases)
 

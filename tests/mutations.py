@@ -138,7 +138,7 @@ FAULTS = [
     Fault(
         "a repair that makes the outputs worse is kept",
         "repairs/repair.py",
-        "        if not self.report.kept:\n            self.edits.undo(mark)\n",
+        "        if not self.report.kept:\n            self.transaction.undo(mark)\n",
         "",
         ("repairs/test_repair.py::test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit",),
     ),
@@ -295,6 +295,20 @@ FAULTS = [
         "        new.leave_out_of_decay(replaced=old)\n",
         "",
         ("contracts/test_decay.py::test_after_every_norm",),
+    ),
+    Fault(
+        "an outcome doesn't say that a tower of images didn't run",
+        "outcome.py",
+        'return f"on inputs without {missing}" if missing else ""',
+        'return ""',
+        ("test_outcome.py::test_the_users_text_is_said_to_be_without_images",),
+    ),
+    Fault(
+        "a change of a rotation that attentions ignore is accepted",
+        "swap/trial.py",
+        "        elif (readers := ",
+        "        elif False and (readers := ",
+        ("test_outcome.py::test_attentions_that_ignore_the_rotation_that_they_are_passed",),
     ),
 ]
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zoo
 from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hfpatch.checkpoint.patched_config import give_patched_config
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
@@ -23,12 +25,12 @@ from hfpatch.export import native_model
 from hfpatch.hub.card import CardFacts, card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
-from hfpatch.measure.snapshot import Snapshot
+from hfpatch.measure.snapshot import Forward, Snapshot, run
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
-from hfpatch.swap.trial import require_runs_in_full
+from hfpatch.swap.trial import makers_of_short_inputs, require_runs_in_full
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -307,6 +309,34 @@ def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.M
     assert not changes(before, fingerprint(model))
 
 
+class OwnRotation(LlamaAttention):
+    """As in a model file of a user: it rotates by frequencies of its own, whatever it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        frequencies = 100 ** -torch.linspace(0, 1, self.head_dim // 2)
+        angles = (torch.arange(hidden_states.shape[1])[:, None] * frequencies).repeat(1, 2)[None]
+        return super().forward(hidden_states, (angles.cos(), angles.sin()), **kwargs)
+
+
+class PassedRotation(LlamaAttention):
+    """The control: another class, which rotates by what it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, position_embeddings, **kwargs)
+
+
+@pytest.mark.parametrize("pos", ["rope:theta=77", 'rope:scaling={"rope_type":"linear","factor":4.0}', "nope"])
+def test_attentions_that_ignore_the_rotation_that_they_are_passed(pos: str) -> None:
+    model, other = tiny("llama", LM), tiny("llama", LM)
+    for layer, of_other in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn.__class__, of_other.self_attn.__class__ = OwnRotation, PassedRotation
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"would change nothing.*OwnRotation is passed its rotation and"):
+        patch_model(model, pos=pos)
+    assert not changes(before, fingerprint(model))
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(patch(other, pos=pos)))
+
+
 def test_what_reaches_no_output_isnt_refused() -> None:
     """Attentions behind gates that are closed: that nothing moves tells nothing then."""
     model = tiny("llama", LM)
@@ -343,8 +373,12 @@ def test_a_model_that_doesnt_run_any_more_is_left_as_it_was() -> None:
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured outputs are off by a tenth after a patch."""
-    after = Snapshot.after
-    monkeypatch.setattr(Snapshot, "after", lambda *given: {name: 1.1 * value for name, value in after(*given).items()})
+    measured = Snapshot.outputs_after
+
+    def outputs_after(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.1 * value for name, value in measured(*given).items()}
+
+    monkeypatch.setattr(Snapshot, "outputs_after", outputs_after)
 
 
 def test_what_isnt_exact_as_planned_is_said_or_refused(off: None) -> None:
@@ -433,9 +467,10 @@ def test_a_tower_of_images_is_measured_with_images(
     alone = copy.deepcopy(model)
     patch(model, norm="rms", init="copy", only=tower)
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
-    monkeypatch.setattr("hfpatch.swap.trial.media_inputs", lambda *args, **options: None)
+    monkeypatch.setattr("hfpatch.swap.trial.with_media", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
-    assert outcome(alone).startswith("approximate: outputs differ by 0;")  # control: on text alone it doesn't run
+    differ = "approximate on inputs without images: outputs differ by 0;"
+    assert outcome(alone).startswith(differ)  # control: on text alone it doesn't run
 
 
 def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
@@ -449,11 +484,36 @@ def test_a_stretched_tower_runs_with_images_of_its_new_size() -> None:
         require_runs_in_full(model, original, [], None)
 
 
+def test_before_a_patch_a_model_runs_once_with_images_and_again_only_where_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[bool] = []
+
+    def counted(model: nn.Module, inputs: Mapping[str, Any], *more: Any) -> Forward:
+        runs.append("pixel_values" in inputs)
+        return run(model, inputs, *more)
+
+    monkeypatch.setattr("hfpatch.measure.snapshot.run", counted)
+    model, _ = zoo.tiny("llava")
+    assert Snapshot(model, makers_of_short_inputs(model, None)).forward is not None
+    assert runs == [True]
+    runs.clear()
+    monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
+    assert Snapshot(model, makers_of_short_inputs(model, None)).forward is not None
+    assert runs == [True, False]
+
+
 def test_where_no_images_can_be_made_text_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = zoo.tiny("llava")
     monkeypatch.setattr(type(model), "get_placeholder_mask", None)  # its forward with images fails
     patch(model, norm="layer")
-    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
+
+
+def test_the_users_text_is_said_to_be_without_images() -> None:
+    model, _ = zoo.tiny("llava")
+    patch(model, norm="layer", example_inputs=example_inputs(model))
+    assert re.match(r"approximate on inputs without images: outputs differ by (?!0;)", outcome(model))
 
 
 def outcome(model: Any) -> str:

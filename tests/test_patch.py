@@ -37,7 +37,7 @@ from transformers import EncoderDecoderModel, GPT2LMHeadModel, GPT2Model
 from transformers.models.opt.modeling_opt import OPTDecoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from hfpatch.core.transaction import UNDO_RECORD, Transaction
+from hfpatch.core.transaction import UNDO_STATE, Transaction
 from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError, WrappedModelError
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
@@ -210,6 +210,13 @@ def test_there_is_no_warning_where_nothing_was_lost_or_all_starts_afresh(request
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch_model(tiny("gpt2"), **request_)
+
+
+@pytest.mark.parametrize(("family", "head", "writes"), [("gpt2", LM, True), ("bert", "AutoModel", False)])
+def test_the_warning_offers_a_models_own_text_where_it_writes_some(family: str, head: str, writes: bool) -> None:
+    with pytest.warns(NotPreservedWarning, match="repairs it without training") as caught:
+        patch_model(tiny(family, head), norm="dyt")
+    assert ("'self'" in str(caught[0].message)) == writes
 
 
 def test_the_warning_as_an_error_leaves_the_model_as_it_was() -> None:
@@ -556,7 +563,7 @@ def test_unpatch_refuses_a_module_with_changed_values_that_was_replaced_since() 
 def test_an_interrupted_unpatch_is_ended_by_another() -> None:
     model = tiny("gpt2")
     before = fingerprint(model)
-    log = vars(patch(model, **EXACT, reversible=True))[UNDO_RECORD].edits._log
+    log = vars(patch(model, **EXACT, reversible=True))[UNDO_STATE].transaction._log
     middle = len(log) // 2
     undo, arguments = log[middle]
 

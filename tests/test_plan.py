@@ -16,6 +16,7 @@ from tiny_models import RECORDED, changes, fingerprint, patch, tiny
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hfpatch.core.globs import Names
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NoMatchError, NothingToPatchError, OptionError, UnknownNameError, WrappedModelError
 from hfpatch.patch import patch_model
@@ -23,6 +24,7 @@ from hfpatch.plan import Plan, plan_patch
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.schemes.norms import DyT
 from hfpatch.schemes.rope import RoPE
+from hfpatch.sites import sites
 
 # Purity
 
@@ -131,8 +133,23 @@ def test_the_table_says_what_is_kept_and_why() -> None:
     assert {(row.now, row.becomes) for row in plan.rows if row.becomes} == {
         ("LayerNorm(32)", "LayerNorm(32, bias=False)")
     }
-    assert table(plan)[-3] == "BertForMaskedLM: 4 of 6 modules change."
+    assert table(plan)[-3] == "BertForMaskedLM: 4 modules change, 2 are kept."
     assert table(plan)[-1].endswith(": your data, as it writes no text.")
+
+
+def test_each_module_is_counted_once() -> None:
+    plan = plan_patch(tiny("gpt2", n_layer=2), norm="rms", pos="rope")
+    assert [row.module for row in plan.rows].count("wpe") == 2  # centred, and then without its positions
+    assert (plan.changing, plan.kept) == (len(plan.rows) - 1, 0)
+    assert "GPT2Model: 14 modules change." in str(plan)
+
+
+def test_parameters_of_one_module_count_as_that_module() -> None:
+    plan = plan_patch(tiny("vit"), norm="rms", keep="*layernorm_before")
+    names = [row.module for row in plan.rows]
+    assert {"embeddings.cls_token", "embeddings.position_embeddings"} <= set(names)
+    assert (plan.changing, plan.kept) == (len(names) - 3, 2)
+    assert f"{len(names) - 3} modules change, 2 are kept." in str(plan)
 
 
 def test_groups_show_gaps() -> None:
@@ -310,12 +327,29 @@ def test_a_fraction_isnt_cut_by_floating_point(partial: float, head_dim: int, ch
     assert RoPE(partial=partial).rotary_dim(head_dim) == channels
 
 
-def test_families_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {name: record for name, record in ARCHITECTURES._entries.items() if name != "ernie"}
+def test_a_plan_finds_each_kind_of_sites_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("find_stacks", "find_rotations"):
+        find = getattr(sites, name)
+        monkeypatch.setattr(
+            sites, name, lambda *given, name=name, find=find: asked.append(f"{name}{len(given)}") or find(*given)
+        )
+    names_of = Names.of
+    monkeypatch.setattr(Names, "of", lambda model: asked.append("names") or names_of(model))
+    request = {"norm": "rms", "pos": "rope:max_positions=128", "mlp": "geglu"}
+    plan_patch(tiny("gpt2"), **request)
+    once = ["names", "find_stacks1", "find_stacks2", "find_stacks2", "find_rotations1"]  # biases, and own rotations
+    assert sorted(asked) == sorted(once)
+    plan_patch(tiny("gpt2"), **request)
+    assert sorted(asked) == sorted(2 * once)  # control: another plan looks again
+
+
+def test_families_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {name: family for name, family in ARCHITECTURES._entries.items() if name != "ernie"}
     monkeypatch.setattr(ARCHITECTURES, "_entries", others)
-    with pytest.raises(UnsupportedError, match="ernie: none of its classes is recorded") as caught:
+    with pytest.raises(UnsupportedError, match="ernie: hfpatch doesn't know which of its classes") as caught:
         plan_patch(tiny("ernie"), pos="rope")
-    assert f"`hfpatch families` lists the {len(ARCHITECTURES)} that have one" in str(caught.value)
+    assert f"`hfpatch families` lists the {len(ARCHITECTURES)} families that it knows" in str(caught.value)
 
 
 def test_a_patched_config_in_an_unpatched_model() -> None:

@@ -26,7 +26,7 @@ _SET_BY_FORWARDS = ("attention_type",)
 
 
 def give_patched_config(
-    model: PreTrainedModel, record: Record, edits: Transaction, lengths: Iterable[Setting] = ()
+    model: PreTrainedModel, record: Record, transaction: Transaction, lengths: Iterable[Setting] = ()
 ) -> None:
     """Give a model a patched copy of its config; other models may share the old one.
 
@@ -36,7 +36,7 @@ def give_patched_config(
     Args:
         model: after its patch.
         record: of all its patches.
-        edits: the log.
+        transaction: the log.
         lengths: (config, attribute, value) of what the patch changes in it.
     """
     copies: dict[int, Any] = {}
@@ -56,12 +56,12 @@ def give_patched_config(
         if of_text and generation is not None and generation.max_length == getattr(own, attribute):
             generation = copy.deepcopy(generation)
             generation.max_length = value
-            edits.set_attribute(model, "generation_config", generation)
+            transaction.set_attribute(model, "generation_config", generation)
         setattr(own, attribute, value)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                edits.set_attribute(module, name, copies[id(value)])
+                transaction.set_attribute(module, name, copies[id(value)])
 
 
 def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict[str, Any]) -> None:

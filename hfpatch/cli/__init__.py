@@ -110,11 +110,11 @@ def main(
 def families() -> None:
     """List the model families whose positions can be swapped. Norms and MLPs can be swapped in any model."""
     lines = [("family", "position-owning class", "table", "queries and keys", "example")]
-    for name, record in ARCHITECTURES.items():
-        for stack in record.stacks:
+    for name, family in ARCHITECTURES.items():
+        for stack in family.stacks:
             p = stack.projections
             projections = f"{p.name} (fused)" if isinstance(p, Fused) else f"{p.query}, {p.key}"
-            lines.append((name, stack.owner, stack.table, projections, record.example))
+            lines.append((name, stack.owner, stack.table, projections, family.example))
     typer.echo(str(Table(lines)))
     typer.echo(f"\n{len(ARCHITECTURES)} families for pos= ({', '.join(POSITIONS)}).")
     typer.echo(f"norm= ({', '.join(NORMS)}) works on every model with LayerNorm-like modules.")

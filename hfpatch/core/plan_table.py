@@ -32,7 +32,7 @@ class Row:
         now, becomes: what it is, and what it will be (None where it is kept).
         reason: why it is kept, or a note on the replacement.
         loss: what the replacement doesn't preserve; None where the function stays the same.
-        exact: why the function stays the same; None where it doesn't.
+        why_exact: why the function stays the same; None where it doesn't.
         aliases: further names of the same module.
     """
 
@@ -42,18 +42,18 @@ class Row:
     becomes: str | None = None
     reason: str | None = None
     loss: str | None = None
-    exact: str | None = None
+    why_exact: str | None = None
     aliases: tuple[str, ...] = ()
 
-    def replace_by(self, becomes: str, *, loss: str | None = None, exact: str | None = None) -> Row:
+    def replace_by(self, becomes: str, *, loss: str | None = None, why_exact: str | None = None) -> Row:
         """Return the row of a replaced module, with what is lost, or (None) with why nothing is.
 
         Raises:
             ValueError: neither is given. No replacement is exact by default.
         """
-        if loss is None and exact is None:
+        if loss is None and why_exact is None:
             raise ValueError(f"{self.module}: say what the replacement loses, or why it is exact")
-        self.becomes, self.loss, self.exact = becomes, loss, exact if loss is None else None
+        self.becomes, self.loss, self.why_exact = becomes, loss, why_exact if loss is None else None
         return self
 
     @property
@@ -64,7 +64,7 @@ class Row:
     @property
     def expected(self) -> str:
         """ "exact" or "approximate"; "" for a kept module."""
-        return "" if self.becomes is None else "exact" if self.exact else "approximate"
+        return "" if self.becomes is None else "exact" if self.why_exact else "approximate"
 
     @property
     def losses(self) -> list[str]:
@@ -79,10 +79,10 @@ class Row:
         return [f"{self.becomes.partition('(')[0]}: {self.loss}"]
 
 
-class Step(Protocol):
+class HostStep(Protocol):
     """Step of a plan that runs code of the model's class, as plain data."""
 
-    def apply(self, model: nn.Module, changes: Transaction) -> None:
+    def apply(self, model: nn.Module, transaction: Transaction) -> None:
         """Apply the step to the model, after the edits."""
 
 
@@ -103,7 +103,7 @@ class Change:
     edits: tuple[Edit, ...] = ()
     values: tuple[WeightChange, ...] = ()
     starts: tuple[WeightChange, ...] = ()
-    then: tuple[Step, ...] = ()
+    then: tuple[HostStep, ...] = ()
     otherwise: str | None = None
 
     def inexact(self, measured: str) -> Change:
@@ -114,7 +114,7 @@ class Change:
         """
         if self.otherwise is None or not self.changes:
             return self
-        return replace(self, row=replace(self.row, loss=f"{self.otherwise} ({measured})", exact=None))
+        return replace(self, row=replace(self.row, loss=f"{self.otherwise} ({measured})", why_exact=None))
 
     @property
     def changes(self) -> bool:

@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Mapping from names to schemes or records that third parties can extend.
+    """Mapping from names to schemes or architectures that third parties can extend.
 
     In a module of your own: `@NORMS.register("mynorm")` over the class. In a package: an entry point in the group
     `hfpatch.<kind>s` whose name is the scheme's and whose value is the class; it is imported when it is first needed.
@@ -120,8 +120,8 @@ PLACEMENTS: Registry[type] = Registry("placement")
 ARCHITECTURES: Registry = Registry("architecture")
 
 
-def name_in_records(cls: type) -> str:
-    """Return a class's name in records: transformers' classes by name, others with their file: "modeling_my.MyModel".
+def name_of_class(cls: type) -> str:
+    """Return a class's key in tables: transformers' classes by name, others with their file: "modeling_my.MyModel".
 
     A class from elsewhere may have the name of one of transformers' and compute something else.
     """
@@ -129,7 +129,7 @@ def name_in_records(cls: type) -> str:
     return cls.__name__ if own else f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-def by_class(records: Mapping[str, R], module: nn.Module) -> R | None:
-    """Return the record of a module's class or of its nearest base class."""
-    names = map(name_in_records, type(module).__mro__)
-    return next((records[name] for name in names if name in records), None)
+def by_class(table: Mapping[str, R], module: nn.Module) -> R | None:
+    """Return the row of a module's class or of its nearest base class."""
+    names = map(name_of_class, type(module).__mro__)
+    return next((table[name] for name in names if name in table), None)

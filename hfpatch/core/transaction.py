@@ -23,7 +23,7 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-UNDO_RECORD = "_hfpatch_undo_record"  # attribute of a reversibly patched model: its `UndoRecord`
+UNDO_STATE = "_hfpatch_undo_state"  # attribute of a reversibly patched model: its `UndoState`
 
 _LARGE = 2**20  # bytes of a Parameter that are worth a place on disk
 
@@ -187,16 +187,16 @@ class _SavedValues:
 
 
 @dataclass
-class UndoRecord:
+class UndoState:
     """State that `unpatch_model` restores, of a model with reversible patches.
 
     Attributes:
-        edits: the transaction of all of them.
+        transaction: that of all of them.
         dtype: the model's dtype before the first.
         lengths: config attributes that the patches set (max_positions, image_size), by name.
     """
 
-    edits: Transaction
+    transaction: Transaction
     dtype: torch.dtype
     lengths: dict[str, Any]
 
@@ -204,10 +204,10 @@ class UndoRecord:
 @contextmanager
 def transaction_on(model: nn.Module) -> Iterator[Transaction]:
     """Return a transaction that changes a model all or nothing, and that `unpatch_model` undoes with the patches."""
-    kept: UndoRecord | None = vars(model).get(UNDO_RECORD)
-    edits = Transaction.on(model) if kept is None else kept.edits
-    with edits.all_or_nothing():
-        yield edits
+    kept: UndoState | None = vars(model).get(UNDO_STATE)
+    transaction = Transaction.on(model) if kept is None else kept.transaction
+    with transaction.all_or_nothing():
+        yield transaction
 
 
 def _undo_item(target: dict, key: Any, old: tuple[Any] | None, place: int | None) -> None:

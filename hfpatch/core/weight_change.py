@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.edits import pattern_of
+from ..runtime.float64 import float64_device
 
 _PIECE = 2**18  # elements converted to float64 at once
 
@@ -78,7 +79,7 @@ class WeightChange:
 
     def _rewrite(self, values: Tensor, operand: Tensor) -> Tensor:
         """Overwrite values by the result of the arithmetic, piece by piece."""
-        device = torch.device("cpu") if values.device.type == "mps" else values.device  # MPS has no float64
+        device = float64_device(values.device)
         axis = self.axis if self.op == "centre" else None
         other_axes = [i for i in range(values.dim()) if i != axis]
         pieces = -(-values.numel() // _PIECE) if other_axes else 1

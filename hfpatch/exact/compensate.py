@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.hooks import observe_calls
-from ..measure.outputs import in_float64, outputs_of
+from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import inference_state
 from ..measure.snapshot import NormInput, run
+from ..runtime.float64 import in_float64
 from ..sites.norms import describe
 from .observe import channel_axes
 
@@ -39,7 +40,7 @@ def find_pairs(
     """Return for each norm the writer (a module whose bias was centred) and the norm that ran last before it."""
     order: list[str] = []
     modules = {name: model.get_submodule(name) for name in (*stream, *norms, *writers)}
-    with inference_state(model), observe_calls(modules, after=lambda name, _: order.append(name)):
+    with inference_state(model), observe_calls(modules, on_result=lambda name, _: order.append(name)):
         outputs_of(model, inputs)
     found = []
     earlier = None

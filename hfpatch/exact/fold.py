@@ -57,8 +57,8 @@ class Centring:
             dropout, if that is a module) is centred in every forward, W - mean(W) as it were, so that training follows
             the LayerNorm model's own trajectory.
         embeddings: modules whose `inputs_embeds` are centred, since nothing that is centred above sees them.
-        exact: norms whose input is zero-mean after the centring.
-        approximate: norm -> why its input isn't, as text for the plan.
+        exact_patterns: of norms whose input is zero-mean after the centring.
+        why_approximate: pattern of norms -> why its input isn't, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
             earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
         refused: why no norm is exact; None if some are.
@@ -67,8 +67,8 @@ class Centring:
     folds: tuple[Axis, ...] = ()
     outputs: tuple[tuple[str, int], ...] = ()
     embeddings: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
-    approximate: dict[str, str] = field(default_factory=dict)
+    exact_patterns: tuple[str, ...] = ()
+    why_approximate: dict[str, str] = field(default_factory=dict)
     compensated: tuple[str, ...] = ()
     refused: str | None = None
 
@@ -101,8 +101,8 @@ def carry_out(
     apply(condense([edit for change in changes for edit in change.edits], model), model, transaction)
     if vars(model).get(LENS) is not None:  # a model that is patched for good gets a class of its own
         transaction.set_class(model, lensed_class(host_class(type(model))))
-    exact = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact]
-    swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in exact]
+    zero_mean = [(name, facts) for name, facts in (norms or {}).items() if pattern_of(name) in centring.exact_patterns]
+    swaps = [Edit.of(name, RMS().call(facts, model.get_submodule(name))) for name, facts in zero_mean]
     apply(condense(swaps, model), model, transaction)
 
 
@@ -125,13 +125,13 @@ class _Place:
     def value(self) -> nn.Parameter:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
-    def row(self, becomes: str, exact: str = _CENTRED) -> Row:
+    def row(self, becomes: str, why_exact: str = _CENTRED) -> Row:
         """Return the plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             row = Row("stream", self.name, "Parameter")
         else:
             row = Row("stream", self.name.rpartition(".")[0], self.module._get_name())
-        return row.replace_by(becomes, exact=exact)
+        return row.replace_by(becomes, why_exact=why_exact)
 
 
 def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
@@ -182,7 +182,7 @@ def _plan_output_centring(model: nn.Module, axes: dict[str, int]) -> Iterator[Ch
             continue
         seen.add(id(module))
         refuse_private_forward(name, module)
-        row = Row("stream", name, module._get_name()).replace_by("centred in every forward", exact=_CENTRED)
+        row = Row("stream", name, module._get_name()).replace_by("centred in every forward", why_exact=_CENTRED)
         yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))
 
 
@@ -191,5 +191,5 @@ def _plan_embedding_centring(model: nn.Module, patterns: set[str]) -> Iterator[C
     for name, module in model.named_modules():
         if pattern_of(name) in patterns:
             refuse_private_forward(name, module)
-            row = Row("stream", f"{name}.{EMBEDDINGS}".strip("."), "argument").replace_by("centred", exact=_CENTRED)
+            row = Row("stream", f"{name}.{EMBEDDINGS}".strip("."), "argument").replace_by("centred", why_exact=_CENTRED)
             yield Change(row, (Edit.of(f"{name}.{LENS_SLOT}".strip("."), Call.of("CentredArgument", EMBEDDINGS)),))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import outputs_in_float64
-from ..measure.hooks import Call, first_tensor, observe_calls
+from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
@@ -20,8 +20,8 @@ _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean s
 
 
 @dataclass
-class RecordedCall:
-    """Recorded call of a module.
+class ObservedCall:
+    """Observed call of a module.
 
     Attributes:
         index: number of the call in the forward.
@@ -35,8 +35,8 @@ class RecordedCall:
 
 
 @dataclass
-class Forward:
-    """Record of one or several forwards.
+class Observation:
+    """What was observed in one forward, or in several.
 
     Attributes:
         outputs: the model's outputs, name -> tensor, floats as float64.
@@ -47,8 +47,8 @@ class Forward:
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, list[RecordedCall]] = field(default_factory=dict)
-    returned: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    means: dict[str, list[ObservedCall]] = field(default_factory=dict)
+    returned: dict[str, list[ObservedCall]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     calls: int = 0
 
@@ -63,36 +63,36 @@ def observe(
     inputs: Mapping[str, Any],
     norms: Mapping[str, NormFacts] | None = None,
     watch: bool = False,
-    seen: Forward | None = None,
+    seen: Observation | None = None,
     name: str = "",
-) -> Forward:
+) -> Observation:
     """Run a model once in float64; the random state is restored.
 
     Args:
         model, inputs: as in `outputs_in_float64`.
         norms: norms whose inputs' means are recorded.
         watch: record every module's output as well.
-        seen: the record of earlier forwards, which this one is added to.
+        seen: what was observed in earlier forwards, to which this one is added.
         name: is added to the names of this forward's outputs.
     """
-    seen, known = seen or Forward(), norms or {}
+    seen, known = seen or Observation(), norms or {}
 
-    def mean_of_input(norm: str, call: Call) -> None:
+    def mean_of_input(norm: str, call: CallArguments) -> None:
         x = first_tensor(call)
         if x.numel():
             seen.calls += 1
             rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
-            seen.means.setdefault(norm, []).append(RecordedCall(seen.calls, x.mean(channel_axes(known[norm])), rms))
+            seen.means.setdefault(norm, []).append(ObservedCall(seen.calls, x.mean(channel_axes(known[norm])), rms))
 
     def returned(module: str, output: Any) -> None:
         seen.calls += 1
         seen.called.add(module)
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(module, []).append(RecordedCall(seen.calls, output.clone()))
+            seen.returned.setdefault(module, []).append(ObservedCall(seen.calls, output.clone()))
 
     with (
-        observe_calls({norm: model.get_submodule(norm) for norm in known}, before=mean_of_input),
-        observe_calls(dict(model.named_modules()) if watch else {}, after=returned),
+        observe_calls({norm: model.get_submodule(norm) for norm in known}, on_call=mean_of_input),
+        observe_calls(dict(model.named_modules()) if watch else {}, on_result=returned),
     ):
         outputs = outputs_in_float64(model, inputs)
     seen.outputs |= {f"{key} ({name})" if name else key: value for key, value in outputs.items()}
@@ -104,12 +104,12 @@ def channel_axes(facts: NormFacts) -> tuple[int, ...]:
     return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
 
 
-def relative_error(original: Forward, other: Forward) -> float:
+def relative_error(original: Observation, other: Observation) -> float:
     """Return the largest difference of outputs, relative to each one's RMS; infinite if incomparable."""
     return max_error(original.outputs, other.outputs)
 
 
-def norms_with_changed_mean(original: Forward, other: Forward) -> dict[str, int]:
+def norms_with_changed_mean(original: Observation, other: Observation) -> dict[str, int]:
     """Return norms whose input's mean differs between two forwards -> index of the first call in which it does."""
     found = {}
     for name, calls in original.means.items():
@@ -141,5 +141,5 @@ def add_to_outputs(
         drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
         return output + drawn[-1]
 
-    with observe_calls(modules, after=add):
+    with observe_calls(modules, on_result=add):
         yield drawn

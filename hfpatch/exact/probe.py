@@ -17,9 +17,9 @@ from ..measure.blocks import same_layer
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
 from .fold import Axis, Centring, carry_out
-from .observe import SEED, Forward, add_to_outputs, norms_with_changed_mean, observe, relative_error
+from .observe import SEED, Observation, add_to_outputs, norms_with_changed_mean, observe, relative_error
 
-EXACT = 1e-9  # largest relative change of an output that counts as none
+TOLERANCE = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
 _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
 
@@ -36,12 +36,12 @@ class Effect:
 
     error: float
     moved: dict[str, int]
-    after: Forward
+    after: Observation
 
     @property
     def invisible(self) -> bool:
         """Whether the shift changes the input of some norm, but no output of the model."""
-        return self.error <= EXACT and bool(self.moved)
+        return self.error <= TOLERANCE and bool(self.moved)
 
 
 class Probe:
@@ -76,9 +76,9 @@ class Probe:
         self.inputs[name] = {**self.inputs[""], name: value}
         self.base = self.forward(watch=True)
 
-    def forward(self, watch: bool = False) -> Forward:
+    def forward(self, watch: bool = False) -> Observation:
         """Run the model on all inputs; `watch` as in `observe`."""
-        seen = Forward()
+        seen = Observation()
         for name, inputs in self.inputs.items():
             observe(self.model, inputs, self.norms, watch, seen, name)
         return seen
@@ -96,12 +96,12 @@ class Probe:
     @contextmanager
     def centre(self, centring: Centring) -> Iterator[None]:
         """Context in which the model is centred; undone afterwards."""
-        changes = Transaction()
+        transaction = Transaction()
         try:
-            carry_out(self.model, centring, changes, self.norms)
+            carry_out(self.model, centring, transaction, self.norms)
             yield
         finally:
-            changes.undo()
+            transaction.undo()
 
     def error_of(self, centring: Centring) -> float:
         """Return the largest relative change of an output under a centring."""
@@ -215,7 +215,7 @@ class Probe:
         patterns = (pattern_of(name) for name in sorted(found, key=found.__getitem__) if self.is_layer_or_branch(name))
         return next(filter(self.centrable, patterns), None)
 
-    def sources(self, after: Forward) -> list[str]:
+    def sources(self, after: Observation) -> list[str]:
         """Return patterns of modules whose output isn't zero-mean, in call order, those without children first."""
         found: dict[str, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
@@ -229,7 +229,7 @@ class Probe:
         return sorted(found, key=found.__getitem__)
 
 
-def off_centre(forward: Forward) -> set[str]:
+def off_centre(forward: Observation) -> set[str]:
     """Return the norms whose input isn't zero-mean in every call."""
     return {
         name

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import Call, observe_calls
+from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
@@ -28,7 +28,7 @@ from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
 from .fold import EMBEDDINGS, Axis, Centring
 from .observe import SEED, add_to_outputs, norms_with_changed_mean, observe, relative_error
-from .probe import EXACT, Effect, Probe, is_constant, off_centre
+from .probe import TOLERANCE, Effect, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
 _SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
@@ -74,8 +74,8 @@ def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> C
         probe = Probe(model, inputs, norms)
         key = type(model), mode, *probe.names_by_pattern, *probe.parameters
         numbers = probe.base.numbers()
-        before, found = _CACHE.get(key, ({}, Centring()))
-        if before.keys() != numbers.keys() or not all(torch.equal(before[name], numbers[name]) for name in numbers):
+        known, found = _CACHE.get(key, ({}, Centring()))
+        if known.keys() != numbers.keys() or not all(torch.equal(known[name], numbers[name]) for name in numbers):
             found = _Search(probe).run(mode)
             _CACHE[key] = numbers, found
         return found
@@ -103,31 +103,31 @@ class _Search:
             self.unused_parameters.clear()
             writers = self.writers()
         if (unreached := self.find_unreached()) is not None:
-            return Centring(approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
-        while writers and probe.error_of(Centring(tuple(writers))) > EXACT:  # one isn't a writer: drop the worst
+            return Centring(why_approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
+        while writers and probe.error_of(Centring(tuple(writers))) > TOLERANCE:  # one isn't a writer: drop the worst
             alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         outputs = self.without_costly(writers, self.outputs(writers))
         centring = Centring(tuple(writers), tuple(outputs))
-        exact, compensated = self.exact(centring), self.find_compensated(centring)
-        useful = {norm for norm in norms if pattern_of(norm) in {*exact, *compensated}}
+        patterns, compensated = self.find_exact(centring), self.find_compensated(centring)
+        useful = {norm for norm in norms if pattern_of(norm) in {*patterns, *compensated}}
         centring = Centring(
             folds=tuple(writer for writer, seen in writers.items() if seen.keys() & useful),
-            outputs=tuple(one for one, seen in outputs.items() if exact and seen.keys() & useful),
-            exact=tuple(exact),
+            outputs=tuple(one for one, seen in outputs.items() if patterns and seen.keys() & useful),
+            exact_patterns=tuple(patterns),
         )
-        reasons = self.reasons(exact, compensated)
+        reasons = self.reasons(patterns, compensated)
         if mode == "parametrize":
-            last = [one for one, seen in self.outputs({}).items() if seen.keys() & useful] if exact else []
-            centring, compensated = Centring(outputs=tuple(last), exact=tuple(exact)), []
-            if exact and not (last and probe.error_of(centring) <= EXACT):
+            last = [one for one, seen in self.outputs({}).items() if seen.keys() & useful] if patterns else []
+            centring, compensated = Centring(outputs=tuple(last), exact_patterns=tuple(patterns)), []
+            if patterns and not (last and probe.error_of(centring) <= TOLERANCE):
                 return Centring(refused="mode='parametrize' isn't exact for this model; mode='fold' is")
         return replace(
             centring,
-            embeddings=self.embeddings(centring) if exact else (),
-            approximate=reasons,
+            embeddings=self.embeddings(centring) if patterns else (),
+            why_approximate=reasons,
             compensated=tuple(compensated),
-            refused=None if exact else self.refusal(reasons),
+            refused=None if patterns else self.refusal(reasons),
         )
 
     # --- writers ------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class _Search:
         probe = self.probe
         taken: set[str] = set()
 
-        def note(name: str, call: Call) -> None:
+        def note(name: str, call: CallArguments) -> None:
             if isinstance(call.kwargs.get(EMBEDDINGS), Tensor):
                 taken.add(name)
 
@@ -280,14 +280,14 @@ class _Search:
         if inputs is None:
             return ()
         try:
-            with observe_calls(probe.modules, before=note):
-                before = observe(probe.model, inputs)
+            with observe_calls(probe.modules, on_call=note):
+                plain = observe(probe.model, inputs)
         except UnsupportedError:  # it takes none, or not without more
             return ()
         for modules in ((), *_from_within(taken)):
             embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
             with probe.centre(replace(centring, embeddings=embeddings)):
-                if relative_error(before, observe(probe.model, inputs)) <= EXACT:
+                if relative_error(plain, observe(probe.model, inputs)) <= TOLERANCE:
                     return embeddings
         return ()
 
@@ -306,16 +306,16 @@ class _Search:
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
-    def exact(self, centring: Centring) -> list[str]:
+    def find_exact(self, centring: Centring) -> list[str]:
         """Return patterns of norms that are exact as RMSNorms once the model is centred."""
         probe = self.probe
         inexact = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(centring)}
         found = list(dict.fromkeys(one for name in probe.norms if (one := pattern_of(name)) not in inexact))
-        error = lambda norms: probe.error_of(replace(centring, exact=tuple(norms)))  # noqa: E731
-        if error(found) <= EXACT:
+        error = lambda norms: probe.error_of(replace(centring, exact_patterns=tuple(norms)))  # noqa: E731
+        if error(found) <= TOLERANCE:
             return found
-        found = [one for one in found if error([one]) <= EXACT]
-        return found if error(found) <= EXACT else []
+        found = [one for one in found if error([one]) <= TOLERANCE]
+        return found if error(found) <= TOLERANCE else []
 
     def find_compensated(self, centring: Centring) -> list[str]:
         """Return patterns of post-norms whose input mean is nearly the mean of an earlier norm's shift.
@@ -325,32 +325,32 @@ class _Search:
         probe = self.probe
         found: set[str] = set()
         with probe.centre(centring):
-            before = probe.forward()
-            for norm in before.means if off_centre(before) else ():
+            centred = probe.forward()
+            for norm in centred.means if off_centre(centred) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
                 with add_to_outputs({norm: probe.modules[norm]}, axis) as constants:
-                    after = probe.forward()
-                places = norms_with_changed_mean(before, after)
+                    shifted = probe.forward()
+                places = norms_with_changed_mean(centred, shifted)
                 for other in sorted(places, key=places.__getitem__):
-                    change = after.means[other][0].value - before.means[other][0].value
+                    change = shifted.means[other][0].value - centred.means[other][0].value
                     constant = constants[0].squeeze(axis)  # a shared layer's later calls depend on its first
                     if change.shape != constant.shape:
                         continue
                     if (change - constant).abs().max() <= 1e-6 * constant.abs().max():
                         found.add(pattern_of(other))
                         break
-        off = {pattern_of(name) for name in off_centre(before)}
-        layers = {pattern_of(name): 1 if probe.norms[name].channels_first else -1 for name in before.means}
+        off = {pattern_of(name) for name in off_centre(centred)}
+        layers = {pattern_of(name): 1 if probe.norms[name].channels_first else -1 for name in centred.means}
         and_norms = replace(centring, outputs=(*centring.outputs, *layers.items()))
         rest = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(and_norms)}
         return [one for one in dict.fromkeys(map(pattern_of, probe.norms)) if one in (found & off) - rest]
 
-    def reasons(self, exact: list[str], compensated: list[str]) -> dict[str, str]:
+    def reasons(self, exact_patterns: list[str], compensated: list[str]) -> dict[str, str]:
         """Return why norms aren't exact, by pattern."""
         found = {}
         for name in self.probe.norms:
             pattern = pattern_of(name)
-            if pattern in exact:
+            if pattern in exact_patterns:
                 continue
             if name not in self.probe.base.means:
                 found[pattern] = "the example inputs don't reach it"

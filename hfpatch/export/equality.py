@@ -22,7 +22,7 @@ LENGTHS = (1, 6, 23)
 _BEYOND_ROUNDING = 1e-2  # no rounding explains this
 _MOST_PARAMETERS = 2**30  # parameters of models of which a float64 copy is made
 
-Batch = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
+Case = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0)
     return replace(found, tolerance=max(found.tolerance, FACTOR * noise_floor(model, cast_for_model(model, worst))))
 
 
-def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> OutputComparison | None:
+def _in_float64(model: Any, other: Any, inputs: list[Case]) -> OutputComparison | None:
     """Float64 copies of two float32 models compared; None if they are too large or don't compute in it."""
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
@@ -84,7 +84,7 @@ def _in_float64(model: Any, other: Any, inputs: list[Batch]) -> OutputComparison
         return None
 
 
-def _compare_outputs(model: Any, other: Any, inputs: list[Batch]) -> tuple[OutputComparison, dict[str, Any]]:
+def _compare_outputs(model: Any, other: Any, inputs: list[Case]) -> tuple[OutputComparison, dict[str, Any]]:
     """How far the two differ, and the inputs on which they differ most."""
     errors: list[tuple[float, str, dict[str, Any]]] = []
     for name, batch, padding in inputs:
@@ -111,7 +111,7 @@ def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> floa
     return float("inf") if nothing else deviation.spread_error
 
 
-def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Batch]:
+def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterator[Case]:
     """Yield the inputs on which two models are compared."""
     takes, also = (inspect.signature(one.forward).parameters for one in (model, other))
     if model.main_input_name != "input_ids" or "decoder_input_ids" in takes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCKED = "hfpatch"
+_FILES = "files_of_hfpatch"  # a package of its files, without its __init__.py
 
 
 class Blocker(MetaPathFinder):
@@ -25,6 +27,14 @@ class Blocker(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] == BLOCKED:
             raise ModuleNotFoundError(f"{fullname} must not be needed here.")
+
+
+def import_file(name: str) -> Any:
+    """Import a file of this package ("measure.outputs") without the package: what measures needs little of it."""
+    package = types.ModuleType(_FILES)
+    package.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules.setdefault(_FILES, package)
+    return importlib.import_module(f"{_FILES}.{name}")
 
 
 def open_folder(job: Mapping[str, Any], folder: str) -> Any:
@@ -43,11 +53,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Open the checkpoint, save it, open that again, and run both."""
     from transformers import PreTrainedModel
 
-    sys.path.append(str(Path(__file__).parents[1]))  # what measures outputs needs nothing else of the package
-    from measure.outputs import outputs_of, outputs_of_texts  # type: ignore[import-not-found]
-    from measure.quiet_forward import cast_for_model  # type: ignore[import-not-found]
-
-    sys.path.pop()
+    measured, quiet_forward = import_file("measure.outputs"), import_file("measure.quiet_forward")
     torch.set_num_threads(job["threads"])
     found = []
     for folder in (job["folder"], job["again"]):
@@ -62,9 +68,9 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
         with torch.no_grad():
             if "texts" in job:
-                found.append(outputs_of_texts(model, job["texts"]))
+                found.append(measured.outputs_of_texts(model, job["texts"]))
             else:
-                found.append(outputs_of(model, cast_for_model(model, job["inputs"])))
+                found.append(measured.outputs_of(model, quiet_forward.cast_for_model(model, job["inputs"])))
     return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
 
 

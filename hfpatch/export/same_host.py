@@ -26,7 +26,7 @@ from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
 from ..schemes.rope import SCALING_OPTIONS
-from ..sites.records.biases import BIASES
+from ..sites.architectures.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
 from .layouts import NO_ROTATION

@@ -21,7 +21,7 @@ from ..runtime.joins import Gains, Joins
 from ..runtime.lens import lens_of
 from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import measuring
-from ..sites.branches import Site, sites_of
+from ..sites.branches import BranchSite, sites_of
 from ..sites.mlps import MLPSite, find_mlps
 from ..sites.norms import describe
 from ..verification.report import ModuleRow
@@ -120,9 +120,9 @@ def _branches(host: PreTrainedModel) -> list[Branch]:
     return list(found.values())
 
 
-def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[Site]]:
+def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[BranchSite]]:
     """The branches in each block; of blocks of one pattern that aren't alike (T5's), those whose projection it has."""
-    found: dict[str, list[Site]] = {}
+    found: dict[str, list[BranchSite]] = {}
     for site in sites_of(model, branches):
         if any(name == site.branch.projection for name, _ in site.block.named_modules()):
             found.setdefault(site.block_name, []).append(site)
@@ -134,7 +134,7 @@ def _names(names: list[str]) -> str:
     return ", ".join(text for _, text in group_rows([SimpleNamespace(module=name) for name in names], lambda _: ()))
 
 
-def _branch(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSketch:
+def _branch(site: BranchSite, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSketch:
     """A branch in one block of a model, patched or not; `rows` are how its modules differ from the original's."""
     own, block = site.branch, site.block
     placement, second, alpha = own.placement, own.outer, _alpha(site)
@@ -153,7 +153,7 @@ def _branch(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> BranchSke
     return BranchSketch(formula.format(alpha=alpha), tuple(pieces[one] for one in order))
 
 
-def _alpha(site: Site) -> float:
+def _alpha(site: BranchSite) -> float:
     """The factor a of a norm of a x + f(x), which a post-norm host computes by dividing f(x) by it."""
     for name, module in site.block.named_modules():
         gains = lens_of(module, Gains)
@@ -170,7 +170,7 @@ def _norm(block: nn.Module, name: str) -> Piece:
     return Piece("norm", name, (module._get_name() + size,))
 
 
-def _body(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> Piece:
+def _body(site: BranchSite, mlps: list[MLPSite], rows: list[ModuleRow]) -> Piece:
     """What a branch computes besides its norms."""
     own = site.branch
     name = next(iter(own.readers), own.projection.partition(".")[0] or own.outlet)
@@ -188,7 +188,7 @@ def _body(site: Site, mlps: list[MLPSite], rows: list[ModuleRow]) -> Piece:
     return Piece(title, name, (kind, *dict.fromkeys(filter(None, notes))))
 
 
-def _mlp(site: Site, mlps: list[MLPSite]) -> MLPSite | None:
+def _mlp(site: BranchSite, mlps: list[MLPSite]) -> MLPSite | None:
     """The MLP that ends in a branch's last projection."""
     end = f"{site.block_name}.{site.branch.projection}"
     inside = [mlp for mlp in mlps if mlp.name.startswith(f"{site.block_name}.")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..core.transaction import UNDO_RECORD
+from ..core.transaction import UNDO_STATE
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from .randomness import keep_random_state
@@ -76,7 +76,7 @@ def copy_of(
 
 
 def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None, share: bool) -> Any:
-    known: dict[int, Any] = {id(vars(module).get(UNDO_RECORD)): None}  # what to copy -> what stands for it
+    known: dict[int, Any] = {id(vars(module).get(UNDO_STATE)): None}  # what to copy -> what stands for it
     for part in module.modules():
         for name, hooks in vars(part).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold what can't be copied

@@ -9,35 +9,35 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-class Call(NamedTuple):
+class CallArguments(NamedTuple):
     """Arguments of one module call."""
 
     args: tuple
     kwargs: dict[str, Any]
 
 
-Before = Callable[[str, Call], None]  # of a module's name and its call
-After = Callable[[str, Any], Any]  # of a module's name and its result; what it returns, if not None, takes its place
+OnCall = Callable[[str, CallArguments], None]  # of a module's name and its call
+OnResult = Callable[[str, Any], Any]  # of a module's name and its result; what it returns, if not None, takes its place
 
 
 @contextmanager
 def observe_calls(
-    modules: Mapping[str, nn.Module], before: Before | None = None, after: After | None = None
+    modules: Mapping[str, nn.Module], on_call: OnCall | None = None, on_result: OnResult | None = None
 ) -> Iterator[None]:
-    """Context in which `before` gets every call of these modules, and `after` its result."""
+    """Context in which `on_call` gets every call of these modules, and `on_result` what it returned."""
 
-    def before_of(name: str, see: Before) -> Callable[..., None]:
-        return lambda _, args, kwargs: see(name, Call(args, kwargs))
+    def pre_hook(name: str, see: OnCall) -> Callable[..., None]:
+        return lambda _, args, kwargs: see(name, CallArguments(args, kwargs))
 
-    def after_of(name: str, see: After) -> Callable[..., Any]:
+    def hook(name: str, see: OnResult) -> Callable[..., Any]:
         return lambda _, args, result: see(name, result)
 
     with ExitStack() as hooks:
         for name, module in modules.items():
-            if before is not None:
-                hooks.enter_context(module.register_forward_pre_hook(before_of(name, before), with_kwargs=True))
-            if after is not None:
-                hooks.enter_context(module.register_forward_hook(after_of(name, after)))
+            if on_call is not None:
+                hooks.enter_context(module.register_forward_pre_hook(pre_hook(name, on_call), with_kwargs=True))
+            if on_result is not None:
+                hooks.enter_context(module.register_forward_hook(hook(name, on_result)))
         yield
 
 
@@ -45,7 +45,7 @@ def first_tensor(value: Any) -> Tensor:
     """Return a tensor, or the first one in a call, tuple, list or dictionary."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Call):
+    if isinstance(value, CallArguments):
         value = [*value.args, *value.kwargs.values()]
     items = value.values() if isinstance(value, Mapping) else value
     return next(item for item in items if isinstance(item, Tensor))

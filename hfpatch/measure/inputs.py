@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.errors import UnsupportedError, describe_error
-from .quiet_forward import cast, inference_state
+from ..runtime.errors import UnsupportedError
 from .randomness import seed_deterministically
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
-_GRID = (1, 4, 4)  # frames, rows and columns of patches
+MEL_BINS = ("num_mel_bins", "feature_size", "n_mels")
+GRID = (1, 4, 4)  # frames, rows and columns of patches
 
 
 def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
@@ -46,62 +45,6 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
             f"no inputs could be made for {type(model).__name__}: {error}. Pass example_inputs={{...}}, the keyword "
             "arguments of one forward."
         ) from error
-
-
-def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Return `example_inputs`, also with images or sounds if a model reads these next to text.
-
-    Of a language model that reads them only where a token says so, text alone would leave a tower of images out.
-
-    Raises:
-        UnsupportedError: as `example_inputs` and `with_media`.
-    """
-    return with_media(model, seed, tokens=tokens, batch=batch) or example_inputs(
-        model, seed, tokens=tokens, batch=batch
-    )
-
-
-def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any] | None:
-    """Return inputs with an image or a sound in front of each text, for a language model that reads them by tokens.
-
-    None for other models, and where they fill the text.
-
-    Args:
-        model: its towers run once, since they say how many tokens an image is.
-        seed, tokens, batch: as in `example_inputs`; the tokens of images and sounds count.
-
-    Raises:
-        UnsupportedError: its towers don't run on what a general rule makes.
-    """
-    takes = inspect.signature(model.forward).parameters
-    if "input_ids" not in takes or not any(hasattr(model, one.method) for one in _MEDIA):
-        return None
-    inputs = example_inputs(model, seed, tokens=tokens, batch=batch)
-    if any(one.argument in inputs for one in _MEDIA):
-        return inputs
-    make, ids = Inputs(model.config, tokens, batch), inputs["input_ids"]
-    kinds, found = torch.zeros_like(ids), dict[str, Any]()
-    failed: Exception | None = None
-    for medium in (one for one in _MEDIA if one.argument in takes):
-        try:
-            place, made, count = medium.make_for(model, make, seed)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of the host's own code: it takes sizes beside the pixels, say
-            failed = failed or error
-            continue
-        ids = torch.cat((torch.full((batch, count), place), ids), 1)
-        kinds = torch.cat((torch.full((batch, count), medium.kind), kinds), 1)
-        found |= made
-    if failed is not None and not found:
-        raise UnsupportedError(
-            f"{type(model).__name__} doesn't run on images or sounds: {describe_error(failed)}"
-        ) from failed
-    fewest = ids.shape[1] - inputs["input_ids"].shape[1] + 1
-    if not found or (tokens is not None and tokens < fewest):
-        return None
-    found["input_ids"] = ids[:, :tokens]
-    return found | ({"mm_token_type_ids": kinds[:, :tokens]} if "mm_token_type_ids" in takes else {})
 
 
 def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -254,20 +197,21 @@ def _pixels(make: Inputs) -> Tensor:
 
 
 def _states_or_patches(make: Inputs) -> Tensor:
-    return _patches(make, 1) if isinstance(make.find("patch_size"), int) else make.states()
+    return cut_patches(make, 1) if isinstance(make.find("patch_size"), int) else make.states()
 
 
-def _patches(make: Inputs, images: int | None = None) -> Tensor:
-    """Images that come cut into patches on a grid, one after the other."""
+def cut_patches(make: Inputs, images: int | None = None) -> Tensor:
+    """Return images that come cut into patches on a grid, one after the other."""
     patch, frames = make.find("patch_size"), make.find("temporal_patch_size", default=1)
-    return make.normal((images or make.batch) * math.prod(_GRID), make.channels() * frames * patch**2)
+    return make.normal((images or make.batch) * math.prod(GRID), make.channels() * frames * patch**2)
 
 
-def _spectrogram(make: Inputs) -> Tensor:
+def spectrogram(make: Inputs) -> Tensor:
+    """Return a random spectrogram, with the axes in the order of most models of the config's attributes."""
     bins = make.find("input_feat_per_channel")
     if bins:  # frames first
         return make.normal(make.batch, 64, bins * make.find("input_channels", default=1))
-    mels = make.find("num_mel_bins", "feature_size", "n_mels", default=80)
+    mels = make.find(*MEL_BINS, default=80)
     positions = make.find("max_source_positions")
     return make.normal(make.batch, mels, 2 * positions) if positions else make.normal(make.batch, 64, mels)
 
@@ -279,44 +223,6 @@ def _sound(make: Inputs) -> Tensor:
     return make.normal(make.batch, *([channels] if channels else []), 4000)
 
 
-@dataclass(frozen=True)
-class _Medium:
-    """What a language model reads where a token stands for it.
-
-    Attributes:
-        method: of the model, which makes its embeddings.
-        argument: of that method and of the model's forward.
-        tokens: names of its token in a config.
-        kind: its number among `mm_token_type_ids`.
-        make: makes it.
-    """
-
-    method: str
-    argument: str
-    tokens: tuple[str, ...]
-    kind: int
-    make: Callable[[Inputs], Tensor]
-
-    def make_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
-        """Return its token, the model's arguments, and how many tokens one is."""
-        encode, token = getattr(model, self.method), make.find(*self.tokens)
-        if not isinstance(token, int):
-            raise ValueError(f"no token stands for {self.argument}")
-        given: dict[str, Any] = {}
-        with seed_deterministically(seed), torch.device("cpu"):
-            if "image_grid_thw" in inspect.signature(encode).parameters:  # images that come cut into patches
-                given = {self.argument: _patches(make), "image_grid_thw": torch.tensor([_GRID] * make.batch)}
-            else:
-                given = {self.argument: self.make(make)}
-        with inference_state(model):
-            embedded = encode(**cast(given, model.device, model.dtype)).pooler_output
-        return token, given, len(embedded[0])
-
-
-_MEDIA = (
-    _Medium("get_image_features", "pixel_values", ("image_token_id", "image_token_index"), 1, Inputs.images),
-    _Medium("get_audio_features", "input_features", ("audio_token_id", "audio_token_index"), 3, _spectrogram),
-)
 _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
     "input_ids": lambda make: make.ids(make.batch, make.tokens),
     "decoder_input_ids": lambda make: make.ids(make.batch, make.tokens),
@@ -324,10 +230,10 @@ _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
     "inputs_embeds": Inputs.states,
     "encoder_hidden_states": Inputs.states,
     "hidden_states": _states_or_patches,
-    "grid_thw": lambda make: torch.tensor([_GRID]),
+    "grid_thw": lambda make: torch.tensor([GRID]),
     "pixel_values": _pixels,
     "pixel_values_videos": _videos,
-    "input_features": _spectrogram,
+    "input_features": spectrogram,
     "input_values": _sound,
 }
 

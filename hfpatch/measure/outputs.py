@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..runtime.float64 import in_float64
 from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -190,16 +191,6 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
             truth, output, *others = piece
             wide = to_comparable(truth, output)
             yield *wide, *(x.to(wide[0].device) for x in others)
-
-
-def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64: the same one, or the CPU if it has no float64 (Apple's MPS)."""
-    return torch.device("cpu") if device.type == "mps" else device
-
-
-def in_float64(x: Tensor) -> Tensor:
-    """Return a tensor in float64, on the device that `float64_device` names."""
-    return x.to(float64_device(x.device)).double()
 
 
 def to_comparable(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,8 @@ def inference_state(model: nn.Module) -> Iterator[None]:
         if len(outer) == 2:
             model.__dict__["forward"] = outer[_AUTOCAST]
         has_autocast = torch.amp.is_autocast_available(device.type)
-        exact = torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
-        with torch.no_grad(), exact, keep_random_state(device), default_device(device):
+        no_autocast = torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
+        with torch.no_grad(), no_autocast, keep_random_state(device), default_device(device):
             yield
     finally:
         model.__dict__.update(outer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from ..core.bare import has_weights
 from ..runtime.errors import UnsupportedError, describe_error
+from ..runtime.float64 import in_float64
 from .copies import copy_of
-from .hooks import Call, first_tensor, observe_calls
-from .inputs import with_media
+from .hooks import CallArguments, first_tensor, observe_calls
+from .media import with_media
 from .outputs import (
     DRAWS,
     FACTOR,
     Deviation,
     add_rounding_noise,
     deviations,
-    in_float64,
     last_bit,
     max_error,
     noise_floor,
@@ -30,6 +30,7 @@ from .outputs import (
 )
 from .quiet_forward import cast_for_model
 
+MakeInputs = Callable[[], Mapping[str, Any] | None]  # keyword arguments of a forward, or None where there are none
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
 
 
@@ -61,33 +62,33 @@ def run(
     """Return one forward of a model with rounding noise of this size, and the means at the inputs of norms."""
     found, ratios = Forward({}), dict[str, list[Tensor]]()
 
-    def watch(name: str, call: Call) -> None:
+    def watch(name: str, call: CallArguments) -> None:
         x, axes = in_float64(first_tensor(call).detach()), norms[name].axes
         deviation = (x.var(axes, correction=0) + max(norms[name].eps, 1e-30)).sqrt()
         found.widths.add(math.prod(x.shape[axis] for axis in axes))
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
     modules = {name: model.get_submodule(name) for name in norms}
-    with add_rounding_noise(model, noise, seed), observe_calls(modules, before=watch):
+    with add_rounding_noise(model, noise, seed), observe_calls(modules, on_call=watch):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
 
 
-def attempt(model: nn.Module, inputs: Callable[[], Mapping[str, Any] | None]) -> dict[str, Tensor] | Exception:
+def attempt(model: nn.Module, make: MakeInputs) -> dict[str, Tensor] | Exception:
     """Return the outputs of one forward of a copy on new inputs, or the reason why there are none.
 
     A copy, since some models change their own settings in a forward.
 
     Args:
         model: isn't changed.
-        inputs: makes the keyword arguments of the forward; no outputs where it returns None.
+        make: makes the keyword arguments of the forward; no outputs where it returns None.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is too little memory.
     """
     try:
-        made = inputs()
+        made = make()
         return {} if made is None else run(copy_of(model, share=True), cast_for_model(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
@@ -151,13 +152,13 @@ class Snapshot:
 
     Args:
         model: as it is before.
-        inputs: makes the keyword arguments of one forward.
+        makers: each makes keyword arguments of one forward, or None; the first with which the model runs are taken.
         norms: inputs of the norms that are to be exact, by name; with them the noise floors are measured. None where
             nothing is checked.
 
     Attributes:
         inputs: keyword arguments of the forward, on the model's device.
-        before: the forward; None where there is none.
+        forward: the forward; None where there is none.
         why_not: why there is none, in words; "" if there is one.
         error: the exception behind that, if there is one.
 
@@ -166,41 +167,47 @@ class Snapshot:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Callable[[], Mapping[str, Any]], norms: Mapping[str, NormInput] | None = None
+        self, model: nn.Module, makers: Iterable[MakeInputs], norms: Mapping[str, NormInput] | None = None
     ) -> None:
         self.norms = norms or {}
         self.inputs: dict[str, Any] = {}
-        self.before: Forward | None = None
+        self.forward: Forward | None = None
         self.why_not, self.error = "", None
         self.floor: float | None = None
         self.eps = last_bit(model)
         if not has_weights(model):
             self.why_not = "weights aren't in memory"
             return
-        try:
-            self.inputs = cast_for_model(model, inputs())
-            copied = copy_of(model, share=True)
-            before = run(copied, self.inputs, self.norms)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:  # whatever a forward on generated inputs may raise
-            self.why_not, self.error = describe_error(error), error
+        for make in makers:
+            try:
+                if (made := make()) is None:
+                    continue
+                self.inputs, copied = cast_for_model(model, made), copy_of(model, share=True)
+                forward = run(copied, self.inputs, self.norms)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # whatever a forward on generated inputs may raise
+                self.why_not, self.error = describe_error(error), error
+                continue
+            self.why_not, self.error = "", None
+            break
+        else:
             return
-        if (broken := not_a_number(before.outputs)) is not None:
+        if (broken := not_a_number(forward.outputs)) is not None:
             self.why_not = f"its {broken} was NaN throughout before the patch"
             return
-        self.before = before
+        self.forward = forward
         if norms is not None:
-            self._measure_floors(copied, before)
+            self._measure_floors(copied, forward)
 
-    def _measure_floors(self, model: nn.Module, before: Forward) -> None:
-        width = min(before.widths, default=1)
+    def _measure_floors(self, model: nn.Module, forward: Forward) -> None:
+        width = min(forward.widths, default=1)
         self.floor, self.mean_floor = 0.0, max(self.eps / width**0.5, torch.finfo(torch.float32).eps)
         for seed in range(DRAWS):
             noisy = run(model, self.inputs, self.norms, self.eps, seed)
-            self.floor = max(self.floor, max_error(before.outputs, noisy.outputs))
-            moved = {name: mean - before.means[name] for name, mean in noisy.means.items()}
-            self.mean_floor = max(self.mean_floor, _largest_mean(before.means, moved))
+            self.floor = max(self.floor, max_error(forward.outputs, noisy.outputs))
+            moved = {name: mean - forward.means[name] for name, mean in noisy.means.items()}
+            self.mean_floor = max(self.mean_floor, _largest_mean(forward.means, moved))
 
     @property
     def checks(self) -> bool:
@@ -213,17 +220,17 @@ class Snapshot:
         Raises:
             Exception: whatever the model's forward raises.
         """
-        assert self.before is not None
+        assert self.forward is not None
         assert self.floor is not None
         now = run(copy_of(model, share=True), self.inputs, self.norms)
         return Verdict(
-            max_error(self.before.outputs, now.outputs),
+            max_error(self.forward.outputs, now.outputs),
             FACTOR * max(self.floor, self.eps),
-            _largest_mean(self.before.means, now.means),
+            _largest_mean(self.forward.means, now.means),
             FACTOR * self.mean_floor,
         )
 
-    def after(self, model: nn.Module) -> dict[str, Tensor] | Exception:
+    def outputs_after(self, model: nn.Module) -> dict[str, Tensor] | Exception:
         """Return the outputs of a patched model on the same inputs, or the error of its forward.
 
         Raises:
@@ -233,8 +240,8 @@ class Snapshot:
 
     def deviations(self, outputs: Mapping[str, Tensor]) -> list[Deviation]:
         """Return how far outputs are from those of before, one deviation an output."""
-        assert self.before is not None
-        return deviations(self.before.outputs, outputs)
+        assert self.forward is not None
+        return deviations(self.forward.outputs, outputs)
 
     def within_rounding(self, model: nn.Module, error: float) -> Verdict:
         """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
@@ -248,4 +255,4 @@ def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> 
     if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
         return float("inf")
     pairs = ((converted[name].abs(), original[name].abs()) for name in original)
-    return max((float((now / (1 + before)).max()) for now, before in pairs), default=0.0)
+    return max((float((new / (1 + old)).max()) for new, old in pairs), default=0.0)

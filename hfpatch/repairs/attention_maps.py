@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..measure.copies import copy_of
-from ..measure.hooks import Call, first_tensor
+from ..measure.hooks import CallArguments, first_tensor
 from ..measure.quiet_forward import use_attention
 from .report import FittedValues
 
@@ -39,7 +39,7 @@ class Example:
         fitted, held_out: queries (B, T) that are fitted to, and those that judge.
     """
 
-    call: Call
+    call: CallArguments
     target: Tensor
     fitted: Tensor
     held_out: Tensor
@@ -63,7 +63,7 @@ def require_fit(fit: Any) -> None:
         raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
 
 
-def map_of(module: nn.Module, call: Call) -> Tensor | None:
+def map_of(module: nn.Module, call: CallArguments) -> Tensor | None:
     """Return the attention map (B, H, T, S) that a module returns after its output; None if it returns none."""
     return map_in(module(*call.args, **call.kwargs))
 
@@ -78,7 +78,7 @@ def map_in(returned: Any) -> Tensor | None:
     return None
 
 
-def in_float32(call: Call) -> Call:
+def in_float32(call: CallArguments) -> CallArguments:
     """Return a call with its float arguments in float32; float64's minimum, used in masks, becomes float32's."""
     limits = torch.finfo(torch.float32)
     return recursively_apply(lambda x: x.float().clamp(limits.min, limits.max) if x.is_floating_point() else x, call)

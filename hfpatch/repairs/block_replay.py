@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
-from ..measure.hooks import After, Before, Call, first_tensor, observe_calls
+from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from ..sites.linear_maps import holds_maps, is_linear_map
@@ -90,7 +90,7 @@ class BlockReplay:
         def keep(name: str, value: Any) -> None:
             self.freeze(name, _place(index, row), value)
 
-        with self.observe_calls(self.ends, after=keep):
+        with self.observe_calls(self.ends, on_result=keep):
             output = self.forward(index, row)
         if self.replays_ends is None:
             self.replays_ends = bool(self.ends)
@@ -134,10 +134,10 @@ class BlockReplay:
         return {name: first_tensor(value).detach() for (_, name), value in recorded.items()}
 
     def observe_calls(
-        self, names: Iterable[str], before: Before | None = None, after: After | None = None
+        self, names: Iterable[str], on_call: OnCall | None = None, on_result: OnResult | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Context in which functions get the calls and results of these modules, as in `measure.hooks`."""
-        return observe_calls({name: self.modules[name] for name in names}, before, after)
+        return observe_calls({name: self.modules[name] for name in names}, on_call, on_result)
 
     # Frozen blocks
 
@@ -216,7 +216,7 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         if output is not None:
             return output
-        stream = first_tensor(Call(args, kwargs))
+        stream = first_tensor(CallArguments(args, kwargs))
         return stream if form is None else (stream, *form)
 
     return forward
@@ -271,7 +271,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
 
 def _values(value: Any) -> Iterable[Any]:
     """The values in a call or in what a module returned."""
-    if isinstance(value, Call):
+    if isinstance(value, CallArguments):
         return *value.args, *value.kwargs.values()
     return value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else (value,)
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..measure.outputs import Outputs, in_float64
+from ..measure.outputs import Outputs
+from ..runtime.float64 import in_float64
 from .block_replay import BlockReplay
 
 _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large

@@ -18,8 +18,8 @@ from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.copies import copy_of
 from ..measure.hooks import first_tensor
-from ..measure.outputs import in_float64
 from ..measure.quiet_forward import free_unused_memory, use_attention
+from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from ..sites.linear_maps import transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
@@ -43,16 +43,16 @@ class Fitter:
 
     Args:
         new, old: the patched model and the original.
-        edits: logs what is written.
+        transaction: logs what is written.
         roles: what the linear maps read and write.
         report: gets a step for each fit.
         fit: what is fitted to attention maps: "qk" or "bias".
     """
 
     def __init__(
-        self, new: BlockReplay, old: BlockReplay, edits: Transaction, roles: Roles, report: RepairReport, fit: str
+        self, new: BlockReplay, old: BlockReplay, transaction: Transaction, roles: Roles, report: RepairReport, fit: str
     ):
-        self.new, self.old, self.batches, self.edits = new, old, new.batches, edits
+        self.new, self.old, self.batches, self.transaction = new, old, new.batches, transaction
         self.roles, self.report, self.fit = roles, report, fit
         self.scales: dict[str, InputScale] = {}  # of fixed norms
         self.mapped: dict[str, int] = {}  # attention -> batches for which the original's maps were saved
@@ -87,7 +87,7 @@ class Fitter:
         def write(values: Mapping[str, Tensor]) -> None:
             for parameter, value in values.items():
                 if getattr(module, parameter) is not None:
-                    self.edits.write(module, WeightChange(parameter, "value", value))
+                    self.transaction.write(module, WeightChange(parameter, "value", value))
 
         fit = fit_norm(module, rows)
         if name in self.scales:
@@ -154,7 +154,7 @@ class Fitter:
                 norm, attribute = shift
                 identity = torch.eye(len(change), dtype=change.dtype, device=change.device)
                 solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
-                self.edits.write(self.new.modules[norm], WeightChange(attribute, "add", solved))
+                self.transaction.write(self.new.modules[norm], WeightChange(attribute, "add", solved))
 
         error = self._error({name: f"{name} output" for name in judged}, decoder, judged)
         self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
@@ -195,7 +195,7 @@ class Fitter:
 
         def write(values: Mapping[str, Tensor]) -> None:
             for parameter, value in values.items():
-                self.edits.write(module, WeightChange(parameter, "value", value))
+                self.transaction.write(module, WeightChange(parameter, "value", value))
 
         def error() -> float:
             work = copy_of(module, dtype=torch.float32)
@@ -289,25 +289,27 @@ class Fitter:
         before = error()
         if before <= _NOISE:
             return None
-        mark = len(self.edits)
+        mark = len(self.transaction)
         write(fit.values)
         after = error()
         kept = after < before
         if not kept:
-            self.edits.undo(mark)
+            self.transaction.undo(mark)
         self.report.steps.append(Step(name, kind, before, after, kept, fit.note))
         return None
 
     def _transform(self, module: nn.Module, parameter: str, axis: int, change: Tensor, reads: bool) -> None:
         """Multiply a Parameter with I + change along an axis."""
         values = module.get_parameter(parameter).detach().to(change.device).double()
-        self.edits.write(module, WeightChange(parameter, "add", transform_along_axis(values, change, axis, reads)))
+        self.transaction.write(
+            module, WeightChange(parameter, "add", transform_along_axis(values, change, axis, reads))
+        )
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
         """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             if change is not None and module._parameters[name] is not None:
-                self.edits.write(module, WeightChange(name, "add", change))
+                self.transaction.write(module, WeightChange(name, "add", change))
 
 
 def _channels_last(module: nn.Module, activations: Tensor) -> Tensor:

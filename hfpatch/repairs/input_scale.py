@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import OptionError
-from ..measure.hooks import Call, first_tensor
+from ..measure.hooks import CallArguments, first_tensor
 from ..runtime.fixed import FixedNorm
 from ..sites.norms import describe
 from .block_replay import BlockReplay
@@ -44,7 +44,11 @@ class InputScale:
 
 
 def start_fixed_norms(
-    new: BlockReplay, old: BlockReplay, norms: Iterable[str], in_decoder: Callable[[str], bool], changes: Transaction
+    new: BlockReplay,
+    old: BlockReplay,
+    norms: Iterable[str],
+    in_decoder: Callable[[str], bool],
+    transaction: Transaction,
 ) -> dict[str, InputScale]:
     """Give fixed norms the original's gain times the median of 1/sigma at its input.
 
@@ -52,7 +56,7 @@ def start_fixed_norms(
         new, old: replays of the patched model and of the original.
         norms: names of the fixed norms.
         in_decoder: whether a module is part of an encoder-decoder's decoder.
-        changes: logs the new values.
+        transaction: logs the new values.
 
     Returns:
         What was measured, by norm.
@@ -65,10 +69,10 @@ def start_fixed_norms(
     batches = [index for index in range(len(old.batches)) if not old.batches.judges(index)]
     for index in batches[::step]:
 
-        def measure(name: str, call: Call, index: int = index) -> None:
+        def measure(name: str, call: CallArguments, index: int = index) -> None:
             _measure(scales[name], old, name, first_tensor(call).detach(), index, in_decoder(name))
 
-        with old.observe_calls(scales, before=measure):
+        with old.observe_calls(scales, on_call=measure):
             old.forward(index)
     if unreached := [name for name, scale in scales.items() if not scale.all]:
         raise OptionError(
@@ -77,7 +81,7 @@ def start_fixed_norms(
             f"or keep them with keep=."
         )
     for name, scale in scales.items():
-        _write(new, old, name, scale.median, changes)
+        _write(new, old, name, scale.median, transaction)
     return scales
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.mapped import Mappings
-from ..measure.outputs import float64_device, in_float64
+from ..runtime.float64 import float64_device, in_float64
 from .report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding

@@ -153,7 +153,7 @@ class Roles:
         inside = [name for name in self.replay.modules if name.startswith(f"{segment.block}.")]
         with (
             use_attention("eager", self.replay.model),
-            self.replay.observe_calls(inside, after=record_attention),
+            self.replay.observe_calls(inside, on_result=record_attention),
         ):
             self.replay.run(0, outputs=[segment.block])
         last = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..measure.copies import copy_of
-from ..measure.outputs import in_float64
+from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from .least_squares import ChannelAffine
 from .report import FittedValues

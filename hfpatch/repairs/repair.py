@@ -61,7 +61,7 @@ def repair(
     model: Any,
     reference: Any,
     calibration: Any,
-    edits: Transaction | None = None,
+    transaction: Transaction | None = None,
     fit: str = "qk",
     *,
     tokenizer: Any = None,
@@ -74,7 +74,7 @@ def repair(
             it may be offloaded by accelerate (`device_map="auto"`): only the block that is running is loaded.
         calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
             on disk; or, for models that generate, "self": sequences sampled from the original.
-        edits: the transaction that logs the changes, to undo them; then the reference is a copy, and is used up.
+        transaction: the one that logs the changes, to undo them; then the reference is a copy, and is used up.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
@@ -85,7 +85,7 @@ def repair(
         `repair_report(model)` returns it from now on, also of the model that is saved and opened again.
 
     Warns:
-        NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `edits`, whose owner warns.
+        NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `transaction`, whose owner warns.
 
     Raises:
         OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
@@ -106,7 +106,7 @@ def repair(
     """
     require_fit(fit)
     require_repairable(model, reference)
-    by_itself = edits is None
+    by_itself = transaction is None
     draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
     calibration = draw(reference) if callable(draw) else calibration
     with (
@@ -114,18 +114,18 @@ def repair(
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
         process_state,
-        transaction_on(model) if edits is None else nullcontext(edits) as edits,
+        transaction_on(model) if transaction is None else nullcontext(transaction) as transaction,
         inference_state(model),
         inference_state(reference),
     ):
         batches = Batches(calibration, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
-        repairer = _Repairer(new, old, edits, fit, gives_up=not by_itself)
+        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself)
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
-        edits.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
-        edits.set_attribute(model, REPAIR, repairer.report)
+        transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
+        transaction.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
         warnings.warn(f"{type(model).__name__}: {repairer.report.summary()}", NotPreservedWarning, stacklevel=3)
     return repairer.report
@@ -144,8 +144,8 @@ class _Repairer:
         latest: stack -> its block before the current one.
     """
 
-    def __init__(self, new: BlockReplay, old: BlockReplay, edits: Transaction, fit: str, gives_up: bool):
-        self.new, self.old, self.batches, self.edits, self.fit = new, old, new.batches, edits, fit
+    def __init__(self, new: BlockReplay, old: BlockReplay, transaction: Transaction, fit: str, gives_up: bool):
+        self.new, self.old, self.batches, self.transaction, self.fit = new, old, new.batches, transaction, fit
         self.gives_up = gives_up
         batches = self.batches
         self.report = RepairReport(
@@ -165,7 +165,7 @@ class _Repairer:
         segments = self._segments()
         if self.gives_up:
             self._start()
-        mark = len(self.edits)
+        mark = len(self.transaction)
         with tqdm(total=len(segments), desc="repair") as self.bar:
             self._show("distance before")
             longer = LongerSequences(self.batches, self.new.model, self.old.model, self.new.folder)
@@ -185,13 +185,13 @@ class _Repairer:
         harmed = longer.length and not self.report.longer_after <= self.report.longer_before
         self.report.kept = helps(before, after) and not harmed
         if not self.report.kept:
-            self.edits.undo(mark)
+            self.transaction.undo(mark)
 
     def _start(self) -> None:
         """Give norms whose starting values are measured on data these values; not undone if a repair is."""
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
-            self.fitter.scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.edits)
+            self.fitter.scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
 
     def _segments(self) -> list[Segment]:
         """Segments to repair, in forward order: the blocks, and changed norms outside of them."""
@@ -204,7 +204,7 @@ class _Repairer:
         segments, several = segments_of(self.new, self.points)
         self.old.forms, self.old.ends = self.new.forms, self.new.ends
         self.roles = Roles(self.new, segments)
-        self.fitter = Fitter(self.new, self.old, self.edits, self.roles, self.report, self.fit)
+        self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         for name in sorted(several & changed):
             self.fitter.skip(name, "norm", "runs several times in a forward (layers share it)")
         self.changed, self.norms = changed, changed - several

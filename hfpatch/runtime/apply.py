@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, modules_at, pattern_of
 from .errors import CheckpointError, PatchError, first_line
-from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, with_lens
+from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, prepare_views, with_lens
 from .record import KEY, saved_from
 
 # what an edit raises that doesn't fit the model
@@ -247,6 +247,7 @@ def _fill_slot(module: nn.Module, slot: str, value: Any, changes: Any) -> None:
     """Add a lens (None removes all), the axis over which the output is centred, or a learned scalar on the output."""
     if slot == LENS_SLOT:
         bound = value.bind(module) if hasattr(value, "bind") else value
+        prepare_views(module)
         changes.set_attribute(module, LENS, None if bound is None else with_lens(module, bound))
     elif slot == CENTRE_SLOT:
         changes.set_attribute(module, CENTRED, value)

@@ -21,7 +21,7 @@ ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an
 BIAS = "score_bias"  # and of the one whose output is added to its scores
 MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
 # attention implementations that add a float mask (B or 1, H, T, S) to the scores
-TAKE_A_BIAS = ("eager", "sdpa", "paged|eager")
+TAKE_A_BIAS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
 NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
 POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
 POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
@@ -112,7 +112,8 @@ def no_bias(where: str, kind: str) -> str:
     return (
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
         "model.set_attn_implementation('sdpa'), or 'eager'. Continuous batching switches to flash attention by itself: "
-        "generate_batch(..., continuous_batching_config=ContinuousBatchingConfig(auto_switch_to_flash=False))."
+        "generate_batch(..., continuous_batching_config=ContinuousBatchingConfig(auto_switch_to_flash=False)), or "
+        "choose 'paged|sdpa' where transformers has no such setting (5.17)."
     )
 
 
@@ -135,8 +136,12 @@ def packed_slots(
 
     `cu_seq_lens_q` and `cu_seq_lens_k` (by type of layer) are where each request's tokens begin. A request's last query
     is its last key, so both are counted from its first key, which with a sliding window isn't its first token.
+    In transformers 5.17 a model with one type of layer gets a tensor in place of the dict; where the attention isn't a
+    paged one, a tensor is a packed batch of training.
     """
     ends_q, ends_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    if isinstance(ends_k, Tensor) and attention_implementation(module).startswith("paged|"):
+        ends_k = {"": ends_k}
     if not isinstance(ends_q, Tensor) or not isinstance(ends_k, dict):
         return None
     types: Any = getattr(module.config, "layer_types", None)
@@ -166,7 +171,7 @@ class AttentionLens:
     Attributes:
         projections: how q and k leave the input.
         head_dim, cache, layer_index, window, states, time, other_tokens, position_ids: as in
-            `sites.records.record.Stack`.
+            `sites.architectures.architecture.Stack`.
     """
 
     projections: Projections | Fused

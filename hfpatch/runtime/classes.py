@@ -24,6 +24,7 @@ from .apply import Tree, apply
 from .attention import BIAS, ROTARY, require_bias_kept
 from .constants import ConstantPositions
 from .errors import CheckpointError, PositionError, UnsupportedError
+from .float64 import in_float64
 from .foreign import warn_of_missing
 from .gated import initialise_fresh
 from .halves import check_every_save
@@ -227,7 +228,7 @@ class PatchedModel(UnlimitedGeneration):
         resized = super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
         for name, rows in centred.items():
             new = self.get_parameter(f"{name}.weight").data[rows:]  # type: ignore[attr-defined]
-            new.sub_(new.double().mean(-1, keepdim=True).to(new.dtype))
+            new.sub_(in_float64(new).mean(-1, keepdim=True).to(new.dtype).to(new.device))
         return resized
 
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from .float64 import float64_device
 from .lens import Arguments
 
 Answer = Literal["zeros", "input", "nothing", "rows"]
@@ -107,7 +108,7 @@ def mean_rows(table: Tensor, first: int = 0) -> Tensor:
     (rows, width) becomes (1, width), (tables, rows, width) and (tables, rows, columns, width) one row for each table.
     """
     axes = (0,) if table.dim() == 2 else tuple(range(1, table.dim() - 1))
-    rows = table.detach().cpu() if table.device.type == "mps" else table.detach()  # MPS has no float64
+    rows = table.detach().to(float64_device(table.device))
     rows = rows.to(torch.float64, copy=True)  # inference tensors can't be sliced where others are recorded
     return rows[first:].mean(axes, keepdim=True).to(table.dtype).to(table.device)
 

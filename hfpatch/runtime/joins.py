@@ -119,10 +119,10 @@ class Joins:
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         tree: dict[str, Any] = {}
-        outlets: dict[str, dict[int, _Branch]] = {}
+        outlets: dict[str, dict[int, _RunningBranch]] = {}
         readers: dict[str, StandIn] = {}
         for join in self.joins:
-            branch = _Branch(join, module)
+            branch = _RunningBranch(join, module)
             outlets.setdefault(join.outlet, {})[join.call] = branch
             if join.dropout:
                 path = join.outlet.rpartition(".")[0]
@@ -147,7 +147,7 @@ def _require_there(module: nn.Module, paths: list[str]) -> None:
             raise AttributeError(f"{type(module).__name__} has no {path!r:.80}")
 
 
-class _Branch:
+class _RunningBranch:
     """r and g of a branch in one forward of its block; r remembers the stream x for g."""
 
     def __init__(self, join: Join, block: nn.Module):
@@ -188,7 +188,7 @@ def _pass_sum(norm: Any, hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _reading(module: Any, branch: _Branch) -> StandIn:
+def _reading(module: Any, branch: _RunningBranch) -> StandIn:
     """The first module of a branch, given r(x) for x."""
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -211,7 +211,7 @@ def limit_beside_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | 
 
     Args:
         limit: the lens for a stack without a table.
-        reserved_rows: as in `sites.records.record.Stack`.
+        reserved_rows: as in `sites.architectures.architecture.Stack`.
     """
     if isinstance(limit, FilledArguments):  # hosts with reserved rows count from their tokens, padding left out
         counted = "position_ids" in limit.names and not reserved_rows

@@ -19,11 +19,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.fx.proxy import Proxy, TraceError
+from transformers import PreTrainedModel
 
 LENS = "_hfpatch_lens"  # attribute of a module that holds its lens
 CENTRED = "_hfpatch_centred"  # attribute of a module: the axis over which the mean of its output is subtracted
 SCALED = "_hfpatch_scaled"  # attribute of an embedding: the starting value of the learned scalar on its output
 SCALE = "stream_scale"  # name of that scalar, a Parameter of shape (1,)
+_NAMED_VIEWS: dict[type, type[View]] = {}  # by class of a model; torch.compile can't trace making a class
 REMOVED_ARGUMENT: Any = object()  # marks an argument that a lens removes: the host's forward isn't passed it
 
 Arguments = dict[str, Any]
@@ -139,8 +141,26 @@ def _proxy_of(child: Any, tree: dict[str, Any]) -> Any:
     """The proxy of a child with replacements inside it."""
     if isinstance(child, StandIn):
         return StandIn(_proxy_of(child.replaced, tree), child.answer)
-    view = ListView if isinstance(child, nn.ModuleList | nn.Sequential | ListView) else View
-    return view(child, views(child, tree))
+    inside = views(child, tree)
+    if isinstance(child, nn.ModuleList | nn.Sequential | ListView):
+        return ListView(child, inside)
+    module = child._module if isinstance(child, View) else child
+    return _NAMED_VIEWS.get(host_class(type(module)), View)(child, inside)
+
+
+def prepare_views(module: nn.Module) -> None:
+    """Make the classes of views of all models that a module contains, with the names of their own classes.
+
+    By a class's name transformers finds which outputs of its layers a model records.
+    """
+    for host in {host_class(type(part)) for part in module.modules() if isinstance(part, PreTrainedModel)}:
+        if host not in _NAMED_VIEWS:
+            _NAMED_VIEWS[host] = _view_class(host)
+
+
+def _view_class(named: type, **body: Any) -> type[View]:
+    """A View with a class's name and module, and more attributes."""
+    return type(named.__name__, (View,), {"__module__": named.__module__, "__qualname__": named.__qualname__, **body})
 
 
 def put(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -233,11 +253,8 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         host: the class whose forward is run.
         named: the class whose name and module the view takes; by default `host`.
     """
-    named = named or host
-    # transformers finds a model's output recorders by its class's name, so the view has the same one
-    body = {"__module__": named.__module__, "__qualname__": named.__qualname__, "forward": host.forward}
-    view = type(named.__name__, (View,), body)
     host_forward = host.forward
+    view = _view_class(named or host, forward=host_forward)
     signature = inspect.signature(host_forward)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [one for one in signature.parameters.values() if one.kind in by_place][1:]

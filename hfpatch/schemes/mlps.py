@@ -33,7 +33,7 @@ def apply_activation(activation: Activation, x: Tensor) -> Tensor:
 SCALES = (1.0, 1.702, 1.712)
 
 
-EXACT = 1e-12  # largest difference of two activations that are the same function, in float64
+_TOLERANCE = 1e-12  # largest difference of two activations that are the same function, in float64
 MAX_START_ERROR = 0.25  # ... of two that still count as near
 _GELU_FORMS = 1e-3  # ... of GELU's forms: the tanh forms are within 5e-4 of the erf form
 _GRID = torch.linspace(-20.0, 20.0, 20_001, dtype=torch.float64, device="cpu")
@@ -47,8 +47,8 @@ class Start:
     error: float
 
     @property
-    def exact(self) -> bool:
-        return self.error <= EXACT
+    def is_exact(self) -> bool:
+        return self.error <= _TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class Outcome:
     Attributes:
         verdict: "exact", "approximate" or "repaired".
         measured: what was measured, or why nothing was: "outputs differ by 2e-07, rounding explains 1e-05".
-        basis: what the verdict rests on where that isn't a comparison with the original: "as planned, not measured".
+        basis: what the verdict rests on where that isn't a comparison with the original on all kinds of inputs: "as
+            planned, not measured", "on inputs without images".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
         by_repair: whether a repair came to it, also one that was undone.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.float64 import host_errors
-from ..measure.hooks import Call, observe_calls
+from ..measure.hooks import CallArguments, observe_calls
 from ..runtime.edits import pattern_of
 from .norms import describe
 
@@ -118,10 +118,10 @@ class Block:
         count: Counter[str] = Counter()
         given: dict[str, list[Tensor]] = {}
 
-        def before(child: str, call: Call) -> None:
+        def on_call(child: str, call: CallArguments) -> None:
             given[child] = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
 
-        def after(child: str, output: Any) -> Any:
+        def on_result(child: str, output: Any) -> Any:
             several = isinstance(output, tuple | list) and bool(output)
             first = output[0] if several else output
             if not isinstance(first, Tensor):
@@ -145,7 +145,7 @@ class Block:
                 return None
             return type(output)((new, *output[1:])) if several else new
 
-        with observe_calls(self.inside, before, after), torch.no_grad():
+        with observe_calls(self.inside, on_call, on_result), torch.no_grad():
             result = self.module(*self._positional(values), *self.rest, **values)
         seen.points[OUTPUT] = result[0] if isinstance(result, tuple | list) else result
         return seen
@@ -215,7 +215,7 @@ def observe_blocks(
     outputs: list[tuple[Tensor, int]] = []
     modules = dict(model.named_modules())
 
-    def before(name: str, call: Call) -> None:
+    def on_call(name: str, call: CallArguments) -> None:
         if name not in seen:
             others = [i for i, earlier in enumerate(seen) if pattern_of(earlier) != pattern_of(name)]
             of_other_stacks = {id(tensor) for tensor, ran in outputs if others and ran > others[0]}
@@ -224,7 +224,7 @@ def observe_blocks(
             seen[name] = block
         seen[name].calls += 1
 
-    def after(name: str, output: Any) -> None:
+    def on_result(name: str, output: Any) -> None:
         values = output.values() if isinstance(output, dict) else output
         for value in values if isinstance(output, tuple | list | dict) else (output,):
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -232,8 +232,8 @@ def observe_blocks(
 
     without_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     with (
-        observe_calls({name: modules[name] for name in names}, before=before),
-        observe_calls(modules if foreign else {}, after=after),
+        observe_calls({name: modules[name] for name in names}, on_call=on_call),
+        observe_calls(modules if foreign else {}, on_result=on_result),
         torch.no_grad(),
     ):
         model(**{**inputs, **without_cache})

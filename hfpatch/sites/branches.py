@@ -33,7 +33,7 @@ _TOLERANCE = 1e-9  # relative, in float64; some hosts compute a part in float32
 
 
 @dataclass
-class Site:
+class BranchSite:
     """A residual branch in one block of the user's model; `reason` says why a plan keeps it, None if it changes."""
 
     branch: Branch
@@ -163,17 +163,17 @@ def _depths(model: nn.Module, branches: list[Branch], layers: list[Branch]) -> d
     return {stack: Depth(count, 0 if stack in crossing else read) for stack, count in counts.items()}
 
 
-def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[Site]:
+def sites_of(model: nn.Module, branches: list[Branch]) -> Iterator[BranchSite]:
     """Return every block of the model with one of the branches, in module order."""
     names = Names.of(model)
     for name, block in model.named_modules():
         patterns = {pattern_of(form) for form in names.forms(name)}
         here = [branch for branch in branches if branch.stack in patterns]
         inside = {path for path, _ in block.named_modules(remove_duplicate=False) if path} if here else set()
-        yield from (Site(branch, name, block) for branch in here if {branch.norm, branch.outlet} <= inside)
+        yield from (BranchSite(branch, name, block) for branch in here if {branch.norm, branch.outlet} <= inside)
 
 
-def require_joinable(site: Site) -> None:
+def require_joinable(site: BranchSite) -> None:
     """Refuse branches whose output is changed before it is added to the stream, in ways that a join can't reproduce.
 
     Raises:

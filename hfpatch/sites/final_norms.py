@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.hooks import Call, first_tensor, observe_calls
+from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.twin import twin_with_media
 from ..runtime.edits import pattern_of
 from .blocks import measuring, stream_blocks
@@ -41,14 +41,14 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
     giving: dict[str, str] = {}  # by stack, the norm that gives it
     latest: tuple[str, Tensor] | None = None
 
-    def before(name: str, call: Call) -> None:
+    def on_call(name: str, call: CallArguments) -> None:
         if name in norms - inside:
             x = first_tensor(call)
             for stack, output in given.items():
                 if _holds_rows(output, x):
                     taking.setdefault(stack, name)
 
-    def after(name: str, output: Any) -> None:
+    def on_result(name: str, output: Any) -> None:
         nonlocal latest
         if name in inside:
             latest = name, first_tensor(output)
@@ -60,7 +60,7 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
             if latest is not None and torch.equal(latest[1], given[stack]):
                 giving[stack] = latest[0]
 
-    with observe_calls({name: modules[name] for name in {*norms, *blocks}}, before, after), torch.no_grad():
+    with observe_calls({name: modules[name] for name in {*norms, *blocks}}, on_call, on_result), torch.no_grad():
         small(**inputs)
     ends = {pattern_of(giving[stack]) for stack in giving.keys() - taking.keys()}
     return {pattern_of(name) for name in taking.values()}, ends

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..measure.copies import copy_of
-from ..measure.hooks import Call, first_tensor
+from ..measure.hooks import CallArguments, first_tensor
 
 Axes = tuple[tuple[str, int], ...]  # names of Parameters, each with an axis
 _TOLERANCE = 1e-4  # relative; the module runs in float32: experts' kernels take no float64
@@ -37,12 +37,12 @@ def holds_maps(module: nn.Module) -> bool:
     return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
 
 
-def reading_axes(module: nn.Module, call: Call) -> Axes | None:
+def reading_axes(module: nn.Module, call: CallArguments) -> Axes | None:
     """Return the Parameters that a module multiplies its input by: f(x T) = f'(x). None if there are none."""
     return _axes(module, call, reads=True)
 
 
-def writing_axes(module: nn.Module, call: Call) -> Axes | None:
+def writing_axes(module: nn.Module, call: CallArguments) -> Axes | None:
     """Return the Parameters that produce a module's output: f(x) T = f'(x). None if there are none."""
     return _axes(module, call, reads=False)
 
@@ -53,7 +53,7 @@ def transform_along_axis(value: Tensor, transform: Tensor, axis: int, reads: boo
     return moved.movedim(-1, axis)
 
 
-def _axes(module: nn.Module, call: Call, reads: bool) -> Axes | None:
+def _axes(module: nn.Module, call: CallArguments, reads: bool) -> Axes | None:
     """Return the Parameters along whose axes a transform does what it does to the input (`reads`), or to the output."""
     x = first_tensor(call)
     rows = len(x)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..measure.blocks import same_layer
 from ..measure.float64 import outputs_in_float64
-from ..measure.hooks import Call, first_tensor, observe_calls
+from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.edits import pattern_of
 from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
@@ -45,7 +45,7 @@ class _Calls:
     """What one forward recorded: results by module and call, tensors read by linear maps, outputs of norms."""
 
     results: dict[str, list[Any]]
-    read: dict[str, list[Call]]
+    read: dict[str, list[CallArguments]]
 
 
 def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple[Reader, ...] | str]:
@@ -66,13 +66,13 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     maps = [name for name, module in modules.items() if is_linear_map(module) or holds_maps(module)]
     seen = _Calls(defaultdict(list), defaultdict(list))
 
-    def before(name: str, call: Call) -> None:
+    def on_call(name: str, call: CallArguments) -> None:
         if name in readers_of:
-            seen.read[name].append(Call(*_copy((call.args, call.kwargs))))
+            seen.read[name].append(CallArguments(*_copy((call.args, call.kwargs))))
 
     readers_of = {name: set[str]() for name in maps}
     watched = {name: modules[name] for name in dict.fromkeys((*norms, *maps))}
-    with observe_calls(watched, before, lambda name, result: seen.results[name].append(_copy(result))):
+    with observe_calls(watched, on_call, lambda name, result: seen.results[name].append(_copy(result))):
         outputs = outputs_in_float64(small, inputs)
     for name, calls in seen.read.items():
         given = [{norm for norm in norms if _is_output(seen.results[norm], call)} for call in calls]
@@ -123,7 +123,7 @@ def _copy(value: Any) -> Any:
     return {key: _copy(one) for key, one in value.items()} if type(value) is dict else value
 
 
-def _is_output(results: list[Any], call: Call) -> bool:
+def _is_output(results: list[Any], call: CallArguments) -> bool:
     """Whether a call's first tensor is one of a norm's outputs, perhaps as rows."""
     try:
         x = first_tensor(call)
@@ -150,18 +150,18 @@ def _moved(
     count: Counter[str] = Counter()
     generator = torch.Generator().manual_seed(0)
 
-    def after(name: str, result: Any) -> Any:
+    def on_result(name: str, result: Any) -> Any:
         call, count[name] = count[name], count[name] + 1
         if name == norm:
             noise = torch.randn(result.shape, generator=generator, dtype=result.dtype)
             return result + noise * result.std()
         return _copy(seen.results[name][call])
 
-    with observe_calls({name: watched[name] for name in (norm, *held)}, after=after):
+    with observe_calls({name: watched[name] for name in (norm, *held)}, on_result=on_result):
         return outputs_in_float64(small, inputs)
 
 
-def _axes_of(module: nn.Module, call: Call, result: Any) -> Axes | None:
+def _axes_of(module: nn.Module, call: CallArguments, result: Any) -> Axes | None:
     """The Parameters that multiply what a module reads; None if it isn't a linear map of one tensor."""
     if is_linear_map(module):
         axis, x = 0 if isinstance(module, Conv1D) else 1, first_tensor(call)

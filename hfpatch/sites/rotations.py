@@ -115,11 +115,6 @@ def find_rotations(model: nn.Module) -> list[NativeRotation]:
     return found
 
 
-def rotations_of(model: nn.Module, module: nn.Module) -> list[NativeRotation]:
-    """Return all rotations of one rotary module."""
-    return [rotation for rotation in find_rotations(model) if rotation.module is module]
-
-
 def config_paths(config: Any, path: Path = ()) -> dict[int, Path]:
     """Return for a config and each one inside: its id, and the attributes that lead to it."""
     if not isinstance(config, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""Finds the stacks of a model that architecture records describe, and the attentions that their positions reach."""
+"""Finds the stacks of a model that `ARCHITECTURES` describe, and the attentions that their positions reach."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.edits import modules_at
 from ..runtime.errors import UnsupportedError
-from .records.record import Stack
+from .architectures.architecture import Stack
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held what a patch took out without a module in its place
 
 
 @dataclass
 class FoundStack:
-    """A stack that an architecture record describes, found in a model.
+    """A stack that an architecture describes, found in a model.
 
     Attributes:
-        stack: its record.
+        stack: its row.
         owner, name: the module that owns the positions, and its name.
         attentions: the self-attentions that they reach, by name.
         length: positions that its config tells; None where a table tells.
@@ -68,7 +68,7 @@ class FoundStack:
                 yield path, holder, attribute
 
     def is_present(self) -> bool:
-        """Return whether this instance of a recorded class has the positions, or had them before a patch."""
+        """Return whether this instance of a known class has the positions, or had them before a patch."""
         glob = self.stack.present
         if glob == "":
             return True
@@ -79,31 +79,31 @@ class FoundStack:
         return glob is not None and self.removed_rows() is not None
 
 
-def find_stacks(model: nn.Module, records: Mapping[str, Stack] | None = None) -> list[FoundStack]:
-    """Return the recorded stacks of a model, patched or not, in the order of its modules.
+def find_stacks(model: nn.Module, known: Mapping[str, Stack] | None = None) -> list[FoundStack]:
+    """Return the known stacks of a model, patched or not, in the order of its modules.
 
     Args:
         model: any module tree.
-        records: by owner; None for those of `ARCHITECTURES`, whose positions are tables.
+        known: by owner; None for those of `ARCHITECTURES`, whose positions are tables.
     """
-    tables = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+    tables = {stack.owner: stack for family in ARCHITECTURES.values() for stack in family.stacks}
     found = []
     for name, module in model.named_modules():
-        stack = by_class(tables if records is None else records, module)
+        stack = by_class(tables if known is None else known, module)
         if stack is None:
             continue
         stack, attentions = _as_built(module, stack)
         item = FoundStack(stack, module, name, {})
         item.attentions = {item.path(path): attention for path, attention in attentions.items()}
-        if records is not None:
+        if known is not None:
             item.length = getattr(getattr(module, "config", None), stack.config_length, None) or 0
-        if item.is_present() and (attentions or records is None):
+        if item.is_present() and (attentions or known is None):
             found.append(item)
     return found
 
 
 def require_settings(item: FoundStack) -> None:
-    """Refuse a stack whose settings differ from what its record requires.
+    """Refuse a stack whose settings differ from what its row requires.
 
     Raises:
         UnsupportedError: says which setting it takes, or why its positions can't be changed.

@@ -24,9 +24,9 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
 from ..schemes.rope import RoPE, caching_loss
-from ..sites.records.biases import BIASES
-from ..sites.records.record import Stack
-from ..sites.records.refused import WITHOUT_GRID
+from ..sites.architectures.architecture import Stack
+from ..sites.architectures.biases import BIASES
+from ..sites.architectures.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
 from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 from .score_bias import bias_for, require_bias
@@ -52,7 +52,7 @@ def attention_changes(
     """Return the changes of some of a stack's attentions; `reasons` say why one is kept.
 
     Raises:
-        UnsupportedError: this version of transformers builds one otherwise than recorded, or it can't take the scheme.
+        UnsupportedError: transformers builds one in another way than its row says, or it can't take the scheme.
         OptionError: the scheme doesn't fit its heads.
     """
     scheme = part.scheme
@@ -105,8 +105,8 @@ def _attention_change(
         loss = "scores no longer fall with the distance of tokens"
     else:
         row.reason = "its causal mask serves any length"
-    exact = "it neither rotates nor has a bias; the mask alone changes"
-    row.replace_by(scheme.describe(head_dim), loss=loss, exact=exact)
+    why_exact = "it neither rotates nor has a bias; the mask alone changes"
+    row.replace_by(scheme.describe(head_dim), loss=loss, why_exact=why_exact)
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
@@ -146,7 +146,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
         return Change(row)
     if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
         row.reason = "its own settings"
-        return Change(row.replace_by(described, exact="it rotates like this already"))
+        return Change(row.replace_by(described, why_exact="it rotates like this already"))
     require_settings(item)
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
@@ -175,14 +175,14 @@ def _lens(stack: Stack) -> AttentionLens:
 
 
 def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
-    """Refuse an attention that this version of transformers builds otherwise than its record says."""
+    """Refuse an attention that this version of transformers builds otherwise than its row says."""
     sizes = [size.strip() for size in stack.head_dim.split("/") if size.strip()]
     parts = {part: getattr(module, part, None) for part in (*names_of(stack), *sizes)}
     missing = [part for part, found in parts.items() if found is None or isinstance(found, nn.Identity)]  # fused away
     if missing:
         raise UnsupportedError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
-            "hfpatch's record is of another version. Update transformers, or name other modules in only=."
+            "hfpatch knows it from another version. Update transformers, or name other modules in only=."
         )
 
 

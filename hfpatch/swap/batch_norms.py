@@ -19,30 +19,31 @@ from ..runtime.joins import Joins
 from ..runtime.lens import lens_of
 from ..schemes.request import SchemeRequest
 from ..sites.blocks import OUTPUT, Block, measuring, stream_blocks
+from ..sites.sites import Sites
 from .norms import plan_norms
 from .planners import PlannerResult
 
 
-def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
+def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan the changes of the model's norms, and how a mask reaches each of them.
 
     Raises:
         UnsupportedError: the model is causal, or its branches meet the stream through joins.
     """
-    request = f"norm={part.scheme.name!r}"
+    request, model = f"norm={part.scheme.name!r}", sites.model
     if any(lens_of(module, Joins) for module in model.modules()):
         raise UnsupportedError(
             f"{request}: an earlier patch changed how branches are added to the residual stream, so padding can't be "
             f"left out of the statistics. Start from the original checkpoint; it takes placement= and {request} in one "
             "request."
         )
-    stacks = _stacks(model, request, example_inputs)
+    stacks = _stacks(model, request, sites.example_inputs)
     if not any(stacks.values()):
         raise UnsupportedError(
             f"{type(model).__name__}: no block lets a position attend to later ones, so the model seems to be causal, "
             f"and batch statistics would leak later positions in training. {request} is for encoders."
         )
-    changes = plan_norms(model, part)
+    changes = plan_norms(sites, part)
     for change in changes:
         row = change.row
         names = (row.module, *row.aliases)
@@ -50,7 +51,7 @@ def plan_batch_norms(model: nn.Module, part: SchemeRequest, example_inputs: Mapp
             change.edits += tuple(_padding(model, names, stacks))
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
-            kept = replace(row, becomes=None, loss=None, exact=None, reason=why)
+            kept = replace(row, becomes=None, loss=None, why_exact=None, reason=why)
             change.row, change.edits, change.starts = kept, (), ()
     return PlannerResult(part, changes)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.registry import NORMS, PLACEMENTS
 from ..core.weight_change import WeightChange, along_axis
@@ -24,7 +22,7 @@ from ..sites.anatomy import Branch
 from ..sites.blocks import has_matrix
 from ..sites.branches import (
     SECOND_NORM_SUFFIX,
-    Site,
+    BranchSite,
     StackBranches,
     discover,
     require_joinable,
@@ -34,13 +32,12 @@ from ..sites.branches import (
 )
 from ..sites.deepnorm_weights import heads_of, values_of
 from ..sites.norms import describe, size_of
+from ..sites.sites import Sites
 from .norms import norm_text, starting_values
 from .planners import PlannerResult
 
 
-def plan_placement(
-    model: nn.Module, part: SchemeRequest[Placement], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_placement(sites: Sites, part: SchemeRequest[Placement]) -> PlannerResult:
     """Plan the norm placement of each branch of the model.
 
     Raises:
@@ -49,15 +46,15 @@ def plan_placement(
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"placement={part.scheme.name!r}"
-    found = discover(model, request, example_inputs)
+    found = discover(sites.model, request, sites.example_inputs)
     for branch in found.branches:
         _require_strict(branch, found)
     require_transparent(found, request)
-    sites, others = _sites_to_change(model, found, part, "placement")
-    for site in sites:
+    branches, others = _sites_to_change(sites, found, part, "placement")
+    for site in branches:
         if site.branch.placement == part.scheme.name:
             site.reason = site.reason or f"is {part.scheme.name} already"
-    return PlannerResult(part, [*others, *(_plan_site(model, site, sites, part) for site in sites)])
+    return PlannerResult(part, [*others, *(_plan_site(sites.model, site, branches, part) for site in branches)])
 
 
 def _require_strict(branch: Branch, found: StackBranches) -> None:
@@ -76,7 +73,7 @@ def _require_strict(branch: Branch, found: StackBranches) -> None:
         raise UnsupportedError(f"{where}: several branches share {branch.norm}, so it can't go to one of them.")
 
 
-def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[Placement]) -> Change:
+def _plan_site(model: nn.Module, site: BranchSite, sites: list[BranchSite], part: SchemeRequest[Placement]) -> Change:
     scheme, name, facts = part.scheme, site.norm_name, describe(site.norm)
     host: Any = PLACEMENTS[site.branch.placement]
     row = Row("placement", name, f"{norm_text(site.norm, facts)}: {host.formula}", reason=site.reason)
@@ -100,9 +97,7 @@ def _plan_site(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequ
 # DeepNorm
 
 
-def plan_deepnorm(
-    model: nn.Module, part: SchemeRequest[DeepNorm], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
     """Plan the DeepNorm change of each norm, and of the branches' weights.
 
     Raises:
@@ -111,15 +106,15 @@ def plan_deepnorm(
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"norm={part.scheme.name!r}"
-    found = discover(model, request, example_inputs, weights=part.init == "reset")
+    found = discover(sites.model, request, sites.example_inputs, weights=part.init == "reset")
     for branch in found.branches:
         _require_sequential(branch, part.scheme)
     if any(branch.placement == "pre" for branch in found.branches):
         require_transparent(found, request)
-    sites, changes = _sites_to_change(model, found, part, "norm")
-    for site in sites:
+    branches, changes = _sites_to_change(sites, found, part, "norm")
+    for site in branches:
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])
-        change = _change(model, site, sites, part, alpha)
+        change = _change(sites.model, site, branches, part, alpha)
         changes += [change, *(_weights(site, part, alpha, beta) if change.changes else ())]
     return PlannerResult(part, changes)
 
@@ -143,7 +138,9 @@ def _require_sequential(branch: Branch, scheme: DeepNorm) -> None:
         )
 
 
-def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest[DeepNorm], alpha: float) -> Change:
+def _change(
+    model: nn.Module, site: BranchSite, sites: list[BranchSite], part: SchemeRequest[DeepNorm], alpha: float
+) -> Change:
     scheme, branch, name, facts = part.scheme, site.branch, site.norm_name, describe(site.norm)
     row = Row("norm", name, norm_text(site.norm, facts), reason=site.reason)
     if row.reason is not None:
@@ -157,8 +154,8 @@ def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest
         loss = "parameters are reinitialised"
     elif scheme.preserve:
         loss = None
-    exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
-    row.replace_by(f"{scheme.label}{size_of(facts)}", loss=loss, exact=exact).reason = f"a = {a}"
+    why_exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
+    row.replace_by(f"{scheme.label}{size_of(facts)}", loss=loss, why_exact=why_exact).reason = f"a = {a}"
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
     else:  # LN(a x + f(x)) from x + f(LN(x))
@@ -168,7 +165,7 @@ def _change(model: nn.Module, site: Site, sites: list[Site], part: SchemeRequest
     return Change(row, edits, starts=starting_values(model, name, part, edits))
 
 
-def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
+def _gain(site: BranchSite, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple[Edit, ...]:
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
     path, _, child = site.branch.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
@@ -186,7 +183,7 @@ def _gain(site: Site, facts: NormFacts, scheme: DeepNorm, alpha: float) -> tuple
     return Edit.of(f"{where}.{LENS_SLOT}", lens), Edit.of(site.norm_name, scheme.call(facts, site.norm))
 
 
-def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
+def _weights(site: BranchSite, part: SchemeRequest[DeepNorm], alpha: float, beta: float) -> list[Change]:
     """Changes of weights: with preserve=True projections times a; from scratch, initial values scaled by b."""
     branch = site.branch
     if part.scheme.preserve:
@@ -203,7 +200,7 @@ def _weights(site: Site, part: SchemeRequest[DeepNorm], alpha: float, beta: floa
     ]
 
 
-def _require_one_matrix(site: Site, path: str) -> None:
+def _require_one_matrix(site: BranchSite, path: str) -> None:
     module = site.block.get_submodule(path) if path else site.block
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     if not path or len(matrices) != 1:
@@ -213,14 +210,14 @@ def _require_one_matrix(site: Site, path: str) -> None:
         )
 
 
-def _scale(site: Site, path: str, which: str, factor: float, bias: float) -> Change:
+def _scale(site: BranchSite, path: str, which: str, factor: float, bias: float) -> Change:
     """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
     module = site.block.get_submodule(path)
     part = "" if which == "all" else "values "
     row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
     loss = None if bias == factor else "parameters are reinitialised"
-    exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
-    row.replace_by(becomes, loss=loss, exact=exact).reason = loss and "biases start at zero"
+    why_exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
+    row.replace_by(becomes, loss=loss, why_exact=why_exact).reason = loss and "biases start at zero"
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     values = []
@@ -244,29 +241,29 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 
 
 def _sites_to_change(
-    model: nn.Module, found: StackBranches, part: SchemeRequest[Any], kind: str
-) -> tuple[list[Site], list[Change]]:
+    sites: Sites, found: StackBranches, part: SchemeRequest[Any], kind: str
+) -> tuple[list[BranchSite], list[Change]]:
     """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
-    sites, names = list(sites_of(model, found.branches)), Names.of(model)
-    for site in sites:
+    branches = list(sites_of(sites.model, found.branches))
+    for site in branches:
         facts = describe(site.norm)
         if facts is None:
             site.reason = "not LayerNorm's arithmetic"
             continue
-        site.reason = names.reason_to_keep([site.norm_name], part.only, part.keep)
+        site.reason = sites.names.reason_to_keep([site.norm_name], part.only, part.keep)
         if site.reason is None and isinstance(part.scheme, Norm):
             site.reason = part.scheme.reason_to_keep(facts)
-    of_branches = {id(site.norm) for site in sites}
-    others = [(name, module) for name, module in model.named_modules() if id(module) not in of_branches]
+    of_branches = {id(site.norm) for site in branches}
+    others = [(name, module) for name, module in sites.model.named_modules() if id(module) not in of_branches]
     rows = [
         Row(kind, name, norm_text(module, facts), reason="not the norm of a residual branch")
         for name, module in others
         if (facts := describe(module)) is not None
     ]
-    return sites, [Change(row) for row in rows]
+    return branches, [Change(row) for row in rows]
 
 
-def _joins_kept(site: Site, sites: list[Site]) -> list[Edit]:
+def _joins_kept(site: BranchSite, sites: list[BranchSite]) -> list[Edit]:
     """Edits for unchanged branches of the same block whose functional dropout a join must apply itself."""
     kept = [other for other in sites if other.block is site.block and other.reason is not None]
     return [other.join("host") for other in kept if other.branch.dropout]

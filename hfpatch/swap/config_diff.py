@@ -38,17 +38,17 @@ class ConfigDiff:
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
-    def apply(self, model: nn.Module, edits: Transaction) -> None:
+    def apply(self, model: nn.Module, transaction: Transaction) -> None:
         """Set them, unless another change of the patch has replaced the present value."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
-                edits.set_attribute(module, name, value)
+                transaction.set_attribute(module, name, value)
         for path, name, buffer in self.buffers:
             module = model.get_submodule(path)
             present = module._buffers.get(name)
             if present is not None:
-                edits.set_buffer(module, name, buffer.to(present.device, present.dtype))
+                transaction.set_buffer(module, name, buffer.to(present.device, present.dtype))
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:

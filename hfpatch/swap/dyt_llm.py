@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..errors import OptionError
 from ..measure.hooks import observe_calls
@@ -27,6 +26,7 @@ from ..sites.anatomy import Branch, find_branches
 from ..sites.blocks import OUTPUT, Block, measuring
 from ..sites.branches import require_untouched
 from ..sites.norms import describe
+from ..sites.sites import Sites
 from .norms import plan_norms
 from .planners import PlannerResult
 
@@ -54,7 +54,7 @@ def llm_alpha(width: int, attention: bool) -> float:
     return start * (end / start) ** (math.log(width / low) / math.log(high / low))
 
 
-def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
+def plan_dyt_llm(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan DyT for language models: an alpha for each norm by its site, and learned embedding scales.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
@@ -68,7 +68,7 @@ def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[
         UnsupportedError: it is no language model, or its branches can't be found.
         WrappedModelError: an embedding carries a forward of its own, put there by another library.
     """
-    request = "norm='dyt' with alpha='llm'"
+    request, model = "norm='dyt' with alpha='llm'", sites.model
     if part.init != "reset":
         raise OptionError(
             f"{request} is a start for training from scratch: pass init='reset'. For trained weights pass a number as "
@@ -76,7 +76,7 @@ def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[
         )
     _require_language_model(model, request)
     require_untouched(model)
-    small, inputs = twin(model, example_inputs)
+    small, inputs = twin(model, sites.example_inputs)
     with measuring(model, f"{request} can't tell the norms of attentions from others. Pass a number as alpha"):
         attentions = _attention_patterns(find_branches(small, inputs), small)
         called = _called_embeddings(small, inputs)
@@ -86,18 +86,18 @@ def plan_dyt_llm(model: nn.Module, part: SchemeRequest, example_inputs: Mapping[
             f"{type(model).__name__}: no attention with a norm of its own was found, so {request} doesn't say how its "
             "norms start. Pass a number as alpha."
         )
-    changes = _norms(model, part, attentions)
-    scales = _scales(model, unscaled) if any(change.changes for change in changes) else ()
+    changes = _norms(sites, part, attentions)
+    scales = _scales(sites, unscaled) if any(change.changes for change in changes) else ()
     return PlannerResult(part, [*changes, *scales])
 
 
-def _norms(model: nn.Module, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:
+def _norms(sites: Sites, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:
     """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
-    names, width = Names.of(model), text_config(model.config).hidden_size
+    names, width = sites.names, text_config(sites.model.config).hidden_size
     by_place = []
     for of_attention in (False, True):
         scheme = DyT(llm_alpha(width, of_attention))
-        changes = plan_norms(model, replace(part, scheme=scheme))
+        changes = plan_norms(sites, replace(part, scheme=scheme))
         for change in changes:
             if change.changes:
                 note = f"alpha0 = {scheme.alpha:.4g}" + (", norm of an attention" if of_attention else "")
@@ -157,7 +157,7 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
         if isinstance(module, nn.Embedding) and module.weight is source.weight
     }
     called: dict[str, nn.Embedding] = {}
-    with inference_state(model), observe_calls(found, before=lambda name, _: called.update({name: found[name]})):
+    with inference_state(model), observe_calls(found, on_call=lambda name, _: called.update({name: found[name]})):
         model(**inputs)
     return called
 
@@ -183,12 +183,13 @@ def _is_multiplied(model: nn.Module, name: str, embedding: nn.Embedding, inputs:
     return bool(is_multiple and (factor - 1.0).abs() > _TOLERANCE)
 
 
-def _scales(model: nn.Module, unscaled: set[str]) -> Iterator[Change]:
+def _scales(sites: Sites, unscaled: set[str]) -> Iterator[Change]:
     """A learned scalar, from the root of the width, on the output of each embedding that the patterns mean.
 
     Where none is left to scale, a line says why.
     """
-    names, width = Names.of(model), text_config(model.config).hidden_size
+    model, names = sites.model, sites.names
+    width = text_config(model.config).hidden_size
     found = [
         (name, module)
         for name, module in model.named_modules()

@@ -9,31 +9,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.blocks import same_layer
-from ..measure.outputs import in_float64
 from ..measure.twin import twin_with_media
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import BiasedLinear, FixedNorm
+from ..runtime.float64 import in_float64
 from ..runtime.norms import NormFacts
 from ..schemes.fixed import Folded
 from ..schemes.request import SchemeRequest
 from ..sites.norm_readers import Reader, find_readers
 from ..sites.norms import describe
+from ..sites.sites import Sites
 from .fixed import plan_fixed
 from .norms import norm_text, plan_norms
 from .planners import PlannerResult
 
-_EXACT = "the layers that read it compute with its gain and shift"
+_WHY_EXACT = "the layers that read it compute with its gain and shift"
 _ROWS = 4096  # of a weight, multiplied at once
 
 
-def plan_folded(model: PreTrainedModel, part: SchemeRequest, example_inputs: Mapping[str, Any] | None) -> PlannerResult:
+def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan folding a model's norms.
 
     Raises:
@@ -41,23 +41,21 @@ def plan_folded(model: PreTrainedModel, part: SchemeRequest, example_inputs: Map
     """
     if part.init == "reset":
         raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
-    folder = _Folder.of(model, example_inputs)
-    changes = plan_norms(model, part)
+    folder = _Folder.of(sites)
+    changes = plan_norms(sites, part)
     return PlannerResult(part, [folder.fold(one) if one.changes else one for one in changes])
 
 
-def plan_without_norms(
-    model: PreTrainedModel, part: SchemeRequest, example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan fixed norms that are folded after the repair; `plan_fold_of_fixed` plans that, once they are in place.
 
     Raises:
         UnsupportedError: as in `plan_folded` and `plan_fixed`.
     """
-    folder, found = _Folder.of(model, example_inputs), plan_fixed(model, part, example_inputs)
+    folder, found = _Folder.of(sites), plan_fixed(sites, part)
     for change in found.changes:
         if change.changes:
-            facts = describe(model.get_submodule(change.row.module))
+            facts = describe(sites.model.get_submodule(change.row.module))
             assert facts is not None
             after = part.scheme.remaining_facts(facts)
             reason = folder.reason_to_keep(change, after)
@@ -65,12 +63,10 @@ def plan_without_norms(
     return found
 
 
-def plan_fold_of_fixed(
-    model: PreTrainedModel, part: SchemeRequest, names: Iterable[str], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_fold_of_fixed(sites: Sites, part: SchemeRequest, names: Iterable[str]) -> PlannerResult:
     """Plan folding the fixed norms of these names, for a request that is in the record already."""
-    folder = _Folder.of(model, example_inputs)
-    changes = plan_norms(model, SchemeRequest(Folded(), tuple(names)))
+    folder = _Folder.of(sites)
+    changes = plan_norms(sites, SchemeRequest(Folded(), tuple(names)))
     return PlannerResult(part, [folder.fold(one) for one in changes if one.changes])
 
 
@@ -88,9 +84,10 @@ class _Folder:
     owners: Counter[int]
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Mapping[str, Any] | None) -> _Folder:
+    def of(cls, sites: Sites) -> _Folder:
+        model = sites.model
         owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        return cls(model, find_readers(*twin_with_media(model, example_inputs)), owners)
+        return cls(model, find_readers(*twin_with_media(model, sites.example_inputs)), owners)
 
     def fold(self, change: Change) -> Change:
         """Return a norm's change with what its readers take over; one without edits where it can't be folded."""
@@ -99,7 +96,7 @@ class _Folder:
         facts = describe(norm)
         assert facts is not None
         if (reason := self.reason_to_keep(change, facts)) is not None:
-            return Change(replace(row, becomes=None, exact=None, reason=reason))
+            return Change(replace(row, becomes=None, why_exact=None, reason=reason))
         centres = isinstance(norm, FixedNorm) and norm.mean
         found = list(self._readers_of(names))
         biases, new_biases, edits = [], [], list(change.edits)
@@ -117,7 +114,7 @@ class _Folder:
         without = " and ".join(what for what in ("gain", "shift") if getattr(facts, what))
         becomes = "(gone)" if isinstance(norm, FixedNorm) else f"{norm_text(norm, facts)} without {without}"
         into = ", ".join(dict.fromkeys(name.removeprefix(_common(row.module, name)) for name, _ in found))
-        row = replace(row, becomes=becomes, exact=_EXACT, reason=f"folded into {into}")
+        row = replace(row, becomes=becomes, why_exact=_WHY_EXACT, reason=f"folded into {into}")
         return Change(row, tuple(edits), (*biases, *weights), (*change.starts, *new_biases, *_own_values(row, norm)))
 
     def reason_to_keep(self, change: Change, facts: NormFacts) -> str | None:

@@ -22,7 +22,7 @@ IMAGE_SIZE = "image_size"  # transformers' name
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowOrder:
     """Order of a table's rows: other tokens, then frames of rows of columns of patches, then other tokens."""
 
     before: int
@@ -60,34 +60,34 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     weight = _weight(table)
     if weight is None:
         raise UnsupportedError(f"{where}: its rows are computed ({type(table).__name__}), so none are interpolated.")
-    layout = layout_of(item, weight)
-    size = _new_size(item, scheme, layout)
+    order = row_order_of(item, weight)
+    size = _new_size(item, scheme, order)
     rows, columns = _count_patches(item, *sides(size))
-    if (rows, columns) == (layout.rows, layout.columns) and not fresh:
+    if (rows, columns) == (order.rows, order.columns) and not fresh:
         row.reason = f"holds {rows} x {columns} patches already"
         return Change(row)
-    loss = f"its {layout.rows} x {layout.columns} positions are stretched over {rows} x {columns}"
+    loss = f"its {order.rows} x {order.columns} positions are stretched over {rows} x {columns}"
     loss = "its rows start afresh" if fresh else loss
     row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss=loss)
     row.reason = f"{IMAGE_SIZE}={size}"
 
-    patches = slice(layout.before, layout.before + layout.frames * rows * columns)
-    edits, values = resize_table(item, _Stretch(layout, scheme, rows, columns, usual), patches if fresh else None)
+    patches = slice(order.before, order.before + order.frames * rows * columns)
+    edits, values = resize_table(item, _Stretch(order, scheme, rows, columns, usual), patches if fresh else None)
     return Change(row, tuple(edits), values)
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Interpolates a table on a grid of patches; arguments as of `Layout.resize`."""
+    """Interpolates a table on a grid of patches; arguments as of `RowOrder.resize`."""
 
-    layout: Layout
+    order: RowOrder
     scheme: Learned
     rows: int
     columns: int
     usual: str
 
     def __call__(self, table: Tensor) -> Tensor:
-        return self.layout.resize(table, self.scheme, self.rows, self.columns, self.usual)
+        return self.order.resize(table, self.scheme, self.rows, self.columns, self.usual)
 
     def __str__(self) -> str:
         return f"rows of x stretched over {self.rows} x {self.columns}"
@@ -145,7 +145,7 @@ def new_size(item: FoundStack, scheme: Learned) -> Any:
     weight = _weight(item.table())
     if weight is None or (scheme.image_size is None and scheme.max_positions is None):
         return None
-    return _new_size(item, scheme, layout_of(item, weight))
+    return _new_size(item, scheme, row_order_of(item, weight))
 
 
 def _weight(table: Any) -> nn.Parameter | None:
@@ -154,11 +154,11 @@ def _weight(table: Any) -> nn.Parameter | None:
     return weight if isinstance(weight, nn.Parameter) else None
 
 
-def layout_of(item: FoundStack, table: Tensor) -> Layout:
-    """Return the layout of a stack's table.
+def row_order_of(item: FoundStack, table: Tensor) -> RowOrder:
+    """Return the order of a stack's table.
 
     Raises:
-        UnsupportedError: the config and the record don't tell.
+        UnsupportedError: neither the config nor the architecture tells.
     """
     grid, config = item.stack.grid, getattr(item.owner, "config", None)
     size = getattr(config, IMAGE_SIZE, None)
@@ -179,11 +179,11 @@ def layout_of(item: FoundStack, table: Tensor) -> Layout:
     frames = max(total // (rows * columns), 1) if grid.projection and grid.axes(item.owner) == 3 else 1
     others = total - frames * rows * columns
     if (table.dim() == 4 and table.shape[1:3] == (rows, columns)) or others == 0:
-        return Layout(0, frames, rows, columns)
+        return RowOrder(0, frames, rows, columns)
     if others == before + after:
-        return Layout(before, frames, rows, columns, after)
+        return RowOrder(before, frames, rows, columns, after)
     if 0 < others <= before:  # registers have no rows
-        return Layout(others, frames, rows, columns)
+        return RowOrder(others, frames, rows, columns)
     raise UnsupportedError(
         f"{where}: {total} rows aren't the {rows} x {columns} patches of {IMAGE_SIZE}={size} with {before + after} "
         "other tokens, so it can't be interpolated."
@@ -217,18 +217,18 @@ def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]
     return rows, columns
 
 
-def _new_size(item: FoundStack, scheme: Learned, layout: Layout) -> Any:
+def _new_size(item: FoundStack, scheme: Learned, order: RowOrder) -> Any:
     """The config's new image size, in the form of its old one."""
     old = getattr(item.owner.config, IMAGE_SIZE)
     size = scheme.image_size if scheme.image_size is not None else old
     if scheme.max_positions is not None:
         side = math.isqrt(scheme.max_positions)
-        if side**2 != scheme.max_positions or layout.rows != layout.columns or layout.frames > 1:
+        if side**2 != scheme.max_positions or order.rows != order.columns or order.frames > 1:
             raise UnsupportedError(
-                f"{item.table_name} holds {layout.rows} x {layout.columns} patches, and {scheme.max_positions} of them "
+                f"{item.table_name} holds {order.rows} x {order.columns} patches, and {scheme.max_positions} of them "
                 "don't say how many rows and columns. Give image_size instead; only= chooses other parts."
             )
-        grid = (layout.rows, layout.columns)
+        grid = (order.rows, order.columns)
         size = tuple(length * side // cells for length, cells in zip(sides(old), grid, strict=True))
     height, width = sides(size)
     if isinstance(old, list | tuple):

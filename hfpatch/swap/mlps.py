@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +20,11 @@ from ..runtime.gated import FRESH, TIMES, GatedActivation, GatedLinear, Projecti
 from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
+from ..sites.sites import Sites
 from .planners import PlannerResult
 
 
-def plan_mlp_request(
-    model: nn.Module, part: SchemeRequest[MLP], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_mlp_request(sites: Sites, part: SchemeRequest[MLP]) -> PlannerResult:
     """Plan an MLP scheme for each of the model's MLPs.
 
     Raises:
@@ -35,10 +33,10 @@ def plan_mlp_request(
             isn't the replaced one's, or V has no bias.
         WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
     """
-    scheme = part.scheme
-    names, sites = Names.of(model), find_mlps(model)
-    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in sites})
-    changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in sites]
+    scheme, model, names = part.scheme, sites.model, sites.names
+    found = find_mlps(model)
+    named = names.explicitly_selected(part.only, {_names(site): names.in_head(site.name) for site in found})
+    changes = [_change(model, site, part, _reason_to_keep(site, part, names, named)) for site in found]
     changes += [
         Change(Row("mlp", name, type(model.get_submodule(name)).__name__, reason="a mixture of routed experts"))
         for name in mixtures(model)
@@ -79,22 +77,22 @@ def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: s
         row.replace_by(becomes, loss="parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
         new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
-        return Change(row, edits, then=(_Start(_trained_names(*new), site.name, site.activation, str(site.last)),))
+        return Change(row, edits, then=(_GatedStart(_trained_names(*new), site.name, site.activation, str(site.last)),))
     start = _require_start(site, scheme)
     loss = None
-    if not start.exact:
+    if not start.is_exact:
         assert site.act is not None
         gate, k = type(scheme.activation(site.act)).__name__, start.scale
         stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
         loss = f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
-    exact = "the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
-    row.replace_by(becomes, loss=loss, exact=exact)
+    why_exact = "the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
+    row.replace_by(becomes, loss=loss, why_exact=why_exact)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     own = [name for name, parameter in first._parameters.items() if parameter is not None]
     times = [WeightChange(f"{site.name}.gate.{name}", "multiply", start.scale) for name in own if start.scale != 1.0]
     return Change(
-        row, edits, starts=tuple(times), then=(_Start(_trained_names((f"{site.name}.up", first)), site.name),)
+        row, edits, starts=tuple(times), then=(_GatedStart(_trained_names((f"{site.name}.up", first)), site.name),)
     )
 
 
@@ -162,7 +160,7 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
 
 
 @dataclass(frozen=True)
-class _Start:
+class _GatedStart:
     """Freezes the new Parameters of a gated MLP where the old ones are; with all names initialises them as the host.
 
     Otherwise the gate's are the replaced projection's (shared ones are kept: `find_mlps`), and V's are new.
@@ -177,8 +175,8 @@ class _Start:
     activation: str | None = None
     last: str | None = None
 
-    def apply(self, model: nn.Module, changes: Transaction) -> None:
-        """Carry it out; all of it is about new modules, which `changes` logged."""
+    def apply(self, model: nn.Module, transaction: Transaction) -> None:
+        """Carry it out; all of it is about new modules, which `transaction` logged."""
         gated = model.get_submodule(self.first)
         assert isinstance(gated, GatedLinear)
         if self.activation is None or self.last is None:

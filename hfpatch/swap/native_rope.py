@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import reduce
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
@@ -31,7 +30,8 @@ from ..runtime.rotary import ADAPTIVE, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
 from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
-from ..sites.rotations import NativeRotation, Settings, find_rotations, rotations_of
+from ..sites.rotations import NativeRotation, Settings, find_rotations
+from ..sites.sites import Sites
 from .config_diff import Setting, derive, host_with
 
 OWN_ROTATION_KEPT = (
@@ -45,30 +45,28 @@ _USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every r
 _TOLERANCE = 1e-9  # of outputs in float64
 
 
-def plan_native(
-    model: nn.Module, part: SchemeRequest[Position], names: Names, example_inputs: Mapping[str, Any] | None = None
-) -> list[Change]:
+def plan_native(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
     """Plan the changes of the model's own rotations for a position scheme; the model isn't changed.
 
     RoPE changes the settings that it names and keeps the others; NoPE drops the rotation. Other schemes leave it.
 
     Args:
-        model, part, names: the model, the request, and the model's names.
-        example_inputs: keyword arguments of one forward, for small models that no inputs can be made for.
+        sites: of the model.
+        part: the request.
 
     Raises:
         UnsupportedError: the model's rotation can't take these settings; says why.
     """
     with torch.device("cpu"):  # whatever the default device is while a model loads
-        return [_change(model, rotation, part, names, example_inputs) for rotation in find_rotations(model)]
+        return [_change(sites, rotation, part) for rotation in sites.rotations]
 
 
-def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
+def settings_of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:
     """Return the config changes of a position scheme: the settings of the model's own rotations."""
     scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
     if not isinstance(scheme, RoPE):
         return []
-    for rotation, config in changing_rotations(model, part):
+    for rotation, config in changing_rotations(sites, part):
         _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
         for name, value in settings_in(new, _new_settings(rotation, scheme), rotation.layer_type).items():
             setattr(new, name, value)
@@ -80,12 +78,11 @@ def settings_of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> li
     ]
 
 
-def changing_rotations(model: Any, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
+def changing_rotations(sites: Sites, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
     """Return the model's own rotations that a part changes and a config describes, each with that config."""
-    names = Names.of(model)
-    for rotation in find_rotations(model):
-        if rotation.path is not None and not names.reason_to_keep([rotation.name], part.only, part.keep):
-            yield rotation, reduce(getattr, rotation.path, model.config)
+    for rotation in sites.rotations:
+        if rotation.path is not None and not sites.names.reason_to_keep([rotation.name], part.only, part.keep):
+            yield rotation, reduce(getattr, rotation.path, sites.model.config)
 
 
 def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings) -> list[Setting]:
@@ -95,10 +92,8 @@ def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings
     return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
 
 
-def _change(
-    model: nn.Module, rotation: NativeRotation, part: SchemeRequest[Position], names: Names, example_inputs: Any
-) -> Change:
-    scheme = part.scheme
+def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position]) -> Change:
+    scheme, model, names = part.scheme, sites.model, sites.names
     row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.is_dropped else rotation.kind)
     row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
     if row.reason:
@@ -111,9 +106,9 @@ def _change(
             refuse_foreign_forward(rotation.name, rotation.module, model)
         if change.changes and _new_settings(rotation, scheme) != rotation.settings:
             new = _new_settings(rotation, scheme)
-            _require_served(model, rotation, new, example_inputs)
+            _require_served(model, rotation, new, sites.example_inputs)
             if row.loss == OTHER_ANGLES and _turns_alike(rotation, new):
-                row.replace_by(str(row.becomes), exact="it turns by the same angles")
+                row.replace_by(str(row.becomes), why_exact="it turns by the same angles")
         return change
     if scheme.name != "nope" or rotation.is_dropped:
         row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
@@ -121,7 +116,7 @@ def _change(
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)
     row.replace_by("no rotation", loss=NO_ROTATION)
-    of_module = rotations_of(model, rotation.module)
+    of_module = [one for one in sites.rotations if one.module is rotation.module]
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(
         dict.fromkeys((*rotation.dropped_layer_types, *with_it))
@@ -144,7 +139,7 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
     becomes = _describe_settings(new)
     same = new == rotation.settings and not rotation.is_dropped
     loss = None if same else OTHER_ANGLES
-    row.replace_by(becomes, loss=loss, exact="it rotates like this already").reason = (
+    row.replace_by(becomes, loss=loss, why_exact="it rotates like this already").reason = (
         "its own settings" if same else None
     )
     return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"),))

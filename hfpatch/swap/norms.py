@@ -19,6 +19,7 @@ from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
 from ..schemes.request import SchemeRequest
 from ..sites.norms import describe, looks_like_norm, size_of
+from ..sites.sites import Sites
 from .planners import PlannerResult, not_exact
 
 _QUERY_KEY = re.compile(
@@ -30,7 +31,7 @@ _NO_MEAN = "the mean over the channels of its input is zero"
 
 
 @dataclass
-class _Site:
+class _NormSite:
     """One norm module with its names and parents; a shared module has several.
 
     Attributes:
@@ -51,21 +52,19 @@ class _Site:
     otherwise: str | None = None
 
 
-def plan_norm_request(
-    model: nn.Module, part: SchemeRequest[Norm], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
     """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
-    changes, conversion = plan_with(model, part, Conversion.of_request(model, part, example_inputs))
+    changes, conversion = plan_with(sites, part, Conversion.of_request(sites.model, part, sites.example_inputs))
     return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
 
 
-def plan_norms(model: nn.Module, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
+def plan_norms(sites: Sites, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
     """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
-    return plan_with(model, part, None, special)[0]
+    return plan_with(sites, part, None, special)[0]
 
 
 def plan_with(
-    model: nn.Module,
+    sites: Sites,
     part: SchemeRequest[Norm],
     conversion: Conversion | None,
     special: Mapping[str, str] | None = None,
@@ -73,7 +72,7 @@ def plan_with(
     """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
-        model: any module tree.
+        sites: of any module tree.
         part: a norm scheme with its globs.
         conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
         special: norm -> what it is, for further ones that are kept unless `only` names them.
@@ -86,13 +85,13 @@ def plan_with(
         UnsupportedError: init="exact", and no swap is.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
-    sites = _find_sites(model)
-    if not any(site.facts for site in sites):
+    model, norms = sites.model, _find_sites(sites.model)
+    if not any(site.facts for site in norms):
         raise NothingToPatchError(
             f"{type(model).__name__} has no LayerNorm-like module, so norm={part.scheme.name!r} has nothing to replace."
         )
-    _give_reasons_to_keep(sites, part, Names.of(model), special or {})
-    changing = [site for site in sites if site.reason is None]
+    _give_reasons_to_keep(norms, part, sites.names, special or {})
+    changing = [site for site in norms if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
         conversion = conversion.find()
     for site in changing:
@@ -100,15 +99,15 @@ def plan_with(
     if conversion is not None:
         replaced = [site for site in changing if site.reason is None]
         exact, approximate = (tuple(s.names[0] for s in replaced if (s.loss is None) == same) for same in (True, False))
-        conversion = replace(conversion, exact=exact, approximate=approximate)
+        conversion = replace(conversion, exact_names=exact, approximate_names=approximate)
     if changing and all(site.reason for site in changing):
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     why = _SAME if conversion is None else _NO_MEAN
-    changes = [_change(model, site, part, why) for site in sites]
+    changes = [_change(model, site, part, why) for site in norms]
     return changes + ([] if conversion is None else conversion.changes()), conversion
 
 
-def _give_loss(site: _Site, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
+def _give_loss(site: _NormSite, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
     """Find what the swap of a norm doesn't preserve; with init="exact" that keeps it."""
     assert site.facts is not None
     loss, obstacle = part.scheme.loss(site.facts), None
@@ -126,16 +125,16 @@ def _give_loss(site: _Site, part: SchemeRequest[Norm], conversion: Conversion | 
     site.loss = f"{loss} ({obstacle})" if loss and obstacle else loss
 
 
-def _find_sites(model: nn.Module) -> list[_Site]:
+def _find_sites(model: nn.Module) -> list[_NormSite]:
     """All norms of a model, and modules that look like norms but compute something else."""
-    sites: dict[int, _Site | None] = {}
+    sites: dict[int, _NormSite | None] = {}
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules[name] = module
         if id(module) not in sites:
             facts = describe(module)
             found = facts is not None or (looks_like_norm(module) and set(module._modules) <= {"parametrizations"})
-            sites[id(module)] = _Site(module, facts) if found and name else None
+            sites[id(module)] = _NormSite(module, facts) if found and name else None
         site = sites[id(module)]
         if site is not None:
             site.names.append(name)
@@ -147,7 +146,7 @@ def _find_sites(model: nn.Module) -> list[_Site]:
 
 
 def _give_reasons_to_keep(
-    sites: list[_Site], part: SchemeRequest[Norm], names: Names, kinds: Mapping[str, str]
+    sites: list[_NormSite], part: SchemeRequest[Norm], names: Names, kinds: Mapping[str, str]
 ) -> None:
     """Find why norms are kept.
 
@@ -166,7 +165,7 @@ def _give_reasons_to_keep(
         site.reason = site.reason or names.reason_to_keep(site.names, part.only, part.keep) or outside
 
 
-def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
+def _unconditional_reason(site: _NormSite, scheme: Norm) -> str | None:
     """Why a norm is kept regardless of the globs; None if it may be replaced."""
     if "parametrizations" in site.module._modules:
         return "parametrized: take its parametrizations off first"
@@ -177,7 +176,7 @@ def _unconditional_reason(site: _Site, scheme: Norm) -> str | None:
     return scheme.reason_to_keep(site.facts)
 
 
-def _reason_to_name(site: _Site, names: Names, kinds: Mapping[str, str]) -> str | None:
+def _reason_to_name(site: _NormSite, names: Names, kinds: Mapping[str, str]) -> str | None:
     """Why a norm changes only if `only` names it: it isn't on the residual stream, or `kinds` says so; else None."""
     parts, what = site.names[0].split("."), next((kinds[name] for name in site.names if name in kinds), None)
     if what is not None:
@@ -194,11 +193,11 @@ def _reason_to_name(site: _Site, names: Names, kinds: Mapping[str, str]) -> str 
 # What changes
 
 
-def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str) -> Change:
+def _change(model: nn.Module, site: _NormSite, part: SchemeRequest[Norm], why_exact: str) -> Change:
     """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
 
     Args:
-        exact: why the swap loses nothing, if it doesn't.
+        why_exact: why the swap loses nothing, if it doesn't.
     """
     facts, scheme, name = site.facts, part.scheme, site.names[0]
     row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=site.reason)
@@ -206,7 +205,9 @@ def _change(model: nn.Module, site: _Site, part: SchemeRequest[Norm], exact: str
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
-    row.replace_by(scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, exact=exact)
+    row.replace_by(
+        scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, why_exact=why_exact
+    )
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
     return Change(row, edits, starts=starting_values(model, name, part, edits), otherwise=site.otherwise)

@@ -1,19 +1,17 @@
-"""Planner interface: a function from one requested scheme and a model to changes; each scheme names its planner."""
+"""Planner interface: a function from a model's sites and one request to changes; each scheme names its planner."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-
-from torch import nn
 
 from ..core.plan_table import Change
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
 from ..schemes.request import KINDS, SchemeRequest
+from ..sites.sites import Sites
 from .config_diff import ConfigDiff
 
 
@@ -63,17 +61,14 @@ class Planner(Protocol):
     """Signature of a planner: plans one requested scheme without changing the model.
 
     Args:
-        model: any module tree.
+        sites: of any module tree.
         part: the scheme with its globs and `init`.
-        example_inputs: keyword arguments of one forward; None generates them.
 
     Raises:
         PatchError: one of its subclasses, for any error that can be foreseen.
     """
 
-    def __call__(
-        self, model: nn.Module, part: SchemeRequest, example_inputs: Mapping[str, Any] | None
-    ) -> PlannerResult: ...
+    def __call__(self, sites: Sites, part: SchemeRequest) -> PlannerResult: ...
 
 
 def planner_of(scheme: Scheme) -> Planner:

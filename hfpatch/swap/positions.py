@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,10 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
-from ..sites.records.biases import BIASES, KEPT_BIAS_PARTS, KEPT_BIASES
-from ..sites.records.record import Stack
-from ..sites.records.refused import REFUSED
-from ..sites.records.rotating import OWN_ROTATIONS
-from ..sites.stacks import FoundStack, find_stacks, first_row, max_positions, require_settings
+from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
+from ..sites.architectures.refused import REFUSED
+from ..sites.sites import Sites
+from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting, derive
 from .image_tables import IMAGE_SIZE, new_size
@@ -32,57 +30,48 @@ from .tables import loses_order, removal, table_change
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
-def plan_position_request(
-    model: Any, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None
-) -> PlannerResult:
+def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> PlannerResult:
     """Plan a position scheme: changes of modules and of configs."""
-    part = _with_table_length(model, part)
-    if Record.of(model.config).has("pos", part):
+    part = _with_table_length(sites, part)
+    if Record.of(sites.model.config).has("pos", part):
         return PlannerResult(part, [])
-    changes = plan_positions(model, part, example_inputs)
+    changes = plan_positions(sites, part)
     if not any(change.changes for change in changes):
         return PlannerResult(part, changes)
-    lengths = _config_lengths(model, part)
-    derived = derive(model, lengths, [edit for change in changes for edit in change.edits])
+    lengths = _config_lengths(sites, part)
+    derived = derive(sites.model, lengths, [edit for change in changes for edit in change.edits])
     return PlannerResult(part, changes, lengths=lengths, derived=derived)
 
 
-def plan_positions(
-    model: nn.Module, part: SchemeRequest[Position], example_inputs: Mapping[str, Any] | None = None
-) -> list[Change]:
+def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
     """Plan the change of each table and attention of the model's stacks.
 
     Args:
-        model: any module tree that contains a recorded stack.
+        sites: of any module tree that contains a known stack.
         part: a position scheme with its globs.
-        example_inputs: keyword arguments of one forward, for small models that no inputs can be made for.
 
     Raises:
-        UnsupportedError: no record names any of the model's classes; says what the model has instead.
+        UnsupportedError: no architecture names any of the model's classes; says what the model has instead.
         OptionError: the scheme doesn't fit the attention heads.
     """
-    names, found = Names.of(model), find_stacks(model)
+    model, names, found = sites.model, sites.names, sites.tables
     changes = [change for item in found for change in _changes(model, item, part, names)]
     covered = {name for item in found for name in item.attentions}
-    biases = find_stacks(model, BIASES)
-    for bias in biases:
+    for bias in sites.biases:
         changes += _bias_changes(model, bias, covered, part, names)
-    changes += plan_native(model, part, names, example_inputs)
-    for item in find_stacks(model, OWN_ROTATIONS):
+    changes += plan_native(sites, part)
+    for item in sites.own_rotations:
         changes += [own_change(name, module, item, part, names) for name, module in item.attentions.items()]
-    staying = _other_biases(model, found, biases)
+    staying = _other_biases(model, found, sites.biases)
     if not changes:
         raise _unsupported_error(model, staying)
     refused = _find_refused(model).items()
     return changes + staying + [Change(Row("position", name, "positions", reason=why)) for name, why in refused]
 
 
-def _affected_stacks(
-    model: nn.Module, part: SchemeRequest[Position], records: Mapping[str, Stack] | None = None
-) -> list[FoundStack]:
-    """The stacks whose tables or biases a part would change, were they there; `records` as in `find_stacks`."""
-    names = Names.of(model)
-    return [item for item in find_stacks(model, records) if reasons_to_keep(item, part, names)[1] is None]
+def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Names) -> list[FoundStack]:
+    """Those of the stacks whose tables or biases a part would change, were they there."""
+    return [item for item in stacks if reasons_to_keep(item, part, names)[1] is None]
 
 
 def _find_refused(model: nn.Module) -> dict[str, str]:
@@ -110,9 +99,8 @@ def _unsupported_error(model: nn.Module, staying: list[Change]) -> UnsupportedEr
     for name, reason in _find_refused(model).items():
         return UnsupportedError(f"{family}: the positions of {name} can't be changed: {reason}. norm= works without.")
     return UnsupportedError(
-        f"{family}: none of its classes is recorded as owning a table of positions. hfpatch has no record for it, so "
-        f"pos= can't change its positions yet. `hfpatch families` lists the {len(ARCHITECTURES)} that have one; norm= "
-        "works without."
+        f"{family}: hfpatch doesn't know which of its classes owns a table of positions, so pos= can't change them "
+        f"yet. `hfpatch families` lists the {len(ARCHITECTURES)} families that it knows; norm= works without."
     )
 
 
@@ -179,7 +167,7 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
 # Lengths in configs
 
 
-def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
+def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
     """The request with the length of the model's tables as its original one, if it sets another.
 
     Raises:
@@ -188,13 +176,13 @@ def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> Schem
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
-    lengths: set[int] = _recorded_values(model, "original_max_positions")
+    lengths: set[int] = _recorded_values(sites.model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
-        configs = [*_of_rotations(model, part), *_of_biases(model, part)]
+        configs = [*_of_rotations(sites, part), *_of_biases(sites, part)]
         lengths = {getattr(config, attribute, None) or 0 for config, attribute in configs}
-        lengths |= set(map(max_positions, _affected_stacks(model, part)))
+        lengths |= set(map(max_positions, _affected(sites.tables, part, sites.names)))
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -204,14 +192,14 @@ def _with_table_length(model: nn.Module, part: SchemeRequest[Position]) -> Schem
     return replace(part, scheme=scheme.for_lengths(lengths))
 
 
-def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
+def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:
     """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
-    settings, affected = settings_of_rotations(model, part), _affected_stacks(model, part)
+    settings, affected = settings_of_rotations(sites, part), _affected(sites.tables, part, sites.names)
     sizes: list[Setting] = []
     if isinstance(scheme, Learned):
         new = [(item.owner.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
@@ -219,7 +207,7 @@ def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Set
     if scheme.max_positions is None:
         return settings + sizes
     found: list[Setting] = []
-    for config, attribute in _of_rotations(model, part):
+    for config, attribute in _of_rotations(sites, part):
         if (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
             raise UnsupportedError(
                 f"dynamic scaling starts from {type(config).__name__}.{LENGTH}, which max_positions would change. "
@@ -229,15 +217,16 @@ def _config_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Set
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
         found.append((config, attribute, scheme.max_positions))
     stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
-    found += [_of_stack(model, item, scheme.max_positions) for item in stacks]
-    found += _pin_lengths(model, part)
+    found += [_of_stack(sites.model, item, scheme.max_positions) for item in stacks]
+    found += _pin_lengths(sites, part, affected)
     known = {id(config) for config, _, _ in found}
-    for config, attribute in _of_biases(model, part):
+    for config, attribute in _of_biases(sites, part):
         if id(config) not in known and getattr(config, attribute, None) is not None:
             found.append((config, attribute, scheme.max_positions))
     if not found + sizes:
         raise UnsupportedError(
-            f"{type(model).__name__}: none of its configs says how many positions there are. Leave max_positions out."
+            f"{type(sites.model).__name__}: none of its configs says how many positions there are. Leave "
+            "max_positions out."
         )
     return settings + found + sizes
 
@@ -259,11 +248,11 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pin_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Setting]:
+def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[FoundStack]) -> list[Setting]:
     """Settings that keep the length of biases which stay: by default it follows that of the tables."""
-    scheme, owners = part.scheme, [item.owner for item in _affected_stacks(model, part)]
+    owners = [item.owner for item in affected]
     found: list[Setting] = []
-    for item in find_stacks(model, BIASES) if scheme.keeps_table else ():
+    for item in sites.biases if part.scheme.keeps_table else ():
         config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
         if unset is None or item.removed_rows() is not None or item.owner not in owners:
             continue
@@ -273,16 +262,17 @@ def _pin_lengths(model: nn.Module, part: SchemeRequest[Position]) -> list[Settin
     return found
 
 
-def _of_biases(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
+def _of_biases(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
-    return [(item.owner.config, item.stack.config_length) for item in _affected_stacks(model, part, BIASES)]
+    affected = _affected(sites.biases, part, sites.names)
+    return [(item.owner.config, item.stack.config_length) for item in affected]
 
 
-def _of_rotations(model: nn.Module, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
+def _of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
     if part.scheme.name not in ("rope", "nope"):
         return []
-    configs = {id(config): config for _, config in changing_rotations(model, part)}
+    configs = {id(config): config for _, config in changing_rotations(sites, part)}
     return [(config, LENGTH) for config in configs.values()]
 
 

@@ -145,7 +145,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         same = _follows(table, scheme, first)
         loss, row.reason = None if same else "learned positions are replaced", "inputs of any length"
         row.reason += " (the table's own rule)" if same else ""
-        row.replace_by(scheme.describe(0), loss=loss, exact="its rows follow this rule already")
+        row.replace_by(scheme.describe(0), loss=loss, why_exact="its rows follow this rule already")
         edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
@@ -155,7 +155,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         )
     else:
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
-        row.replace_by(scheme.describe(0), loss=loss, exact="every position keeps its row")
+        row.replace_by(scheme.describe(0), loss=loss, why_exact="every position keeps its row")
 
         edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
@@ -210,8 +210,8 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     indices = torch.arange(table.num_embeddings - first, device=table.weight.device)
     rule = scheme.rule()
     rows = None if rule is None else rule.rows(indices, table.embedding_dim)
-    exact = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
-    return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=exact, rtol=0)
+    tolerance = 1e-5 if table.weight.dtype in (torch.float32, torch.float64) else 1e-2
+    return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=tolerance, rtol=0)
 
 
 def takes_any_length(model: nn.Module) -> bool:

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
-from ..measure.inputs import Inputs, example_inputs, inputs_of_every_part
+from ..measure.hooks import CallArguments, observe_calls
+from ..measure.inputs import Inputs, example_inputs
+from ..measure.media import inputs_of_every_part, with_media
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.shrink import TOKENS
-from ..measure.snapshot import attempt, media_inputs
+from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
 from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
@@ -86,7 +91,8 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     """Refuse a change of positions that leaves all outputs bit-identical.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
-    reach what was changed: shaking its outputs has to move those of the model.
+    reach what was changed: shaking its outputs has to move those of the model, or, of a rotation, shaking those of the
+    attentions that it is passed to, which then make their own.
 
     Args:
         model: after a patch.
@@ -105,18 +111,52 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     if not whole and last is None:
         return
     names = {change.row.module for change in changes if change.changes and change.row.loss}
-    reached = False
+    names |= {one.rpartition(".")[0] for one in names}  # a type of its layers, or its table
+    reached, ignored = False, ""
     for probe in probes:
         before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(_disturb(copy_of(model, share=True), names), partial(dict, probe))
-        reached = reached or (not isinstance(other, Exception) and not equal(after, other))
-    if reached:
+
+        def reaches(disturbed: set[str], probe: Any = probe, after: Any = after) -> bool:
+            other = attempt(_disturb(copy_of(model, share=True), disturbed), partial(dict, probe))
+            return not isinstance(other, Exception) and not equal(after, other)
+
+        if reaches(names):
+            reached = True
+        elif (readers := _readers(model, names, probe)) and reaches(readers):
+            kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in readers}))
+            ignored = f": {kinds} is passed its rotation and doesn't use it"
+    if reached or ignored:
         raise UnsupportedError(
             f"{type(model).__name__}: {what} would change nothing: with it all outputs are what they were, to the bit, "
-            "at the model's full length. The model was left unchanged."
+            f"at the model's full length{ignored}. The model was left unchanged."
         )
+
+
+def _readers(model: Any, names: set[str], probe: Mapping[str, Any]) -> set[str]:
+    """Names of the innermost modules that are passed what rotations of these names return."""
+    rotations = {one.module_name: one.module for one in find_rotations(model) if one.module_name in names}
+    made, found = list[Tensor](), set[str]()
+
+    def on_result(name: str, output: Any) -> None:
+        made.extend(_tensors(output))
+
+    def on_call(name: str, call: CallArguments) -> None:
+        if any(value is one for value in _tensors(tuple(call)) for one in made):
+            found.add(name)
+
+    with (
+        inference_state(model),
+        observe_calls(rotations, on_result=on_result),
+        observe_calls(dict(model.named_modules()), on_call),
+    ):
+        outputs_of(model, cast_for_model(model, probe))
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
@@ -136,7 +176,7 @@ def _disturb(model: Any, names: set[str]) -> Any:
         return output * (1 + 0.1 * torch.rand_like(output))
 
     for name, module in model.named_modules():
-        if name in names or name in {one.rpartition(".")[0] for one in names}:  # a type of its layers, or its table
+        if name in names:
             shake.__module__ = "torch"  # `quiet` leaves out a user's hooks
             module.register_forward_hook(shake)
     return model
@@ -239,14 +279,11 @@ def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Set
     return {name: fit(value) for name, value in inputs.items()}
 
 
-def short_inputs(model: nn.Module, new_length: int | None) -> dict[str, Any]:
-    """Return inputs of one forward that are short enough for a model, also if a patch sets a new length.
+def makers_of_short_inputs(model: nn.Module, new_length: int | None) -> list[MakeInputs]:
+    """Return what makes inputs that are short enough for a model, also if a patch sets a new length.
 
-    With images or sounds where the model reads them beside text.
-
-    Raises:
-        UnsupportedError: the forward requires something that no general rule makes.
+    With images or sounds where the model reads them beside text, and without.
     """
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
     tokens = min(lengths, default=None)
-    return media_inputs(model, tokens=tokens) or example_inputs(model, tokens=tokens)
+    return [partial(make, model, tokens=tokens) for make in (with_media, example_inputs)]

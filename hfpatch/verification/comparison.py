@@ -43,16 +43,16 @@ class Comparison:
 
     def measure(self, dtypes: list[str]) -> None:
         """Run all dtypes; float64 first, which shows whether the models can be compared."""
-        exact = self.reference.copy(torch.float64)
-        model = self._measure_run(self.model, "float64", exact)
-        self.runs = {TRUTH: self._measure_run(self.reference, "float64", exact), ("model", "float64"): model}
+        truth_model = self.reference.copy(torch.float64)
+        model = self._measure_run(self.model, "float64", truth_model)
+        self.runs = {TRUTH: self._measure_run(self.reference, "float64", truth_model), ("model", "float64"): model}
         for dtype in dtypes:
             try:
-                self.runs["reference", dtype] = self._measure_run(self.reference, dtype, exact)
+                self.runs["reference", dtype] = self._measure_run(self.reference, dtype, truth_model)
             except UnsupportedError as error:  # nothing that the change could be blamed for
                 self.notes.append(f"{dtype} is left out: {error}")
                 continue
-            self.runs["model", dtype] = self._measure_run(self.model, dtype, exact)
+            self.runs["model", dtype] = self._measure_run(self.model, dtype, truth_model)
 
     def output_rows(self) -> list[OutputRow]:
         """Return every output of every run."""
@@ -67,15 +67,15 @@ class Comparison:
             if run != TRUTH and index is not None
         ]
 
-    def _measure_run(self, subject: Subject, dtype: str, exact: nn.Module) -> dict[Place, Sums]:
+    def _measure_run(self, subject: Subject, dtype: str, truth_model: nn.Module) -> dict[Place, Sums]:
         sums: dict[Place, Sums] = defaultdict(Sums)
         copied = None if (subject.role, dtype) == TRUTH else subject.copy(DTYPES[dtype])
         for number, batch in enumerate(self.batches):
-            truth = self._truth(exact, batch, number)
+            truth = self._truth(truth_model, batch, number)
             outputs = truth if copied is None else subject.run(copied, batch, DTYPES[dtype], number)
             if not self.names:
                 self._match(truth, outputs)
-            targets = self._targets(exact, truth, batch)
+            targets = self._targets(truth_model, truth, batch)
             for name in self.names:
                 t = truth.tensors[name]
                 mask = mask_of(name, t.shape, batch, self.encoder_decoder)
@@ -86,11 +86,11 @@ class Comparison:
                     sums[stream, i].add_layer(t, y, mask_of(stream, t.shape, batch, self.encoder_decoder))
         return sums
 
-    def _truth(self, exact: nn.Module, batch: Batch, number: int) -> Outputs:
+    def _truth(self, truth_model: nn.Module, batch: Batch, number: int) -> Outputs:
         """The truth for one batch; the latest is cached, so that a single batch is run once."""
         if self._last_truth is None or self._last_truth[0] != number:
             self._last_truth = None
-            self._last_truth = number, self.reference.run(exact, batch, torch.float64, number)
+            self._last_truth = number, self.reference.run(truth_model, batch, torch.float64, number)
         return self._last_truth[1]
 
     def _match(self, truth: Outputs, outputs: Outputs) -> None:
@@ -127,13 +127,13 @@ class Comparison:
             return
         self._note(f"no attention mask fits {name}, so its padding counts too.")
 
-    def _targets(self, exact: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
+    def _targets(self, truth_model: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
         """Classes that a language model's logits should have predicted, (B, T) with -100 for none."""
         side, logits = "decoder_" if self.encoder_decoder else "", truth.tensors.get("logits")
         if logits is None or logits.dim() != 3 or not _is_language_model(self.reference.model, logits):
             return None
         if self._causal is None:
-            self._causal = self.encoder_decoder or self._is_causal(exact, batch, logits)
+            self._causal = self.encoder_decoder or self._is_causal(truth_model, batch, logits)
         name = "labels" if batch.get("labels") is not None else f"{side}input_ids"
         shifts = self._causal and not (self.encoder_decoder and name == "labels")
         if self._causal or name == "labels":
@@ -155,14 +155,14 @@ class Comparison:
             targets = torch.cat((targets[:, 1:], torch.full_like(targets[:, :1], NO_TARGET)), dim=1)
         return targets
 
-    def _is_causal(self, exact: nn.Module, batch: Batch, logits: Tensor) -> bool:
+    def _is_causal(self, truth_model: nn.Module, batch: Batch, logits: Tensor) -> bool:
         """Whether changing the last token changes the last logits and no earlier ones."""
         tokens = batch.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.shape != logits.shape[:2] or tokens.shape[1] < 2:
             return False
         other = tokens.clone()
         other[:, -1] = (other[:, -1] + 1) % logits.shape[-1]
-        again = self.reference.run(exact, {**batch, "input_ids": other}, torch.float64, 0).tensors["logits"]
+        again = self.reference.run(truth_model, {**batch, "input_ids": other}, torch.float64, 0).tensors["logits"]
         change = (again - logits).abs().amax(-1).amax(0)
         return float(change[:-1].max()) < 1e-5 * float(change[-1])
 

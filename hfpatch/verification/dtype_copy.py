@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..measure.copies import copy_of
-from ..measure.outputs import Outputs, float64_device
+from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seed_everything
 from ..runtime.errors import UnsupportedError, describe_error
+from ..runtime.float64 import float64_device
 
 _OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
 

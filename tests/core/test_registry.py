@@ -24,6 +24,7 @@ from hfpatch.runtime.norms import AffineNorm, DynamicTanh, NormFacts
 from hfpatch.schemes.norms import RMS, Norm
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
+from hfpatch.sites.sites import Sites
 from hfpatch.swap.norms import plan_norms
 from hfpatch.swap.planners import PlannerResult
 
@@ -174,8 +175,8 @@ class LastAlone(Norm):
     alpha: float = 0.5
 
 
-def plan_last_norm(model: nn.Module, part: Any, example_inputs: Any) -> PlannerResult:
-    changes = plan_norms(model, part)
+def plan_last_norm(sites: Sites, part: Any) -> PlannerResult:
+    changes = plan_norms(sites, part)
     last = max(changes, key=lambda change: change.row.module == "ln_f")
     return PlannerResult(part, [last])
 

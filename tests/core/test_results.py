@@ -31,7 +31,7 @@ def plan() -> Plan:
         Row("norm", "h.0.ln", "LayerNorm(4)", aliases=("a", "b")).replace_by("DynamicTanh(4)", loss="tanh is no norm"),
         Row("norm", "h.1.ln", "LayerNorm(4)").replace_by("DynamicTanh(4)", loss="tanh is no norm"),
         Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
-        Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", exact="its input has no mean"),
+        Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", why_exact="its input has no mean"),
     ]
     return Plan("Model", Record("gpt2"), {"norm": PlannerResult(SchemeRequest(DyT()), [Change(row) for row in rows])})
 
@@ -111,8 +111,8 @@ def test_a_replacement_says_what_it_loses_or_why_it_is_exact() -> None:
     row = Row("norm", "ln_f", "LayerNorm(4)")
     with pytest.raises(ValueError, match="ln_f"):
         row.replace_by("RMSNorm(4)")
-    row.replace_by("RMSNorm(4)", loss="a", exact="why, if nothing were lost")
-    assert (row.loss, row.exact, row.expected) == ("a", None, "approximate")
+    row.replace_by("RMSNorm(4)", loss="a", why_exact="why, if nothing were lost")
+    assert (row.loss, row.why_exact, row.expected) == ("a", None, "approximate")
 
 
 @pytest.mark.parametrize("make", [repair_report, report, RepairReport])

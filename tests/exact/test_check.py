@@ -34,7 +34,7 @@ def test_a_verdict_holds_when_both_measures_do(verdict: Verdict, holds: bool) ->
 
 
 def reference(model: Any) -> Snapshot:
-    return Snapshot(model, lambda: inputs(model), norm_inputs(model, norms_of(model, nn.LayerNorm)))
+    return Snapshot(model, [lambda: inputs(model)], norm_inputs(model, norms_of(model, nn.LayerNorm)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -45,7 +45,7 @@ LM = "AutoModelForCausalLM"
             "fold",
             {
                 "folds": {Axis(*one) for one in EMBEDDINGS} | {Axis(f"h.*.{name}", axis) for name, axis in BLOCK},
-                "exact": GPT2,
+                "exact_patterns": GPT2,
                 "outputs": (),
             },
         ),
@@ -58,15 +58,15 @@ LM = "AutoModelForCausalLM"
         (lambda: tiny("gpt2", LM), "fold", {"outputs": (("transformer.drop", -1),)}),  # a tied head keeps its embedding
         (lambda: tiny("gpt2", LM, tie_word_embeddings=False), "fold", {"outputs": ()}),
         (lambda: tiny("olmo"), "fold", {}),  # in float64 throughout, though it computes in float32 inside
-        (lambda: zoo.tiny("gptj")[0], "fold", {"exact": ("h.*.ln_1", "ln_f")}),  # parallel branches
-        (lambda: patch(tiny("gpt2"), pos="rope"), "fold", {"exact": GPT2}),
+        (lambda: zoo.tiny("gptj")[0], "fold", {"exact_patterns": ("h.*.ln_1", "ln_f")}),  # parallel branches
+        (lambda: patch(tiny("gpt2"), pos="rope"), "fold", {"exact_patterns": GPT2}),
     ],
 )
 def test_what_converts_in_full(make: Callable, mode: str, expected: dict[str, Any]) -> None:
     model = make()
     found = find_centring(model, None, mode)
-    assert found.exact
-    assert (found.approximate, found.compensated, found.refused) == ({}, (), None)
+    assert found.exact_patterns
+    assert (found.why_approximate, found.compensated, found.refused) == ({}, (), None)
     small, given = twin(model, seed=3)
     before = observe(small, given)
     assert relative_error(before, observe(carried_out(small, found), given)) < 1e-12
@@ -78,20 +78,20 @@ class TestOthers:
     def test_functional_dropout_leaves_the_layer_itself(self) -> None:
         found = find_centring(tiny("opt"), None, "parametrize")
         assert ("decoder.layers.*.fc2", -1) in found.outputs
-        assert len(found.exact) == 3
+        assert len(found.exact_patterns) == 3
 
     def test_the_output_of_an_embedding_norm(self) -> None:
         """BLOOM's stream starts with a LayerNorm's output, whose gain no fold can centre."""
         found = find_centring(tiny("bloom", LM))
         assert found.outputs == (("transformer.word_embeddings_layernorm", -1),)
-        assert "transformer.h.*.input_layernorm" in found.exact
+        assert "transformer.h.*.input_layernorm" in found.exact_patterns
         # its own input is the tied embedding: centring that in every forward would be a LayerNorm again
-        assert "transformer.word_embeddings_layernorm" in found.approximate
+        assert "transformer.word_embeddings_layernorm" in found.why_approximate
 
     def test_query_and_key_norms_are_left(self) -> None:
         found = find_centring(tiny("cohere"))
-        assert set(found.exact) == {"layers.*.input_layernorm", "norm"}
-        assert set(found.approximate) == {"layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"}
+        assert set(found.exact_patterns) == {"layers.*.input_layernorm", "norm"}
+        assert set(found.why_approximate) == {"layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"}
         assert not any("q_proj" in fold.pattern or "k_proj" in fold.pattern for fold in found.folds)
 
     def test_what_stands_for_masked_patches_is_centred_too(self) -> None:
@@ -113,8 +113,8 @@ class TestOthers:
 class TestRefused:
     def test_a_stream_that_is_returned(self) -> None:
         found = find_centring(*zoo.tiny("clip_vision_model"))
-        reasons = [reason for name, reason in found.approximate.items() if "layer" in name and "layers" in name]
-        assert not any("layers" in name for name in found.exact)
+        reasons = [reason for name, reason in found.why_approximate.items() if "layer" in name and "layers" in name]
+        assert not any("layers" in name for name in found.exact_patterns)
         assert all("last_hidden_state" in reason for reason in reasons)
 
     def test_no_layer_norm(self) -> None:
@@ -123,7 +123,7 @@ class TestRefused:
     def test_images_that_are_not_given(self) -> None:
         model, given = zoo.tiny("fuyu")
         found = find_centring(model, given)
-        assert found.exact == ()
+        assert found.exact_patterns == ()
         images = "pixel_values" if "pixel_values" in inspect.signature(model.forward).parameters else "image_patches"
         assert f"leave out {images}" in str(found.refused)
 
@@ -147,7 +147,7 @@ def test_what_only_nearly_holds_doesnt_pass(leak: float, exact: int) -> None:
     small, given = twin(tiny("gpt2", n_layer=2))
     small.__class__ = type("Leaky", (Leaky,), {"leak": leak})
     found = search(small, given)
-    assert (len(found.exact), bool(found.refused)) == (exact, not exact)
+    assert (len(found.exact_patterns), bool(found.refused)) == (exact, not exact)
 
 
 class TestFoundBefore:
@@ -169,11 +169,11 @@ class TestFoundBefore:
         assert len(forwards) - searched == 1
 
     def test_another_forward_of_the_same_modules_is_searched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert find_centring(tiny("gpt2")).exact
+        assert find_centring(tiny("gpt2")).exact_patterns
         block = type(tiny("gpt2").h[0])
         forward = block.forward
         monkeypatch.setattr(block, "forward", lambda self, x, *a, **k: forward(self, x + 1e-3 * x**2, *a, **k))
-        assert not find_centring(tiny("gpt2")).exact
+        assert not find_centring(tiny("gpt2")).exact_patterns
 
 
 def test_found_without_weights_holds_for_the_deep_model() -> None:
@@ -181,7 +181,10 @@ def test_found_without_weights_holds_for_the_deep_model() -> None:
         found = find_centring(transformers.AutoModel.from_config(transformers.GPT2Config()))
     model = tiny("gpt2", n_layer=5, n_embd=48).double()
     given = {"input_ids": torch.arange(20).reshape(2, 10)}
-    before, uncentred = observe(model, given), carried_out(copy.deepcopy(model), Centring(exact=found.exact))
+    before, uncentred = (
+        observe(model, given),
+        carried_out(copy.deepcopy(model), Centring(exact_patterns=found.exact_patterns)),
+    )
     assert relative_error(before, observe(uncentred, given)) > 0.01
     assert relative_error(before, observe(carried_out(model, found), given)) < 1e-12
 

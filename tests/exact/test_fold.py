@@ -306,15 +306,15 @@ def test_an_error_in_the_search_itself_is_no_reason(monkeypatch: pytest.MonkeyPa
 WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
     "an embedding that the head reads": (
         "gpt2",
-        lambda found: Centring((*found.folds, Axis("transformer.wte.weight", 0)), exact=found.exact),
+        lambda found: Centring((*found.folds, Axis("transformer.wte.weight", 0)), exact_patterns=found.exact_patterns),
     ),
     "a writer that was forgotten": (
         "gpt2",
-        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact=found.exact),
+        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact_patterns=found.exact_patterns),
     ),
     "norms that aren't exact": (
         "bert",
-        lambda found: Centring(found.folds, exact=(*found.exact, *found.approximate)),
+        lambda found: Centring(found.folds, exact_patterns=(*found.exact_patterns, *found.why_approximate)),
     ),
 }
 
@@ -362,8 +362,7 @@ def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: py
     silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
     monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
-    for room in ("exact.request", "swap.trial"):
-        monkeypatch.setattr(f"hfpatch.{room}.example_inputs", lambda *a, **options: BEYOND)
+    monkeypatch.setattr("hfpatch.swap.trial.example_inputs", lambda *a, **options: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match="doesn't take example_inputs: it has tokens 97"):

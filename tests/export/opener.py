@@ -19,13 +19,11 @@ import torch
 import transformers
 from torch import Tensor
 
-# as export/fresh.py does: what measures needs nothing else of the package
-sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch/export"))
-from fresh import Blocker
-from measure.outputs import Outputs, max_error
+from fresh import Blocker, import_file
 
-del sys.path[-2:]
+sys.path.pop()
+measured = import_file("measure.outputs")
 
 
 def load(case: dict[str, Any], folder: Path | str | None = None, auto: str | None = None) -> Any:
@@ -39,13 +37,13 @@ def load(case: dict[str, Any], folder: Path | str | None = None, auto: str | Non
 def outputs(model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     """The outputs of one forward and, where it is asked for them, the stream after each layer."""
     with torch.no_grad():
-        found = Outputs.of(model(**given))
+        found = measured.Outputs.of(model(**given))
     layers = {f"{name} {i}": layer for name, stream in found.streams.items() for i, layer in enumerate(stream)}
     return {name: value.float() for name, value in (found.floats | layers).items()}
 
 
 def difference(model: Any, case: dict[str, Any]) -> float:
-    return max_error(case["outputs"], outputs(model, case["inputs"]))
+    return measured.max_error(case["outputs"], outputs(model, case["inputs"]))
 
 
 def opened(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@ import pytest
 import torch
 import transformers
 import zoo
+from sampled import slow_but
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.measure.inputs import example_inputs, inputs_of_every_part, with_media
+from hfpatch.measure.inputs import example_inputs
+from hfpatch.measure.media import inputs_of_every_part, missing_media, with_media
 from hfpatch.runtime.errors import UnsupportedError
 
 TYPES = ["gpt2", "bart", "vit", "clip", "whisper", "wav2vec2", "videomae", "timesformer"]
@@ -76,6 +78,41 @@ def test_an_unknown_input_and_a_module_without_config_are_refused() -> None:
         example_inputs(nn.Linear(2, 2))
 
 
+TILES = {"image_grid_pinpoints": [[64, 128], [128, 64], [128, 128]]}  # in whole images of the small model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "given"),
+    slow_but(
+        [
+            ("idefics3", {}, {"input_ids", "pixel_values"}),  # it wants an axis of a text's images
+            ("llava_next", TILES, {"input_ids", "pixel_values", "image_sizes"}),
+            ("audioflamingo3", {}, {"input_ids", "input_features", "input_features_mask"}),
+            ("glmasr", {}, {"input_ids", "input_features", "input_features_mask"}),  # bins first
+            ("mistral3", {}, {"input_ids", "pixel_values", "image_sizes"}),
+            ("idefics2", {}, {"input_ids", "pixel_values"}),
+            ("smolvlm", {}, {"input_ids", "pixel_values"}),
+            ("lighton_ocr", {}, {"input_ids", "pixel_values", "image_sizes"}),
+            ("llava_onevision", TILES, {"input_ids", "pixel_values", "image_sizes"}),
+            ("voxtral", {"audio_token_id": 24}, {"input_ids", "input_features"}),
+        ],
+        4,
+    ),
+)
+def test_what_encoders_want_beside_images_and_sounds(model_type: str, settings: dict, given: set[str]) -> None:
+    try:
+        model, _ = zoo.tiny(model_type, **settings)
+    except zoo.Unbuildable as error:  # an older transformers
+        pytest.skip(str(error))
+    found = with_media(model)
+    assert found is not None
+    assert found.keys() == given
+    with torch.no_grad():
+        model(**found)
+    assert not missing_media(model, found)
+    assert missing_media(model, example_inputs(model))
+
+
 @pytest.mark.parametrize(
     ("model_type", "given"),
     [
@@ -100,4 +137,5 @@ def test_images_and_sounds_stand_in_front_of_text(model_type: str, given: set[st
 def test_inputs_of_every_part_are_text_where_a_model_reads_nothing_else() -> None:
     model, _ = zoo.tiny("gpt2")
     assert with_media(model) is None
+    assert not missing_media(model, {"input_ids"})
     assert inputs_of_every_part(model).keys() == example_inputs(model).keys()

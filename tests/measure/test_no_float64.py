@@ -11,8 +11,9 @@ from no_float64 import MPS, OnMPS
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.measure.outputs import in_float64, max_error, noise_floor, outputs_of
+from hfpatch.measure.outputs import max_error, noise_floor, outputs_of
 from hfpatch.patch import outcomes, patch_model
+from hfpatch.runtime.float64 import in_float64
 from hfpatch.schemes.rope import RoPE
 from hfpatch.verification.verify import verify
 
@@ -59,6 +60,16 @@ def test_models_there_are_verified_as_on_the_cpu() -> None:
     with OnMPS(nn.ModuleList([model, original])):
         found = verify(model, original, dtypes=["float32"])
     assert found.to_json() == expected.to_json()
+
+
+def test_new_rows_of_a_centred_embedding_are_centred_there() -> None:
+    model = patch_model(tiny("gpt2"), norm="rms")
+    rows = len(model.get_input_embeddings().weight)
+    with OnMPS(model):
+        model.resize_token_embeddings(rows + 5, mean_resizing=False)
+    new = model.get_input_embeddings().weight[rows:]
+    assert new.std() > 0
+    assert new.mean(-1).abs().max() < 1e-6 * new.std()
 
 
 def test_control_float64_there_is_refused() -> None:

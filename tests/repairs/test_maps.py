@@ -11,7 +11,7 @@ from tiny_models import patch, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hfpatch.measure.hooks import Call
+from hfpatch.measure.hooks import CallArguments
 from hfpatch.measure.quiet_forward import use_attention
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
@@ -67,9 +67,9 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     attention, width = model.transformer.h[0].attn, model.config.hidden_size
     states = torch.randn(4, 10, width, generator=torch.Generator().manual_seed(0))
     with use_attention("eager", original), torch.no_grad():
-        target = map_of(original.transformer.h[0].attn, Call((states,), {}))
+        target = map_of(original.transformer.h[0].attn, CallArguments((states,), {}))
     rows = torch.ones(4, 10, dtype=torch.bool)
-    example = Example(Call((states,), {}), target, rows, rows)
+    example = Example(CallArguments((states,), {}), target, rows, rows)
     own = {name for name, _ in attention.named_parameters()}
     before = {name: value.clone() for name, value in attention.state_dict().items()}
     found = fit_maps(attention, [example], "qk", own)

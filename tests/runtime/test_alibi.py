@@ -93,7 +93,7 @@ def with_implementation(model: Any, implementation: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "paged|sdpa"])
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "paged|flash_attention_2"])
 def test_an_implementation_without_a_bias_is_refused(implementation: str) -> None:
     """By the plan; by the forward, where another one was chosen later."""
     with pytest.raises(UnsupportedError, match=r"h\.0\.attn.*set_attn_implementation\('sdpa'\)"):

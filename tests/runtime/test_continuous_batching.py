@@ -79,6 +79,14 @@ def test_positions_of_packed_requests() -> None:
     assert queries[0, :4].tolist() == [2, 3, 4, 4]
     assert keys.tolist() == [0, 1, 2, 3, 4] * 2
     assert attention.packed_slots(module, "layer_idx", tokens, {}) is None
+    of_one_type = arguments | {"cu_seq_lens_k": ends_k["full_attention"]}  # as in transformers 5.17
+    module.config._attn_implementation_internal = "paged|sdpa"
+    again = attention.packed_slots(module, "layer_idx", tokens, of_one_type)
+    assert again is not None
+    assert torch.equal(again[0], queries)
+    assert torch.equal(again[1], keys)
+    module.config._attn_implementation_internal = "sdpa"  # a packed batch of training
+    assert attention.packed_slots(module, "layer_idx", tokens, of_one_type) is None
 
 
 @pytest.mark.parametrize("kind", ["flash_attention_2", "flex_attention"])

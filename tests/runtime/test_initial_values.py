@@ -75,6 +75,13 @@ def memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def host(family: str) -> Any:
+    try:
+        return zoo.tiny(family)[0]
+    except zoo.Unbuildable as error:  # in transformers 5.17 the config of an encoder-decoder has no defaults
+        pytest.skip(str(error))
+
+
 def built(config: Any, kind: Any) -> Any:
     torch.manual_seed(0)
     with memory_is_nan():
@@ -93,11 +100,11 @@ def _is_sane(value: Tensor) -> bool:
 @pytest.mark.parametrize(("family", "scheme"), slow_but(TABLES, 12))
 def test_a_table_has_its_hosts_initial_values(family: str, scheme: Learned) -> None:
     """Bit for bit: with the config's new length the host makes it in the new size itself."""
-    model = patch(zoo.tiny(family)[0], pos=scheme)
+    model = patch(host(family), pos=scheme)
     fresh = built(model.config, type(model))
     require_values(fresh)
-    host = built(unpatched_config(model.config), host_class(type(model)))
-    expected = dict(host.named_parameters())
+    original = built(unpatched_config(model.config), host_class(type(model)))
+    expected = dict(original.named_parameters())
     assert dict(fresh.named_parameters()).keys() == expected.keys()
     for name, value in fresh.named_parameters():
         assert torch.equal(value, expected[name]), name
@@ -112,8 +119,8 @@ def test_what_else_a_patch_adds(family: str, name: str, tmp_path: Path) -> None:
     require_values(built(model.config, type(model)))
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    stored, host = load_file(path), host_class(type(model))(unpatched_config(model.config)).state_dict()
-    kept = {key: value for key, value in stored.items() if key in host and value.shape == host[key].shape}
+    stored, plain = load_file(path), host_class(type(model))(unpatched_config(model.config)).state_dict()
+    kept = {key: value for key, value in stored.items() if key in plain and value.shape == plain[key].shape}
     save_file(kept, path, {"format": "pt"})
     with memory_is_nan():
         opened = transformers.AutoModel.from_pretrained(tmp_path, check_fingerprint=False)
@@ -136,7 +143,7 @@ def test_a_table_whose_size_the_config_doesnt_set() -> None:
 
 @pytest.mark.parametrize(("family", "scheme"), slow_but(TABLES, [TABLES[0], TABLES[-1]]))
 def test_trained_rows_come_back(family: str, scheme: Learned, tmp_path: Path) -> None:
-    model = patch(zoo.tiny(family)[0], pos=scheme)
+    model = patch(host(family), pos=scheme)
     changed = train(model)
     assert changed
     model.save_pretrained(tmp_path)

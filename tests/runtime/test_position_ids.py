@@ -19,8 +19,8 @@ from transformers import AutoModel
 from hfpatch.runtime.attention import POSITION_IDS
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
-from hfpatch.sites.records import decoders, encoders
-from hfpatch.sites.records.biases import BIASES
+from hfpatch.sites.architectures import decoders, encoders
+from hfpatch.sites.architectures.biases import BIASES
 from hfpatch.sites.stacks import FoundStack, find_stacks
 
 # one of each way to the attentions: the host's own; layers in lists of layers; the owner's own list; tokens before or

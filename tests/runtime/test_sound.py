@@ -10,7 +10,7 @@ from proof import DIFFERENT, EXACT, HOMES, STACKS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.runtime.length_lenses import CountedLength
-from hfpatch.sites.records.record import ZEROS
+from hfpatch.sites.architectures.architecture import ZEROS
 
 OWNERS = proof.here()
 WINDOWED = [

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Dinov2Backbone, Dinov2Config
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Encoder
 
-from hfpatch.runtime.lens import CENTRED, LENS, REMOVED_ARGUMENT, View, lensed_class
+from hfpatch.runtime.lens import CENTRED, LENS, REMOVED_ARGUMENT, View, lensed_class, prepare_views, views
 
 
 class Host(nn.Module):
@@ -95,3 +97,16 @@ def test_arguments_that_a_lens_sets_or_removes_where_a_host_takes_more_by_place(
     module.__dict__[LENS] = lambda module, arguments: ({"inner": doubled}, {"scale": REMOVED_ARGUMENT})
     assert torch.equal(module(X, 3.0, third)[0], 2 * X)  # its default
     assert torch.equal(module(X, 3.0)[0], 2 * X)
+
+
+def test_a_model_inside_a_view_records_its_layers_outputs() -> None:
+    """By its class's name transformers finds which; the control is a view without one."""
+    config = Dinov2Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    model = Dinov2Backbone(config).eval()
+    prepare_views(model)
+    view = views(model, {"encoder": {"mark": 1}})["encoder"]
+    assert type(view).__name__ == Dinov2Encoder.__name__
+    tokens = torch.randn(1, 5, 8)
+    assert len(view(tokens, output_hidden_states=True).hidden_states) == 2
+    assert view(tokens).hidden_states is None
+    assert View(model.encoder, {})(tokens, output_hidden_states=True).hidden_states is None

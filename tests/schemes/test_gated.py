@@ -74,7 +74,7 @@ def test_starts(scheme: MLP, activation: str, scale: float, error: float) -> Non
     start = scheme.start(ACT2FN[activation])
     assert start.scale == scale or error > 1
     assert start.error == pytest.approx(error, rel=0.01, abs=1e-12)
-    assert start.exact == (error == 0)
+    assert start.is_exact == (error == 0)
 
 
 @pytest.mark.parametrize("scheme", [SwiGLU(), GeGLU(), ReGLU()])

@@ -10,17 +10,17 @@ import zoo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.measure.hooks import Call, first_tensor, observe_calls
+from hfpatch.measure.hooks import CallArguments, first_tensor, observe_calls
 from hfpatch.sites.linear_maps import holds_maps, reading_axes, transform_along_axis, writing_axes
 
 
-def calls_of(family: str) -> dict[str, tuple[nn.Module, Call]]:
+def calls_of(family: str) -> dict[str, tuple[nn.Module, CallArguments]]:
     """Routers and experts of a tiny model's first block, with a call of each."""
     model: PreTrainedModel
     model, inputs = zoo.tiny(family)
     modules = {name: module for name, module in model.named_modules() if holds_maps(module) and "layers.0." in name}
-    seen: dict[str, Call] = {}
-    with observe_calls(modules, before=lambda name, call: seen.setdefault(name, call)), torch.no_grad():
+    seen: dict[str, CallArguments] = {}
+    with observe_calls(modules, on_call=lambda name, call: seen.setdefault(name, call)), torch.no_grad():
         model(**inputs)
     return {name.rpartition(".")[2]: (modules[name], call) for name, call in seen.items()}
 
@@ -69,7 +69,7 @@ def test_what_is_no_map_of_its_input_is_left_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x.square() @ self.weight).tanh()
 
-    call = Call((torch.randn(10, 6),), {})
+    call = CallArguments((torch.randn(10, 6),), {})
     assert holds_maps(Squared())
     assert reading_axes(Squared(), call) is None
     assert writing_axes(Squared(), call) is None

@@ -1,4 +1,4 @@
-"""What the tests of position schemes share: tiny models of every recorded family, patched, run and compared."""
+"""What the tests of position schemes share: tiny models of every known family, patched, run and compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.measure.quiet_forward import cast
 from hfpatch.runtime.attention import ROTARY
 
-# families of every build whose tables are recorded; what is proved here on each, test_schemes.py measures on all others
+# families of every build whose tables are known; what is proved here on each, test_schemes.py measures on all others
 FAMILIES = (
     "bart bert biogpt blenderbot blenderbot-small camembert data2vec-text distilbert electra gpt2 gpt_neo marian mbart "
     "megatron-bert mpnet mvp opt pegasus plbart rembert roberta roberta-prelayernorm roc_bert splinter vit whisper "

@@ -1,4 +1,4 @@
-"""What every architecture record has to pass, for each class that owns a table, on the tiny models of zoo.py.
+"""What every architecture has to pass, for each class that owns a table, on the tiny models of zoo.py.
 
     model, inputs = patched("clip")  # in float64; angles stay in float32
     prove_stack(model, inputs, stack_of(model, "CLIPTextTransformer"))  # shift and active
@@ -41,7 +41,7 @@ from hfpatch.measure.quiet_forward import cast
 from hfpatch.measure.randomness import randomise, seed_deterministically
 from hfpatch.measure.shrink import shrink
 from hfpatch.runtime.lens import host_class
-from hfpatch.sites.records.record import Stack
+from hfpatch.sites.architectures.architecture import Stack
 from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
 
 __all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached"]
@@ -69,7 +69,7 @@ def _has_class(model_type: str) -> bool:
         return False
 
 
-# what a record asks of a configuration, and models whose configuration is no type of its own
+# what a row asks of a configuration, and models whose configuration is no type of its own
 SETTINGS: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -106,13 +106,13 @@ PARTS = {
     "SeamlessM4Tv2TextToUnitDecoder": "SeamlessM4Tv2Config",
 }
 
-# Which stack is proved on which model type: its record's, else none.
+# Which stack is proved on which model type: its family's, else none.
 HOMES = {
     stack.owner: stack.owner if stack.owner in PARTS or stack.owner in VARIANTS else name
-    for name, record in ARCHITECTURES.items()
-    for stack in record.stacks
+    for name, family in ARCHITECTURES.items()
+    for stack in family.stacks
 }
-STACKS: dict[str, Stack] = {stack.owner: stack for record in ARCHITECTURES.values() for stack in record.stacks}
+STACKS: dict[str, Stack] = {stack.owner: stack for family in ARCHITECTURES.values() for stack in family.stacks}
 
 HALVES = ("ProphetNetEncoder",)  # of models whose decoder keeps its table
 # whose generate() differs with and without a cache unpatched too (pad tokens), or takes more than tokens
@@ -120,7 +120,7 @@ STEPWISE = ("fsmt", "musicgen_decoder", "musicgen_melody_decoder", "BarkSemantic
 
 
 def tiny(model_type: str, auto_class: Any = None, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """`zoo.tiny`, with what records ask for and with attentions that matter: some hosts start them at 0.02."""
+    """`zoo.tiny`, with what rows ask for and with attentions that matter: some hosts start them at 0.02."""
     if model_type in PARTS:
         model, inputs = _part(model_type)
     else:

@@ -13,7 +13,7 @@ from tiny_models import patch
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PositionError, UnsupportedError
-from hfpatch.sites.records.refused import WITHOUT_GRID
+from hfpatch.sites.architectures.refused import WITHOUT_GRID
 from hfpatch.sites.stacks import find_stacks
 
 

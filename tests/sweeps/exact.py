@@ -88,14 +88,18 @@ def examine(model_type: str) -> Result:
         return result
     result.seconds = round(time.perf_counter() - start, 1)
     fill_in(result, centring, norms)
-    result.parametrized = bool(parametrized.exact)
-    if not centring.exact:
+    result.parametrized = bool(parametrized.exact_patterns)
+    if not centring.exact_patterns:
         return result
     forms = {"rms": centring, "rms:mode=parametrize": parametrized}
     swaps: list[dict[str, Any]] = [
-        {"norm": scheme, "only": [name for name in norms if pattern_of(name) in form.exact], "example_inputs": inputs}
+        {
+            "norm": scheme,
+            "only": [name for name in norms if pattern_of(name) in form.exact_patterns],
+            "example_inputs": inputs,
+        }
         for scheme, form in forms.items()
-        if form.exact
+        if form.exact_patterns
     ]
     other, fresh = in_float64(other), cast(fresh, torch.device("cpu"), torch.float64)
     try:
@@ -145,8 +149,8 @@ def layer_norms(model: nn.Module) -> list[str]:
 
 def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
     """Counts and reasons, norm by norm."""
-    result.exact = sum(pattern_of(name) in centring.exact for name in norms)
-    approximate = (centring.approximate.get(pattern_of(name)) for name in norms)
+    result.exact = sum(pattern_of(name) in centring.exact_patterns for name in norms)
+    approximate = (centring.why_approximate.get(pattern_of(name)) for name in norms)
     reasons = Counter(reason for reason in approximate if reason is not None)
     result.reasons = dict(reasons.most_common())
     result.unreached = sum(count for reason, count in reasons.items() if "don't reach it" in reason)

@@ -31,7 +31,7 @@ from tiny_models import tensors
 from torch import Tensor, nn
 
 from hfpatch.errors import NothingToPatchError
-from hfpatch.measure.hooks import Call, observe_calls
+from hfpatch.measure.hooks import CallArguments, observe_calls
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
@@ -262,14 +262,14 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Seen]]
     seen: dict[str, Seen] = {}
     given: dict[str, tuple[Any, ...]] = {}
 
-    def before(name: str, call: Call) -> None:
+    def on_call(name: str, call: CallArguments) -> None:
         given[name] = tuple(map(_cloned, (*call.args, *call.kwargs.values())))
 
-    def after(name: str, output: Any) -> None:
+    def on_result(name: str, output: Any) -> None:
         seen.setdefault(name, Seen(given[name], _cloned(output)))
 
     leaves = {name: module for name, module in model.named_modules() if name and not module._modules}
-    with observe_calls(leaves, before, after), torch.no_grad(), seed_deterministically(0):
+    with observe_calls(leaves, on_call, on_result), torch.no_grad(), seed_deterministically(0):
         return model(**copy.deepcopy(inputs)), seen
 
 

@@ -28,7 +28,7 @@ import zoo
 from tiny_models import patch
 
 from hfpatch.runtime.errors import PatchError
-from hfpatch.sites.records.refused import REFUSED
+from hfpatch.sites.architectures.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
 
 HERE = Path(__file__).resolve().parent

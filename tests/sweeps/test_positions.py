@@ -26,7 +26,7 @@ def test_all_types() -> None:
 
 
 def test_control_rotations_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/sites/records/test_proof.py has the proof's other controls."""
+    """tests/sites/architectures/test_proof.py has the proof's other controls."""
     monkeypatch.setattr("hfpatch.runtime.rotary.RotaryEmbedding.rotate", lambda self, x, phases: x)
     positions.proof.patched.cache_clear()
     try:

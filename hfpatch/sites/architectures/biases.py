@@ -1,4 +1,4 @@
-"""Records of families whose positions are biases on attention scores, by the distance of query and key."""
+"""Architectures of families whose positions are biases on attention scores, by the distance of query and key."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused, Projections
-from .record import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, with_owners
+from .architecture import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, with_owners
 
-_ABSOLUTE = "adds a table of absolute positions besides its biases, for which hfpatch has no record"
+_ABSOLUTE = "adds a table of absolute positions besides its biases, which hfpatch doesn't know"
 
 
 def _t5(*attentions: str) -> Stack:
@@ -158,11 +158,11 @@ KEPT_BIASES: dict[str, str] = {
     "LayoutLMv3Encoder": _PAGE,
     "RelativePositionBiasAggregated": _PAGE,
 }
-# Name of a child, Parameter or buffer -> the same, where no record names the class.
+# Name of a child, Parameter or buffer -> the same, where no row names the class.
 KEPT_BIAS_PARTS: dict[str, str] = {
     **dict.fromkeys(("pos_bias_u", "bias_u", "linear_pos", "relative_k_proj", "r_w_bias", "r_r_bias"), _PROJECTED),
     **dict.fromkeys(("rel_pos_h", "rel_pos_emb", "emb_rel_k", "distance_embedding", "rel_logits_proj"), _DISTANCES),
     **dict.fromkeys(("relative_position_bias_table", "continuous_position_bias_mlp"), _WINDOWS),
     "relative_position_embedding": _PROJECTED,
-    "relative_attention_bias_layer": "no record says how its biases are taken out",
+    "relative_attention_bias_layer": "hfpatch doesn't know how its biases are taken out",
 }

@@ -1,4 +1,4 @@
-"""Records of audio encoders (Whisper, wav2vec 2.0) and of time series models.
+"""Architectures of audio encoders (Whisper, wav2vec 2.0) and of time series models.
 
 Whisper's table is as long as its window; wav2vec 2.0 computes positions by a convolution over the hidden states.
 """
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import ExpandedRows
+from .architecture import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, family
 from .encoder_decoders import ENCODER as WITH_CACHE
 from .encoder_decoders import SPECTROGRAM
-from .record import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, family
 
 ENCODER = replace(WITH_CACHE, cache=None)
 WHISPER = replace(  # the whole table is added to a window of just that length

@@ -1,12 +1,12 @@
-"""Records of encoder-decoder families: one stack each for encoder and decoder; cross-attention isn't rotated."""
+"""Architectures of encoder-decoder families: one stack each for encoder and decoder; cross-attention isn't rotated."""
 
 from dataclasses import replace
 
 from ...runtime.edits import Call
 from ...runtime.length_lenses import CountedLength
 from ...runtime.qk_layouts import Projections, WindowProjections
+from .architecture import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, family
 from .decoders import DECODER
-from .record import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, family
 
 ENCODER = replace(DECODER, causal=False)
 SPECTROGRAM = CountedLength(  # Whisper's encoder compares the length of its input with the config's

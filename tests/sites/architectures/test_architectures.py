@@ -1,4 +1,4 @@
-"""Every architecture record on a tiny model of its family: what a new record has to pass, without a test of its own.
+"""Every architecture on a tiny model of its family: what a new one has to pass, without a test of its own.
 
 tests/contracts/test_contract.py goes deeper, on nine families; tests/support/proof.py says what is measured here. Shift
 and active are measured on every class that owns a table; the rest on a fixed sample of them (tests/sweeps/positions.py
@@ -18,7 +18,7 @@ from torch import nn
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.qk_layouts import Projections
 from hfpatch.sites import stacks
-from hfpatch.sites.records.record import Stack
+from hfpatch.sites.architectures.architecture import Stack
 from hfpatch.sites.stacks import find_stacks
 
 OWNERS = proof.here()
@@ -111,7 +111,7 @@ NEVER_DECODING = sorted({HOMES[owner] for owner in OWNERS if not STACKS[owner].c
 
 
 def left_in(model_type: str, claimed: bool = True) -> list[str]:
-    """Parameters below the stacks' owners that look like tables and aren't the record's."""
+    """Parameters below the stacks' owners that look like tables and aren't the row's."""
     model, _ = proof.tiny(model_type)
     found = find_stacks(model)
     tables = [f"{item.name}.{table}".strip(".") for item in found for table in (item.stack.table, *item.stack.others)]

@@ -1,4 +1,4 @@
-"""Controls of the proof: a record with a fault, or a mechanism with one, must not pass."""
+"""Controls of the proof: an architecture with a fault, or a mechanism with one, must not pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rope_proof import Proof, difference, outputs
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.qk_layouts import Fused, Projections, WindowProjections
-from hfpatch.sites.records.record import Architecture
+from hfpatch.sites.architectures.architecture import Architecture
 from hfpatch.swap import positions as swap_positions
 
 
 @contextmanager
 def changed(owner: str, **fields: Any) -> Iterator[None]:
-    """The record of a class with other fields; models patched before don't count."""
-    name = "~changed"  # behind all names, so that it comes before the record that it stands for
+    """The architecture of a class with other fields; models patched before don't count."""
+    name = "~changed"  # behind all names, so that it comes before the one that it stands for
     stack = dataclasses.replace(proof.STACKS[owner], **fields)
     ARCHITECTURES.register(name)(Architecture(name, (stack,), ""))
     proof.patched.cache_clear()

@@ -1,4 +1,4 @@
-"""Architecture records: where a family keeps its positions, and the edits that remove them. Data only.
+"""Architectures: where a family keeps its positions, and the edits that remove them. Data only.
 
 A family is one row in the table `FAMILIES` of the file for its kind (decoders.py, encoders.py, vision.py, ...):
 
@@ -7,9 +7,9 @@ A family is one row in the table `FAMILIES` of the file for its kind (decoders.p
 Its columns are transformers' `model_type`, each class that owns positions with its build, and a checkpoint on the Hub.
 A build is a `Stack` that has no owner yet, and stands above the table. Most families are built as another one is; where
 one differs, its row says in what: `{"LukeModel": replace(ROBERTA, states="word_hidden_states")}`.
-tests/sites/records/test_records.py proves each row.
+tests/sites/architectures/test_architectures.py proves each row.
 
-Classes are named by their names, so that a record imports nothing of transformers and serves every head of the family
+Classes are named by their names, so that a row imports nothing of transformers and serves every head of the family
 and every composite model that contains one of its stacks.
 """
 
@@ -40,7 +40,7 @@ ZEROS, INPUT, NOTHING, ZERO_ROWS = (Call.of("NoPositions", kind) for kind in ("z
 class Stack:
     """One class that owns positions, the self-attentions that they reach, and the edits that take them out.
 
-    Positions are a table that is added to the stream; in records of biases.py they are biases on attention scores, in
+    Positions are a table that is added to the stream; in those of biases.py they are biases on attention scores, in
     those of rotating.py rotations by the attentions' own tables. Paths are relative to the owner. Globs are
     those of edits: `*` stands for one number, and several are joined by " | ".
 
@@ -79,7 +79,7 @@ class Stack:
         time: axis of the tokens in them: 0 for (T, B, d), 2 for (B, d, T).
         rotary_dim: attribute of the attention with the channels that it turns by itself; None for whole heads.
         grid: where the patches of an image or video stand among the tokens; None for text and sound.
-        older: (field, value) of this record that differ where an older version of transformers built the class.
+        older: (field, value) of this stack that differ where an older version of transformers built the class.
 
     Raises:
         PatchError: a `*` in a glob stands for part of a name.
@@ -121,7 +121,7 @@ class Stack:
         for glob in (self.attention, self.present or "", *(place for place, _ in self.removal)):
             if any("*" in piece and piece != "*" for piece in re.split(r"\.| \| ", glob)):
                 raise PatchError(
-                    f"the record of {self.owner or 'a stack'} has the glob {glob!r}: `*` stands for one number, not "
+                    f"{self.owner or 'a stack'} has the glob {glob!r}: `*` stands for one number, not "
                     "for part of a name. Write each name, joined by ' | '."
                 )
 

@@ -1,11 +1,11 @@
-"""Records of encoder families of text (BERT-like ones also decode when their config says so)."""
+"""Architectures of encoder families of text (BERT-like ones also decode when their config says so)."""
 
 from dataclasses import replace
 
 from ...runtime.constants import ZeroBiases
 from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
-from .record import MEAN_BY_TOKEN, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
+from .architecture import MEAN_BY_TOKEN, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
 
 # what reads buffers of the old maximum length: position_ids, and token_type_ids in the same module or outside of it
 IDS = (("embeddings.@lens", FilledArguments("position_ids")),)

@@ -1,4 +1,4 @@
-"""Records of families whose attentions rotate by sine tables of their own (GPT-J, CodeGen, RoFormer).
+"""Architectures of families whose attentions rotate by sine tables of their own (GPT-J, CodeGen, RoFormer).
 
 They don't use transformers' rotary modules; theta is 10,000 and pairs are interleaved.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused
-from .record import Q_K_PROJ, QUERY_KEY, Stack, with_owners
+from .architecture import Q_K_PROJ, QUERY_KEY, Stack, with_owners
 
 GPTJ = Stack(
     "",

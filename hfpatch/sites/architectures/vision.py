@@ -1,11 +1,11 @@
-"""Records of image and video families; composite models follow by the classes that they contain."""
+"""Architectures of image and video families; composite models follow by the classes that they contain."""
 
 from dataclasses import replace
 
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import AnyImageSize, CountedLength, ExpandedRows
 from ...runtime.qk_layouts import Fused
-from .record import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
+from .architecture import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
 
 _PROJECTION = "embeddings.patch_embeddings.projection"
 _PATCHES = ("embeddings.patch_embeddings.@lens", AnyImageSize(None))  # what cuts patches checks sizes as well

@@ -1,11 +1,11 @@
-"""Records of decoder-only families."""
+"""Architectures of decoder-only families."""
 
 from dataclasses import replace
 
 from ...runtime.attention import Window
 from ...runtime.length_lenses import MeanOfBuffer
 from ...runtime.qk_layouts import Fused, Projections
-from .record import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
+from .architecture import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
 
 DECODER = Stack("", "embed_positions", "layers.*.self_attn", Q_K_PROJ, causal=True)
 XGLM = replace(DECODER, reserved_rows=2)

@@ -1,11 +1,11 @@
-"""Architecture records, one row a family, grouped by kind. Importing this package registers those that hfpatch ships.
+"""Architectures, one row a family, grouped by kind. Importing this package registers those that hfpatch ships.
 
-record.py says what a row is made of, and how to add one.
+architecture.py says what a row is made of, and how to add one.
 """
 
 from ...core.registry import ARCHITECTURES
 from . import audio, decoders, encoder_decoders, encoders, vision
-from .record import Architecture, Stack, family
+from .architecture import Architecture, Stack, family
 from .refused import REFUSED, WITHOUT_GRID
 
 for _kind in (decoders, encoders, encoder_decoders, vision, audio):

@@ -1,0 +1,50 @@
+"""Sites of a model that a request may change, each kind found when it is first needed, and once for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from ..core.globs import Names
+from .architectures.biases import BIASES
+from .architectures.rotating import OWN_ROTATIONS
+from .rotations import NativeRotation, find_rotations
+from .stacks import FoundStack, find_stacks
+
+
+class Sites:
+    """Where a model has what several questions of one plan are about. The model mustn't change meanwhile.
+
+    Args:
+        model: any module tree.
+        example_inputs: keyword arguments of one forward, where small models of its class are run; None generates them.
+    """
+
+    def __init__(self, model: Any, example_inputs: Mapping[str, Any] | None = None) -> None:
+        self.model, self.example_inputs = model, example_inputs
+
+    @cached_property
+    def names(self) -> Names:
+        """The names that globs match."""
+        return Names.of(self.model)
+
+    @cached_property
+    def tables(self) -> list[FoundStack]:
+        """Stacks whose positions are tables."""
+        return find_stacks(self.model)
+
+    @cached_property
+    def biases(self) -> list[FoundStack]:
+        """Stacks whose positions are biases on attention scores."""
+        return find_stacks(self.model, BIASES)
+
+    @cached_property
+    def own_rotations(self) -> list[FoundStack]:
+        """Stacks whose attentions rotate by tables of their own."""
+        return find_stacks(self.model, OWN_ROTATIONS)
+
+    @cached_property
+    def rotations(self) -> list[NativeRotation]:
+        """Rotary modules that follow transformers' convention."""
+        return find_rotations(self.model)
