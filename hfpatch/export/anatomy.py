@@ -53,12 +53,19 @@ class Affine:
 
 @dataclass
 class PlainNorm:
-    """x -> weight * normalised(x) + bias, with "layer" or "rms" normalisation; weight (d,), bias (d,) or None."""
+    """x -> weight * normalised(x) + bias; weight (d,) or one number, bias (d,) or None.
+
+    Attributes:
+        kind: "layer" or "rms"; of a fixed norm whether it takes the mean away.
+        eps: without a meaning for a fixed norm.
+        fixed: normalised(x) is x, or x without its mean.
+    """
 
     weight: Tensor
     bias: Tensor | None
     kind: str
     eps: float
+    fixed: bool = False
 
 
 @dataclass(kw_only=True)
@@ -166,6 +173,22 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
         head = change_roles(head, ["head"], lambda layer: layer.before(stem["final_norm"].weight))
         stem = {**stem, "final_norm": _without_gain(stem["final_norm"])}
     return replace(anatomy, blocks=blocks, stem=stem, head=head)
+
+
+def without_final_shift(anatomy: Anatomy) -> Anatomy:
+    """Move the shift of a fixed final norm into the last layer that writes to the stream: nothing else reads it there.
+
+    The norm that is left may take no mean away, as that would take the shift's, too.
+    """
+    norm = anatomy.stem.get("final_norm")
+    if norm is None or not norm.fixed or norm.bias is None or not bool(norm.weight.all()):
+        return anatomy
+    *others, last = anatomy.blocks
+    down = last["down"]
+    constant = norm.bias / norm.weight
+    moved = Affine(down.weight, constant if down.bias is None else down.bias + constant)
+    stem = {**anatomy.stem, "final_norm": replace(norm, bias=None)}
+    return replace(anatomy, blocks=[*others, {**last, "down": moved}], stem=stem)
 
 
 def _reading(layer: Affine, norm: PlainNorm, gains: bool) -> Affine:

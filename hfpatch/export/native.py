@@ -130,6 +130,10 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
     for candidate in candidates(model, architecture, serve):
         if candidate.equal:
             stock = candidate.model = candidate.model.to(model.dtype)
+            if not all(bool(value.isfinite().all()) for value in stock.parameters()):
+                candidate.model, candidate.reason = None, f"its weights are too large for {model.dtype}"
+                tried.append(candidate)
+                continue
             if stock.can_generate() and getattr(model, "generation_config", None) is not None:
                 stock.generation_config = copy.deepcopy(model.generation_config)
             candidate.training = different_dropouts(model, stock, next(batches(model, stock, candidate.longest, 0))[1])

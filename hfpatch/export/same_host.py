@@ -20,6 +20,7 @@ from ..measure.randomness import keep_random_state
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.errors import UnsupportedError, first_line
+from ..runtime.fixed import NoNorm
 from ..runtime.gated import GatedLinear
 from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
@@ -29,8 +30,9 @@ from ..schemes.rope import SCALING_OPTIONS
 from ..sites.architectures.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
+from .fixed_norms import with_fixed_norms
 from .layouts import NO_ROTATION
-from .weights import Weights, gains_of
+from .weights import EXPRESSIBLE, Weights, gains_of
 
 _STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
@@ -56,11 +58,11 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
             twin = host._from_config(config, dtype=model.dtype).eval()
     except Exception as error:  # whatever a class raises that doesn't know a setting
         raise UnsupportedError(f"its config takes other values: {first_line(error)}") from error
-    _fill(twin, model)
+    fixed = _fill(twin, model)
     for name, factor in gains_of(model).items():
         for value in twin.get_submodule(name).parameters(recurse=False):
             value.mul_(factor)
-    return twin.to(model.device), _longest_text(model)
+    return with_fixed_norms(twin, fixed).to(model.device), _longest_text(model)
 
 
 def _longest_text(model: nn.Module) -> int | None:
@@ -72,7 +74,7 @@ def _longest_text(model: nn.Module) -> int | None:
 
 def host_obstacle(module: nn.Module) -> str | None:
     """Return why a module can't be expressed by weights and settings of the host's class; None if it can."""
-    if isinstance(module, AffineNorm) and module.facts.kind not in ("layer", "rms"):
+    if isinstance(module, AffineNorm) and module.facts.kind not in EXPRESSIBLE:
         return f"is a {type(module).__name__}, which {{host}} doesn't have"
     if isinstance(module, GatedLinear):
         return f"is gated ({module.kind}), which the MLPs of {{host}} aren't"
@@ -106,15 +108,15 @@ def _without_dropped_rotations(model: Any) -> Any:
     return config
 
 
-def _fill(twin: nn.Module, model: nn.Module) -> None:
-    """Copy a patched model's values into a stock twin, norm by norm and then name by name.
+def _fill(twin: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Copy a patched model's values into a stock twin, norm by norm and then name by name; return its fixed norms.
 
     Raises:
         UnsupportedError: one of them has no counterpart.
     """
     source, target, state = Weights(model), Weights(twin), dict(model.state_dict())
     modules: dict[str, Any] = dict(model.named_modules())
-    norms = {name: module for name, module in modules.items() if isinstance(module, AffineNorm)}
+    norms = {name: module for name, module in modules.items() if isinstance(module, AffineNorm | NoNorm)}
     places = dict(twin.named_modules())
     for name, module in norms.items():
         if name not in places:
@@ -137,6 +139,7 @@ def _fill(twin: nn.Module, model: nn.Module) -> None:
     unused = [key for key in state if key not in used and key.rpartition(".")[0] not in norms]
     if unused:
         raise UnsupportedError(f"{min(unused)} has no counterpart")
+    return target.fixed
 
 
 def _values(module: Any, stored: Tensor | None, place: Tensor) -> Tensor | None:

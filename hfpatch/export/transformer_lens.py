@@ -6,7 +6,8 @@ first looks for an adapter. It then registers a subclass of every adapter, which
 handed a patched model (one of remote code too):
 
 * Norms of hfpatch run their own forward. `hook_normalized` is what they normalise to; `hook_scale` is there only where
-  a root is divided by. They aren't folded into what follows, nor is the residual stream centred.
+  a root is divided by. Norms that are gone have neither. They aren't folded into what follows, nor is the residual
+  stream centred.
 * Attentions with a lens run their own forward. Of a fused projection there are no `hook_q`, `hook_k` and `hook_v`.
 * A table of positions that was removed has no component.
 * In a block with a placement, names of the residual stream that would mean something else aren't there.
@@ -44,6 +45,7 @@ from ..measure.copies import copy_of
 from ..measure.inputs import example_inputs
 from ..measure.outputs import FACTOR, last_bit, max_error, noise_floor, outputs_of
 from ..measure.quiet_forward import cast_for_model
+from ..runtime.fixed import NoNorm
 from ..runtime.gated import GatedLinear
 from ..runtime.lens import CENTRED, LENS, SCALED
 from ..runtime.norms import HALF, AffineNorm, affine
@@ -65,7 +67,11 @@ def is_patched(model: Any) -> bool:
 
 def is_own_norm(module: Any) -> bool:
     """Return whether a module is one of hfpatch's norms; exported code defines other classes for them."""
-    return any(base.__name__ == AffineNorm.__name__ for base in type(module).__mro__)
+    return _is_a(module, AffineNorm)
+
+
+def _is_a(module: Any, kind: type) -> bool:
+    return any(base.__name__ == kind.__name__ for base in type(module).__mro__)
 
 
 def has_lens(module: Any) -> bool:
@@ -91,9 +97,14 @@ class OwnNorm:
                 _remove(self, "hook_scale")
             if facts.channels_first:
                 _remove(self, "hook_normalized")
+        elif _is_a(norm, NoNorm):
+            _remove(self, "hook_scale")
+            _remove(self, "hook_normalized")
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         norm = self.original_component
+        if _is_a(norm, NoNorm):
+            return self.hook_out(norm(self.hook_in(hidden_states)))
         if not is_own_norm(norm):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         x = self.hook_in(hidden_states)

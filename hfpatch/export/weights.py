@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import UnsupportedError
+from ..runtime.fixed import FixedNorm, NoNorm
 from ..runtime.gated import GatedLinear
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import first_at, lens_of
 from ..runtime.norms import NormFacts
 from ..sites.norms import describe
 from .anatomy import Affine, Parts, PlainNorm
+from .fixed_norms import ROOT
 from .layouts import BLOCK, OUTPUT, STEM, FamilyLayout
 
+EXPRESSIBLE = ("layer", "rms", FixedNorm.kind)  # norms that stock models have
 MAX_EPS_DIFFERENCE = 1e-11  # eps of norms that differ by less are equal
 _UNUSED_PARTS = ("contacts",)  # parts of a head that no forward reads
 _OPTIONAL = ("pooler", "contacts")  # parts of a head that are zero where there is nothing for them
@@ -43,6 +47,7 @@ class Weights:
     def __init__(self, model: Any, gains: Mapping[int, float] | None = None):
         self.model, self.gains = model, gains or {}
         self.touched: set[int] = set()  # by address, as a transposed weight is a view
+        self.fixed: list[nn.Module] = []  # norms that were filled as fixed ones
 
     def names_left(self, layout: FamilyLayout) -> list[str]:
         """Return the names of unused Parameters, without tables that the class computes."""
@@ -54,7 +59,7 @@ class Weights:
         """Return the parts of a section by role; absent ones are left out.
 
         Raises:
-            UnsupportedError: a norm is neither LayerNorm nor RMSNorm.
+            UnsupportedError: a norm is neither LayerNorm nor RMSNorm, nor fixed.
         """
         parts: Parts = {}
         for role, path in paths.items():
@@ -97,22 +102,30 @@ class Weights:
         """Return a norm; its gain is 1 if it stores none.
 
         Raises:
-            UnsupportedError: it is neither LayerNorm nor RMSNorm.
+            UnsupportedError: it is neither LayerNorm nor RMSNorm, nor fixed.
         """
-        facts, like = _facts(module, path), self.model
+        like = self.model
+        if isinstance(module, NoNorm):
+            return PlainNorm(torch.ones(1, dtype=like.dtype, device=like.device), None, "rms", 0.0, fixed=True)
+        facts = _facts(module, path)
         values = self._values(_parameters_of_norm(module, facts))
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
         gain = values["gain"] + facts.offset if "gain" in values else gain
+        if isinstance(module, FixedNorm):
+            return PlainNorm(gain, values.get("shift"), "layer" if module.mean else "rms", 0.0, fixed=True)
         return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
 
     def fill_norm(self, module: nn.Module, norm: PlainNorm, path: str) -> None:
-        """Copy gain and shift into a stock norm.
+        """Copy gain and shift into a stock norm; `with_fixed_norms` makes it a fixed one afterwards, if it is to be.
 
         Raises:
             UnsupportedError: it has another eps, or no place for one of them.
         """
         facts = _facts(module, path)
-        if abs(_eps(facts, norm.weight.dtype) - norm.eps) > MAX_EPS_DIFFERENCE:
+        if norm.fixed:
+            self.fixed.append(module)
+            norm = replace(norm, weight=norm.weight.expand(facts.shape) * ROOT)
+        elif abs(_eps(facts, norm.weight.dtype) - norm.eps) > MAX_EPS_DIFFERENCE:
             raise UnsupportedError(
                 f"its {path} has an eps of {_eps(facts, norm.weight.dtype):g}, and here {norm.eps:g}"
             )
@@ -144,7 +157,7 @@ class Weights:
 
 def _facts(module: nn.Module, path: str) -> NormFacts:
     facts = describe(module)
-    if facts is None or facts.kind not in ("layer", "rms"):
+    if facts is None or facts.kind not in EXPRESSIBLE:
         kind = facts.kind if facts is not None else module._get_name()
         raise UnsupportedError(f"{path} computes {kind!r}, which no architecture of transformers has")
     return facts

@@ -17,7 +17,17 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
 from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
-from .anatomy import Affine, Anatomy, Parts, fold_norms, fuse_qkv, with_pairing, with_zero_mean_stream
+from .anatomy import (
+    Affine,
+    Anatomy,
+    Parts,
+    fold_norms,
+    fuse_qkv,
+    with_pairing,
+    with_zero_mean_stream,
+    without_final_shift,
+)
+from .fixed_norms import with_fixed_norms
 from .layouts import NO_ROTATION, QKV, SETTINGS, FamilyLayout, Target
 from .weights import MAX_EPS_DIFFERENCE, Weights, sections
 
@@ -26,6 +36,7 @@ _PARTS = {
     "final_norm": "a final norm",
     "embedding_norm": "a norm behind its embeddings",
 }
+_ANY_EPS = 1e-5  # where all norms are fixed, which then get another
 _POSITIONS = {"none": "queries and keys without positions", "rope": "RoPE", "alibi": "ALiBi"}
 
 
@@ -64,7 +75,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     unfilled = weights.names_left(target.layout)
     if unfilled:
         raise UnsupportedError(f"its {unfilled[0]} has no counterpart")
-    return model
+    return with_fixed_norms(model, weights.fixed)
 
 
 def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
@@ -110,6 +121,7 @@ def _adapt_to_target(anatomy: Anatomy, target: Target) -> Anatomy:
         anatomy = with_zero_mean_stream(anatomy)
     if not target.shift and not layout.post_norm:
         anatomy = fold_norms(anatomy, gains=not target.gain)
+        anatomy = without_final_shift(anatomy) if target.norm == "rms" else anatomy
     stem = dict(anatomy.stem)
     if "types" in stem and "types" not in layout.paths:
         stem["embedding"] = Affine(stem["embedding"].weight + stem.pop("types").weight)
@@ -186,7 +198,7 @@ def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def _eps(anatomy: Anatomy) -> float:
-    values = [norm.eps for norm in anatomy.norms()]
+    values = [norm.eps for norm in anatomy.norms() if not norm.fixed] or [_ANY_EPS]
     if max(values) - min(values) > MAX_EPS_DIFFERENCE:
         raise UnsupportedError(f"its norms have one eps, and these have {min(values):g} to {max(values):g}")
     return values[0]

@@ -23,6 +23,7 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
 from ..core.results import Table
 from ..errors import OptionError
+from ..measure.inputs import main_input
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import KINDS, MEASUREMENT_NOTE, SchemeRequest
@@ -162,7 +163,7 @@ def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
     cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
     found = auto_classes_of(cls, CONFIG_MAPPING[model_type], TASKS) if cls and model_type in CONFIG_MAPPING else []
     if found == ["AutoModel"]:
-        return "AutoModel", _BODY_TASKS.get(cls.main_input_name)  # type: ignore[union-attr]
+        return "AutoModel", _BODY_TASKS.get(main_input(cls))  # type: ignore[union-attr]
     auto = next(iter(found), "AutoModel")
     return auto, TASKS.get(auto)
 

@@ -19,7 +19,7 @@ from ..core.holders import model_inside, tokenizer_owner
 from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
-from .inputs import input_embedding, text_config
+from .inputs import input_embedding, main_input, text_config
 from .text_batches import copy_tokenizer, encode, lines_of
 
 Batch = Mapping[str, Any]
@@ -97,7 +97,7 @@ def require_example(inputs: Any, model: PreTrainedModel) -> None:
     option = "example_inputs"
     if not isinstance(inputs, Mapping):
         raise OptionError(
-            f"{option} takes the keyword arguments of one forward, as in {{{model.main_input_name!r}: ...}}, not "
+            f"{option} takes the keyword arguments of one forward, as in {{{main_input(model)!r}: ...}}, not "
             f"{type(inputs).__name__}."
         )
     _Reader(model, None, 1, LENGTH, option).require_inputs(inputs, option)
@@ -134,7 +134,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         parameters = signature(self.model.forward).parameters
-        self.main, self.forward = self.model.main_input_name, f"{type(self.model).__name__}.forward"
+        self.main, self.forward = main_input(self.model), f"{type(self.model).__name__}.forward"
         self.takes = parameters.keys() | {self.main}
         self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         # Without a mask a sequence would be read with its padding.

@@ -69,6 +69,12 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
+def main_input(model: Any) -> str:
+    """Return the name of a model's main input, or of the first one (OneFormer has two)."""
+    name = model.main_input_name
+    return name if isinstance(name, str) else next(iter(name))
+
+
 def make_inputs(
     model: nn.Module, overrides: Mapping[str, Any], tokens: int | None = None, batch: int = BATCH
 ) -> dict[str, Any]:
@@ -92,7 +98,7 @@ def make_inputs(
     usual = {name for name in ("input_ids", "attention_mask", "decoder_input_ids") if name in parameters}
     if "input_ids" not in parameters:
         usual -= {"attention_mask"}
-    main: Any = getattr(model, "main_input_name", None)
+    main: Any = main_input(model) if hasattr(model, "main_input_name") else None
     if not usual and not required and main in parameters:
         usual.add(main)
     config: Any = model.config

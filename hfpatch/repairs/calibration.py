@@ -18,6 +18,7 @@ from ..core.scheme import Scheme
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
+from ..measure.inputs import main_input
 from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
 from ..schemes.norms import Norm
@@ -68,9 +69,9 @@ class Batches:
         raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
             inputs = {name: to_cpu(value) for name, value in batch.items()}
-            count = count_sequences(inputs, model.main_input_name)
+            count = count_sequences(inputs, main_input(model))
             self.sequences += count
-            found = self._keys(inputs, count, model.main_input_name)
+            found = self._keys(inputs, count, main_input(model))
             keys += found
             raw.append((folder / f"raw-{index}.pt", len(found)))
             save_temporary(inputs, raw[-1][0])
@@ -79,7 +80,7 @@ class Batches:
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, raw, model.main_input_name)
+        self._divide(keys, raw, main_input(model))
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
@@ -200,7 +201,7 @@ def read_calibration(
     if not isinstance(batches, list):
         return inputs
     listed = list(inputs)
-    count = sum(count_sequences(batch, model.main_input_name) for batch in listed)
+    count = sum(count_sequences(batch, main_input(model)) for batch in listed)
     require_distinct(min(count, 2), count)  # the rest is known when all are stored
     return listed
 

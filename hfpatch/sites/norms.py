@@ -20,7 +20,7 @@ from ..measure.copies import copy_of
 from ..runtime.norms import NormFacts
 
 _TOLERANCE = 1e-5  # relative; some families compute in float32 whatever the input
-_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
 _LAYOUTS = ("channels last", "images", "sequences")  # the latter two with channels first
 _NOT_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
@@ -53,7 +53,7 @@ def _may_be_norm(module: nn.Module) -> bool:
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not parameters:
         named = "norm" in type(module).__name__.lower() or hasattr(module, "normalized_shape")
-        named = named or any(hasattr(module, name) for name in _EPS_NAMES)
+        named = named or any(hasattr(module, name) for name in EPS_NAMES)
         return named and not type(module).__module__.startswith("torch.nn.modules.")
     one_shape = len({p.shape for p in parameters}) == 1
     return len(parameters) <= 2 and one_shape and parameters[0].dim() in (1, 2) and 1 < parameters[0].numel() < 2**18
@@ -163,7 +163,7 @@ def _read_eps(small: tuple[Tensor, Tensor] | None, facts: NormFacts, values: dic
 
 def _stated_eps(module: nn.Module, measured: float) -> float:
     """The module's eps attribute if it agrees with the measured value, else the measured value."""
-    for name in _EPS_NAMES:
+    for name in EPS_NAMES:
         stated = getattr(module, name, None)
         if isinstance(stated, float) and abs(stated - measured) <= 0.02 * stated + 1e-15:
             return stated

@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.export.native import native_model
+from hfpatch.extend import NORMS
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, first_line
 
@@ -83,6 +84,8 @@ def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrain
     found: dict[str, PreTrainedModel | PatchError] = {UNPATCHED: plain}
     for patch in config.patches:
         request, model = parse_variant(patch), copy.deepcopy(plain)
+        if getattr(NORMS.get(request.get("norm", "").partition(":")[0]), "needs_calibration", False):
+            request["init"] = "reset"  # another function, too, and no data to repair it on
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NotPreservedWarning)  # another function, as fast as a repaired one

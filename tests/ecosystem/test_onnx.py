@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import CASES, Case
+from native_cases import CASES, LM, Case, fixed
 from scheme_forms import plain
-from tiny_models import VOCABULARY
+from tiny_models import VOCABULARY, patch, tiny
 
 from hfpatch.export.native import candidates
 from hfpatch.export.runtimes import RUNTIMES
+from hfpatch.runtime.fixed import FixedNorm
 
 pytestmark = pytest.mark.slow
 
@@ -76,3 +77,21 @@ def test_onnx_runtime_computes_the_same(tmp_path: Path, record: Any) -> None:
         ", ".join(f"unpatched {family} {error:.0e}" for family, error in controls.items()),
     )
     assert {name: error for name, error in errors.items() if not error <= 1e-4} == {}
+
+
+def test_a_graph_without_norms(tmp_path: Path) -> None:
+    """Of a patched model in memory; control: the original's LayerNorms."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    found = {}
+    for name, requests in {"original": (), "none": (fixed("transformer.ln_f"), {"norm": "folded"})}.items():
+        model, file = tiny("gpt2", LM, tie_word_embeddings=False), tmp_path / f"{name}.onnx"
+        for request in requests:
+            patch(model, **request)
+            for norm in model.modules():
+                if isinstance(norm, FixedNorm):
+                    norm.gain.data.fill_(0.2)
+        assert error_in_onnx_runtime(model, file) <= 1e-5
+        operations = [node.op_type for node in onnx.load(file).graph.node]
+        found[name] = [one for one in operations if "Norm" in one or one in ("ReduceMean", "Sqrt", "Reciprocal")]
+    assert found == {"original": ["LayerNormalization"] * 5, "none": []}

@@ -38,6 +38,8 @@ NORMS += [
     ("phi", {"norm": "derf"}),
     ("gemma2", {"norm": "dyt"}),
 ]
+NORMS += [("gpt2", {"norm": "folded"}), ("llama", {"norm": "none", "init": "reset"})]
+NORMS += [("gpt2", {"norm": name, "only": ["*", "transformer.ln_f"], "init": "reset"}) for name in ("fixed", "none")]
 OTHERS = [("gpt2", {"pos": name}) for name in ("nope", "sinusoidal", "learned:max_positions=64")]
 OTHERS += [("gpt2", {"mlp": "swiglu"}), ("gpt2", {"placement": "post"})]
 OTHERS += [("llama", one) for one in ({"pos": "rope:theta=5e5"}, {"pos": "nope"}, {"placement": "sandwich"})]

@@ -64,6 +64,10 @@ KINDS = [
     "bert (TokenClassification): pos='rope', mlp='geglu",
     "distilbert (MaskedLM)",
     "esm (MaskedLM)",
+    "gpt2 (CausalLM): norm='fixed', only=('*', 'transformer.ln_f'), init='reset', pos='rope'",
+    "gpt2 (CausalLM): norm='fixed', only=('*', 'transformer.ln_f'), init='reset', pos='rope', mlp='geglu'",
+    "bert (MaskedLM): norm='fixed'",
+    "llama (CausalLM, rms_norm_eps=1e-05): norm='layer', norm='folded'",
     "t5 (Seq2SeqLM)",
 ]
 FLOAT32_INSIDE = ("llama", "gemma", "mistral", "gpt_neo", "opt", "arcee", "roformer", "esm", "smollm3")

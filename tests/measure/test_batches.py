@@ -26,7 +26,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from hfpatch import read_batches, repair, repair_report, verify
+from hfpatch import outcomes, read_batches, repair, repair_report, verify
 from hfpatch.errors import OptionError
 
 LM = "AutoModelForCausalLM"
@@ -286,3 +286,12 @@ def test_patch_repair_and_verify_read_the_same() -> None:
     assert repair(model, original, MANY, tokenizer=tokenizer).sequences == 16
     ready = read_batches(MANY * 5, original, tokenizer, sequences=80)
     assert verify(model, original, ready, dtypes=()).examples == 80
+
+
+def test_a_model_of_several_main_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As OneFormer, whose main inputs are a list: the first one counts."""
+    model, inputs = tiny("gpt2"), {"input_ids": torch.randint(5, 90, (2, 12))}
+    monkeypatch.setattr(type(model), "main_input_name", ["input_ids", "task_inputs"])
+    patched = patch(model, norm="rms", example_inputs=inputs)
+    assert "exact" in outcomes(patched)["norm='rms'"]
+    assert [list(batch) for batch in read_batches([inputs], model)] == [["input_ids"]]

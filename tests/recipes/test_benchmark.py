@@ -62,6 +62,14 @@ class TestRun:
                 parts = zip(one["inside_seconds"][one["subject"]], one["seconds"], strict=True)
                 assert all(0 < part < whole for part, whole in parts)
 
+    @pytest.mark.slow
+    def test_norms_without_a_scale_need_no_data(self, tmp_path):
+        """How fast they are is measured, which doesn't take constants that fit."""
+        flags = ["--parts", "models", "--models", "gpt2", "--patches", "fixed", "none"]
+        for race in run(tmp_path, *flags)[0]["races"]:
+            found = {one["subject"]: (len(one["seconds"]), one["failed"]) for one in race["timings"]}
+            assert found == dict.fromkeys(("unpatched", "fixed", "none"), (2, None))
+
 
 def test_modules_are_those_of_patched_models_and_agree_with_their_references():
     x = torch.randn(1024, 128)

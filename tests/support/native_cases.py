@@ -89,6 +89,11 @@ def case(family: str, head: str, equal: Any, *patches: dict[str, Any], double: b
     return Case(family, head, patches, (equal,) if isinstance(equal, str) else tuple(equal), options, double)
 
 
+def fixed(*named: str) -> dict[str, Any]:
+    """A request that fixes all norms, those too that are kept unless they are named."""
+    return {"norm": "fixed", "only": ("*", *named), "init": "reset"}
+
+
 ROPE, RMS_, NOPE = {"pos": "rope"}, {"norm": "rms"}, {"pos": "nope"}
 NO_SHIFT = ({"norm": "layer:bias=false"}, {"norm": "rms"})
 YARN = {"pos": 'rope:scaling={"rope_type":"yarn","factor":4.0}'}
@@ -157,6 +162,29 @@ CASES = (
     case("llama", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, rms_norm_eps=1e-5),
     case("mistral", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, num_key_value_heads=2, rms_norm_eps=1e-5),
     case("gemma", LM, ("stablelm", "llama"), {"norm": "layer"}),
+    # without norms: as norms with a large eps
+    case("gpt2", LM, "gpt2", fixed("transformer.ln_f")),
+    case("gpt2", LM, "gpt2", fixed("transformer.ln_f"), {"norm": "folded"}),
+    case("gpt2", LM, (*UNGATED, "arcee"), fixed("transformer.ln_f"), ROPE),
+    case("gpt2", LM, (*UNGATED, "arcee"), fixed("transformer.ln_f"), {"norm": "folded"}, ROPE),
+    case("gpt2", LM, "llama", fixed("transformer.ln_f"), ROPE, {"mlp": "geglu"}),
+    case("llama", LM, "llama", fixed("model.norm")),
+    case("bert", MASKED, "bert", fixed("bert.encoder.layer.1.output.LayerNorm", "cls.*")),
+    case("vit", BASE, "vit", fixed("layernorm")),
+    case("opt", LM, (*UNGATED, "arcee"), fixed("model.decoder.final_layer_norm"), ROPE),
+    case(
+        "bert",
+        MASKED,
+        ("jina_embeddings_v3", "roformer"),
+        fixed("bert.encoder.layer.1.output.LayerNorm", "cls.*"),
+        ROPE,
+    ),
+    # folded
+    case("gpt2", LM, "gpt2", {"norm": "folded"}),
+    case("gpt2", LM, UNGATED, {"norm": "folded"}, ROPE),
+    case("llama", LM, "llama", {"norm": "folded"}),
+    case("gemma", LM, ("gemma", "llama"), {"norm": "folded"}),
+    case("llama", LM, ("stablelm", "olmo", "llama"), {"norm": "layer"}, {"norm": "folded"}, rms_norm_eps=1e-5),
     # encoders
     *(case("bert", head, ("jina_embeddings_v3", "roformer"), ROPE) for head in (MASKED, TOKEN, QUESTION)),
     *(case("bert", head, "jina_embeddings_v3", ROPE) for head in (BASE, SEQUENCE)),
@@ -176,6 +204,8 @@ CASES = (
     case("gpt2", LM, (), {"norm": "dyt"}),
     case("gpt2", LM, (), {"norm": "dyt", "pos": "rope"}),
     case("gpt2", LM, (), {"norm": "deepnorm", "pos": "rope"}),
+    case("gpt2", LM, (), {"norm": "fixed", "init": "reset"}),
+    case("opt", LM, (), fixed("model.decoder.final_layer_norm")),
     case("gpt2", LM, (), {"pos": "alibi"}),
     case("gpt2", LM, (), {"pos": "rope", "mlp": "geglu"}),
     case("bert", MASKED, (), RMS_),

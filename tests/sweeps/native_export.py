@@ -123,7 +123,7 @@ def _mark(served: RuntimeSupport | None) -> str:
 
 
 def compact(rows: list[dict[str, Any]]) -> str:
-    """Stock architectures, which families become them by what (without schemes' options), and largest differences."""
+    """Stock architectures, which families become them by what (without options and names), and largest differences."""
     entries = [(row, name, entry) for row in rows for name, entry in row["equal"].items()]
     targets: dict[str, list[Any]] = {"the family itself": []}
     for row, name, entry in entries:
@@ -145,6 +145,7 @@ def _becomes(rows: Iterable[dict[str, Any]]) -> str:
     asked: dict[str, dict[str, None]] = {}
     for row in rows:
         request = re.sub(r"(rope|learned|rms):[^']*'", r"\1'", row["asked"].partition(" (")[0])
+        request = re.sub(r", (only=\([^)]*\)|init='reset')", "", request)
         asked.setdefault(request, {})[row["family"]] = None
     together: dict[str, list[str]] = {}
     for request, families in asked.items():

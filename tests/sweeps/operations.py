@@ -6,6 +6,7 @@
 An operation is what PyTorch's dispatcher is asked for, views among them; on a GPU most of them start a kernel, which
 is what eager decoding of a small model spends its time on. The number doesn't hang on the machine. Counted is one step
 that decodes one token with a cache; in models that keep no cache one forward. Tiny random models, most of two layers.
+`fixed` and `none` keep the last norm.
 *Computed* is how often rotations are computed, of how often they are used: where that is less, the layers of a stack
 read what the first one computed, and where it isn't, the host hands its layers no arguments that it doesn't know.
 """
@@ -39,6 +40,8 @@ SCHEMES: dict[str, dict[str, str]] = {
     "layer": {"norm": "layer"},
     "rms": {"norm": "rms"},
     "dyt": {"norm": "dyt"},
+    "fixed": {"norm": "fixed", "init": "reset"},
+    "none": {"norm": "none", "init": "reset"},
     "nope": {"pos": "nope"},
     "alibi": {"pos": "alibi"},
     "rope": {"pos": "rope"},

@@ -1,0 +1,86 @@
+"""Fixed norms as stock ones: LayerNorm or RMSNorm with so large an eps that the variance has no bit left.
+
+(x - mean) / sqrt(variance + E) * gain * sqrt(E) is (x - mean) * gain, less variance / (2 E) of it: nothing in float32
+and float64. E is a power of four, so that its root scales numbers without rounding them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..measure.randomness import keep_random_state
+from ..runtime.errors import UnsupportedError
+from ..sites.norms import EPS_NAMES
+
+ROOT = 2.0**40
+LARGE_EPS = ROOT**2
+_SHOWN = 3  # names in a message
+
+
+def with_fixed_norms(model: Any, fixed: Collection[nn.Module]) -> Any:
+    """Return a stock model whose settings of eps are so large that some of its norms, filled already, are fixed.
+
+    Args:
+        model: a stock model; it is returned itself where no norm is to be fixed.
+        fixed: its norms that are to be fixed, whose gains were multiplied by `ROOT`.
+
+    Raises:
+        UnsupportedError: no setting is the eps of all of these norms and of no other.
+    """
+    if not fixed:
+        return model
+    names = [name for name, module in model.named_modules() if any(module is one for one in fixed)]
+    config, left = copy.deepcopy(model.config), set(names)
+    for number, (part, setting) in enumerate(_settings(config)):
+        trial = copy.deepcopy(model.config)
+        _set(*list(_settings(trial))[number])
+        with keep_random_state(), torch.device("meta"):
+            governed = {name for name, module in type(model)._from_config(trial).named_modules() if _is_large(module)}
+        if not governed & left:
+            continue
+        if others := [name for name, _ in model.named_modules() if name in governed - set(names)]:
+            raise UnsupportedError(
+                f"its {setting} is that of all its norms, and of these {_some(names)} {_are(names)} fixed and "
+                f"{_some(others)} {_are(others)} not. Fix those too (only=['*', 'NAME'] with the last norm's name, as "
+                "it is kept otherwise), or none"
+            )
+        _set(part, setting)
+        left -= governed
+    if left:
+        raise UnsupportedError(
+            f"it has no setting for the eps of {_some([name for name in names if name in left])}, and a fixed norm is "
+            "one with a large eps"
+        )
+    with keep_random_state(), torch.device("cpu"):
+        new = type(model)._from_config(config, dtype=model.dtype).eval()
+    new.load_state_dict(model.state_dict())
+    return new.to(model.device)
+
+
+def _settings(config: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the numbers of a config, and of those inside it, that are called eps in some way."""
+    inside = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for part in (config, *(one for one in inside if one is not None)):
+        yield from ((part, name) for name, value in vars(part).items() if "eps" in name and type(value) is float)
+
+
+def _set(part: Any, setting: str) -> None:
+    setattr(part, setting, LARGE_EPS)
+
+
+def _is_large(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) == LARGE_EPS for name in EPS_NAMES)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
