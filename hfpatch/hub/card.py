@@ -163,7 +163,7 @@ def auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
     cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
     found = auto_classes_of(cls, CONFIG_MAPPING[model_type], TASKS) if cls and model_type in CONFIG_MAPPING else []
     if found == ["AutoModel"]:
-        return "AutoModel", _BODY_TASKS.get(main_input(cls))  # type: ignore[union-attr]
+        return "AutoModel", _BODY_TASKS.get(main_input(cls))
     auto = next(iter(found), "AutoModel")
     return auto, TASKS.get(auto)
 
