@@ -201,7 +201,7 @@ def largest(model: Any) -> float:
     return max(float(one.abs().max()) for one in outputs(model))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_without_norms_is_fixed_and_then_folded(family: str, tmp_path: Any) -> None:
     fixed, none = tiny(family, LM), tiny(family, LM)
     patch(fixed, norm="fixed", calibration=few)
