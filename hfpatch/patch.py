@@ -19,13 +19,14 @@ from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.transaction import UNDO_STATE, Transaction, UndoState
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
+from .folding import check_folded, fold_fixed_norms, require_weights
 from .measure.copies import copy_of
 from .measure.randomness import exclusive, keep_random_state
 from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
-from .repairs.calibration import calibration_for, require_calibration_fits
+from .repairs.calibration import calibration_for, require_calibration_fits, require_data
 from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .runtime.gated import GatedLinear
@@ -37,8 +38,6 @@ from .schemes.norms import Norm
 from .schemes.placements import Placement
 from .schemes.positions import Position
 from .schemes.request import EXACT, Outcome, Record, Request
-from .sites.sites import Sites
-from .swap.folded import plan_fold_of_fixed
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
@@ -120,6 +119,7 @@ def patch_model(
     require_calibration_fits(calibration, fit, init)
     new_lengths = _new_lengths(tokenizer, request, calibration)
     plan = make_plan(model, request, example_inputs)
+    require_weights(plan, model)
     kept = _undo_state_for(model) if reversible else None
     if compile:
         require_blocks(model)
@@ -127,14 +127,14 @@ def patch_model(
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
     elif init != "reset":
-        _require_data(plan, model)
+        require_data(model, plan.planned["norm"].part.scheme if "norm" in plan.planned else None, plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
-            _fold_fixed_norms(plan, model, transaction, example_inputs)
+            fold_fixed_norms(plan, model, transaction, example_inputs)
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:
@@ -168,6 +168,7 @@ def _carry_out(
         norms.apply(model, transaction)
         if plan.conversion is not None:
             plan.conversion.compensate(before.inputs, transaction)
+        verdict = verdict or check_folded(plan, before, model)
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
@@ -202,36 +203,6 @@ def _convert_exactly(
         raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
     transaction.undo(start)
     return plan.inexact(model, measured), None
-
-
-def _fold_fixed_norms(
-    plan: Plan, model: PreTrainedModel, transaction: Transaction, inputs: Mapping[str, Any] | None
-) -> None:
-    """Fold the fixed norms that a plan put in, if its scheme says so, and check that on the model.
-
-    Raises:
-        VerificationError: the folded model differs by more than rounding.
-    """
-    found = plan.planned.get("norm")
-    if found is None or not getattr(found.part.scheme, "folds", False):
-        return
-    names = [change.row.module for change in found.changes if change.changes]
-    with keep_random_state(), torch.inference_mode(False):
-        folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)
-        folding = Plan.of(model, Record.of(model.config), {"norm": folded})
-        if folding.empty:
-            return
-        before = snapshot_of(model, folding, inputs)
-        for phase in folding.phases:
-            phase.apply(model, transaction)
-        give_patched_config(model, folding.record, transaction, [])
-        outcome = measure_outcomes(folding, before, model, None, None, inputs)["norm"]
-    if outcome.verdict != EXACT:
-        raise VerificationError(
-            f"{plan.model_name}: folding the fixed norms isn't exact on this model: {outcome}. The model was left "
-            "unchanged. Use norm='fixed' to leave them unfolded.",
-            str(outcome),
-        )
 
 
 def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTrainedModel | None:
@@ -384,21 +355,6 @@ def _require_changes(plan: Plan) -> None:
         raise OptionError(
             f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
             "repair(model, original, batches), with the original model."
-        )
-
-
-def _require_data(plan: Plan, model: PreTrainedModel) -> None:
-    """Refuse a scheme whose starting values are measured on data where there is no calibration.
-
-    Raises:
-        OptionError: says what to pass.
-    """
-    scheme = plan.planned["norm"].part.scheme if "norm" in plan.planned else None
-    if isinstance(scheme, Norm) and scheme.needs_calibration and has_weights(model):
-        own = ' "self" (sequences that the model writes), or' if plan.generates else ""
-        raise OptionError(
-            f"norm={str(scheme)!r} puts a constant in place of 1/sigma, which is measured on data. Pass calibration="
-            f"{own} texts or inputs; or init='reset' to train from scratch."
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
+from ..measure.blocks import same_layer
 from ..runtime.apply import apply, condense
 from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -160,12 +161,6 @@ def _plan_absorption(model: nn.Module, centring: Centring) -> Iterator[Change]:
         times = (WeightChange(one.name, "multiply", scale.name, axes[pattern_of(one.name)]) for one in writers)
         row = scale.row("absorbed", "the layer before it is multiplied by it")
         yield Change(row, values=(*times, WeightChange(scale.name, "fill", 1.0)))
-
-
-def same_layer(scale: str, writer: str) -> bool:
-    """Return whether the numbers in a layer-scale's name are the first ones in a writer's."""
-    own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (scale, writer))
-    return others[: len(own)] == own
 
 
 def _plan_folds(model: nn.Module, centring: Centring) -> Iterator[Change]:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import along_axis
+from ..measure.blocks import same_layer
 from ..runtime.edits import pattern_of
 from ..runtime.norms import NormFacts
-from .fold import Axis, Centring, carry_out, same_layer
+from .fold import Axis, Centring, carry_out
 from .observe import SEED, Observation, add_to_outputs, norms_with_changed_mean, observe, relative_error
 
 TOLERANCE = 1e-9  # largest relative change of an output that counts as none

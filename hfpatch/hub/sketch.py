@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..core.plan_table import group_rows
 from ..measure.twin import twin
 from ..runtime.errors import UnsupportedError
+from ..runtime.fixed import NoNorm
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import lens_of
 from ..sites.anatomy import Branch, find_branches
@@ -144,6 +145,8 @@ def _branch(site: BranchSite, mlps: list[MLPSite], rows: list[ModuleRow]) -> Bra
     if join is not None:
         placement, second, alpha = own.placement if join.form == "host" else join.form, join.second, join.alpha
     formula, order = _FORMS["deepnorm" if alpha != 1.0 else placement]
+    if isinstance(block.get_submodule(own.norm), NoNorm):
+        formula, order = formula.replace("norm(x)", "x"), order.replace("n", "")
     pieces = {"n": _norm(block, own.norm), "f": _body(site, mlps, rows)}
     if second:
         pieces["m"] = _norm(block, second)

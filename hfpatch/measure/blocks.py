@@ -35,3 +35,9 @@ def listed_modules(model: nn.Module) -> dict[str, str]:
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):
             found |= {f"{name}.{child}": name for child in module._modules}
     return found
+
+
+def same_layer(outer: str, inner: str) -> bool:
+    """Return whether the numbers in a module's name are the first ones in another's, as in h.0.ln and h.0.experts.3."""
+    own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (outer, inner))
+    return others[: len(own)] == own

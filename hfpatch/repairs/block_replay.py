@@ -159,8 +159,8 @@ class BlockReplay:
 
     def free_weights(self, block: str) -> None:
         """Free a frozen block's own weights, so that it can't run again; shared ones are kept."""
-        inside = set(self.modules[block].modules())
-        others = (module for module in self.modules.values() if module not in inside)
+        places = self.model.named_modules(remove_duplicate=False)
+        others = (module for name, module in places if not f"{name}.".startswith(f"{block}."))
         shared = {id(p) for module in others for p in module.parameters(recurse=False)}
         for parameter in self.modules[block].parameters():
             if id(parameter) not in shared:

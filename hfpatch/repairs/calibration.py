@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..core.bare import has_weights
+from ..core.scheme import Scheme
 from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.inputs import main_input
 from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
+from ..schemes.norms import Norm
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
 from .sample import SELF, require_generates
@@ -217,6 +219,25 @@ def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
     if calibration is not None and init == "reset":
         raise OptionError(
             "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
+        )
+
+
+def require_data(model: PreTrainedModel, norm: Scheme | None, generates: bool) -> None:
+    """Refuse a norm scheme whose starting values are measured on data, where there is none.
+
+    Args:
+        model: with weights; without, there is nothing to measure.
+        norm: the scheme that is planned.
+        generates: whether the model can write its own calibration.
+
+    Raises:
+        OptionError: says what to pass.
+    """
+    if isinstance(norm, Norm) and norm.needs_calibration and has_weights(model):
+        data = "'self' (sequences that the model writes), texts or inputs" if generates else "texts or inputs"
+        raise OptionError(
+            f"norm={str(norm)!r} puts a constant in place of 1/sigma, which is measured on data: pass calibration= "
+            f"({data}; --calibration), or init='reset' to train from scratch."
         )
 
 

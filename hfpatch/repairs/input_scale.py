@@ -157,5 +157,5 @@ def _write(new: BlockReplay, old: BlockReplay, name: str, constant: float, trans
     assert facts is not None
     stored = facts.parameters_of(old.modules[name])[0]
     gain = torch.ones_like(module.gain) if stored is None else stored.detach().to(module.gain) + facts.offset
-    value = gain.double().cpu() * constant - module.facts.offset
+    value = gain.cpu().double() * constant - module.facts.offset  # some devices have no float64
     transaction.write(module, WeightChange("gain", "value", value))

@@ -54,7 +54,6 @@ class Fixed(Elementwise):
     component: ClassVar[type[AffineNorm]] = FixedNorm
     planner: ClassVar[str] = "hfpatch.swap.fixed:plan_fixed"
     needs_calibration: ClassVar[bool] = True
-    folds: ClassVar[bool] = False  # whether they are folded after the repair
 
     def __post_init__(self) -> None:
         if not isinstance(self.shift, bool):
@@ -71,10 +70,9 @@ class Fixed(Elementwise):
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if facts.kind in ("layer", "rms"):
             return None
-        return (
-            super().reason_to_keep(facts)
-            or f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
-        )
+        if facts.kind == Fixed.component.kind:
+            return "is fixed already; norm='folded' folds it"
+        return f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
 
     def loss(self, facts: NormFacts) -> str | None:
         return "the scale of its input is taken to be a constant"
@@ -104,7 +102,6 @@ class WithoutNorms(Fixed):
 
     also_called: ClassVar[tuple[str, ...]] = ("normless", "identity")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_without_norms"
-    folds: ClassVar[bool] = True
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""

@@ -18,6 +18,8 @@ from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, Norm
 from ..runtime.partial_rms import PartialRMSNorm
 from .placements import Depth
 
+_DIVIDING = ("layer", "rms", "prms", "batch")  # kinds of norms that divide by a size of their input
+
 
 @dataclass(frozen=True)
 class Norm(Scheme):
@@ -105,7 +107,7 @@ class Norm(Scheme):
 
     def loss(self, facts: NormFacts) -> str | None:
         """What the swap doesn't preserve when gain and shift are copied; None if the function is the same."""
-        return "another function"
+        return f"another function than {facts.kind}'s"
 
 
 NORMS.base = Norm
@@ -147,9 +149,10 @@ class Layer(Norm):
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
-        if facts.kind != "layer":
-            return "the mean of the norm's input is removed, which the replaced norm keeps"
-        return "the shift is dropped" if facts.shift and not self.bias else None
+        if facts.kind == "layer":
+            return "the shift is dropped" if facts.shift and not self.bias else None
+        mean = "the mean of the norm's input is removed, which the replaced norm keeps"
+        return mean if facts.kind == "rms" else super().loss(facts)
 
 
 @NORMS.register("rms")
@@ -202,11 +205,9 @@ class RMS(Norm):
         return super().reason_to_keep(facts) if self.fraction == 1 else None
 
     def loss(self, facts: NormFacts) -> str | None:
-        if self.fraction < 1:
+        if self.fraction < 1 and facts.kind in _DIVIDING:
             return f"the root mean square is estimated on the first {self.fraction:.4g} of the channels"
-        if facts.kind != "layer":
-            return f"another function than {facts.kind}'s"
-        return "the mean of the norm's input is no longer removed"
+        return "the mean of the norm's input is no longer removed" if facts.kind == "layer" else super().loss(facts)
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,9 @@ class Elementwise(Norm):
             return facts
         gain, shift = self.component.names
         return replace(facts, gain=facts.gain or gain, shift=facts.shift or shift)
+
+    def loss(self, facts: NormFacts) -> str | None:
+        return "the scale of its input isn't removed" if facts.kind in _DIVIDING else super().loss(facts)
 
 
 @NORMS.register("dyt")
@@ -259,9 +263,6 @@ class DyT(Elementwise):
     def planner(self) -> str:  # type: ignore[override]
         return "hfpatch.swap.dyt_llm:plan_dyt_llm" if self.alpha == "llm" else super().planner
 
-    def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input isn't removed"
-
 
 @NORMS.register("derf")
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Derf(Elementwise):
         require_number("Derf", "s", self.s, above=float("-inf"))
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input isn't removed; on trained weights Derf needs repair (calibration=) or training"
+        return f"{super().loss(facts)}; on trained weights Derf needs repair (calibration=) or training"
 
 
 @NORMS.register("deepnorm")

@@ -45,7 +45,7 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
         if name in norms - inside:
             x = first_tensor(call)
             for stack, output in given.items():
-                if output.shape[-1] == x.shape[-1] and torch.equal(output.flatten(0, -2), x.flatten(0, -2)):
+                if _holds_rows(output, x):
                     taking.setdefault(stack, name)
 
     def on_result(name: str, output: Any) -> None:
@@ -64,3 +64,11 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
         small(**inputs)
     ends = {pattern_of(giving[stack]) for stack in giving.keys() - taking.keys()}
     return {pattern_of(name) for name in taking.values()}, ends
+
+
+def _holds_rows(output: Tensor, x: Tensor) -> bool:
+    """Whether every row of x is one of the output's: all, or those of one token, as in CLIP."""
+    if output.shape[-1] != x.shape[-1]:
+        return False
+    rows = x.flatten(0, -2)[:, None] == output.flatten(0, -2)
+    return bool(rows.all(-1).any(-1).all())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..measure.blocks import same_layer
 from ..measure.float64 import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
@@ -21,6 +23,7 @@ from .norms import describe
 _TOLERANCE = 1e-9  # relative; some hosts compute a part in float32
 UNREACHED = "the example inputs don't reach it"
 NO_READER = "no linear map reads its output as it is"
+OTHER_LAYERS = "it is read by layers of other numbers than its own"
 READ_OTHERWISE = "its output is read otherwise, too: by a residual connection, another function, or as an output"
 
 
@@ -56,6 +59,9 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         inputs: keyword arguments of its forward.
     """
     modules = dict(small.named_modules())
+    names_of: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in small.named_modules(remove_duplicate=False):
+        names_of[module].append(name)
     norms = [name for name, module in modules.items() if describe(module) is not None]
     maps = [name for name, module in modules.items() if is_linear_map(module) or holds_maps(module)]
     seen = _Calls(defaultdict(list), defaultdict(list))
@@ -74,14 +80,16 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     found: dict[str, set[Reader] | str] = {}
     for norm in norms:
         pattern, group = pattern_of(norm), [name for name in maps if norm in readers_of[name]]
-        reason = None if norm in seen.results else UNREACHED
+        reason = None if seen.results[norm] else UNREACHED
         if reason is None and not group:
             reason = NO_READER
         elif reason is None and max_error(outputs, _moved(small, inputs, watched, norm, group, seen)) > _TOLERANCE:
             reason = READ_OTHERWISE
+        elif reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
+            reason = OTHER_LAYERS
         readers = set[Reader]()
         for name in group if reason is None else ():
-            axes = _axes_of(modules[name], seen.read[name][0])
+            axes = _axes_of(modules[name], seen.read[name][0], seen.results[name][0])
             if axes is None:
                 reason = f"{pattern_of(name)} reads it, which isn't a linear map"
             else:
@@ -95,6 +103,15 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         pattern: one if isinstance(one, str) else tuple(sorted(one, key=lambda reader: reader.pattern))
         for pattern, one in found.items()
     }
+
+
+def _of_pattern(norms: Iterable[str], group: Iterable[str], called: Iterable[str]) -> set[str]:
+    """The maps that a patch takes for the readers of a norm of these names: of the same patterns and layers.
+
+    Only those that are called.
+    """
+    patterns = {pattern_of(name) for name in group}
+    return {name for name in called if pattern_of(name) in patterns and any(same_layer(norm, name) for norm in norms)}
 
 
 def _copy(value: Any) -> Any:
@@ -144,9 +161,14 @@ def _moved(
         return outputs_in_float64(small, inputs)
 
 
-def _axes_of(module: nn.Module, call: CallArguments) -> Axes | None:
+def _axes_of(module: nn.Module, call: CallArguments, result: Any) -> Axes | None:
+    """The Parameters that multiply what a module reads; None if it isn't a linear map of one tensor."""
     if is_linear_map(module):
-        return (("weight", 0 if isinstance(module, Conv1D) else 1),)
+        axis, x = 0 if isinstance(module, Conv1D) else 1, first_tensor(call)
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        expected = F.linear(x, weight if axis else weight.T, bias)
+        plain = isinstance(result, Tensor) and len(call.args) + len(call.kwargs) == 1
+        return (("weight", axis),) if plain and max_error({"": expected}, {"": result}) <= _TOLERANCE else None
     try:
         return reading_axes(module, call)
     except (RuntimeError, NotImplementedError):  # it doesn't run in float32

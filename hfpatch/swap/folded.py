@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.bare import has_weights
-from ..core.plan_table import Change
+from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import WeightChange
-from ..exact.fold import same_layer
+from ..measure.blocks import same_layer
 from ..measure.twin import twin_with_media
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
@@ -38,12 +37,10 @@ def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan folding a model's norms.
 
     Raises:
-        UnsupportedError: the model has no weights yet; init="reset"; or no small model of its class runs.
+        UnsupportedError: init="reset"; or no small model of its class runs.
     """
     if part.init == "reset":
         raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
-    if not has_weights(sites.model):
-        raise UnsupportedError("norm='folded' multiplies weights, and this model has none yet (meta device). Load it.")
     folder = _Folder.of(sites)
     changes = plan_norms(sites, part)
     return PlannerResult(part, [folder.fold(one) if one.changes else one for one in changes])
@@ -55,8 +52,6 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     Raises:
         UnsupportedError: as in `plan_folded` and `plan_fixed`.
     """
-    if not has_weights(sites.model):
-        raise UnsupportedError("norm='none' multiplies weights, and this model has none yet (meta device). Load it.")
     folder, found = _Folder.of(sites), plan_fixed(sites, part)
     for change in found.changes:
         if change.changes:
@@ -132,10 +127,16 @@ class _Folder:
         if any(self.owners[id(p)] > 1 for p in norm._parameters.values() if p is not None):
             return "another module has the same parameters"
         for name, axes in self._readers_of(names):
-            reader, name = self.model.get_submodule(name), name.removeprefix(_common(names[0], name))
-            if any(self.owners[id(reader.get_parameter(parameter))] > 1 for parameter, _ in axes):
+            reader = self.model.get_submodule(name)
+            refuse_private_forward(name, reader)
+            name = name.removeprefix(_common(names[0], name))
+            bias = reader._parameters.get("bias") if facts.shift else None
+            values = [*(reader.get_parameter(parameter) for parameter, _ in axes), *([] if bias is None else [bias])]
+            if any(self.owners[id(value)] > 1 for value in values):
                 return f"{name}, which reads it, shares its weights with another module"
-            if facts.shift and reader._parameters.get("bias") is None and type(reader) is not nn.Linear:
+            if kinds := {type(value.data).__name__ for value in values} - {"Tensor"}:
+                return f"{name}, which reads it, has weights of the type {kinds.pop()}"
+            if facts.shift and bias is None and not isinstance(reader, nn.Linear):
                 way_out = "; norm='none:shift=false' adds no shift" if facts.kind == "rms" else ""
                 return f"its shift would need a bias in {name} ({type(reader).__name__}){way_out}"
         return None

@@ -20,7 +20,7 @@ from forms import called
 from own_norm import slopes
 from sampled import slow_but
 from test_ecosystem import losses, trainer
-from tiny_models import CONFIGS, COPIES, difference, load, outputs, patch, tiny, tiny_config
+from tiny_models import CONFIGS, COPIES, difference, load, norm_request, outputs, patch, tiny, tiny_config
 from torch import nn
 from transformers import AutoModel
 
@@ -30,7 +30,9 @@ from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.norm_interface import NormInterface
 
 FAMILIES = sorted(CONFIGS)
+FOLDED = ("folded", "none")  # which multiply weights, and so take no model without
 OF_NORMS = [{"norm": name, "init": "copy"} for name in (*NORMS, "rms:fraction=0.5", "layer:bias=false")]
+OF_NORMS = [request for request in OF_NORMS if request["norm"] not in FOLDED]
 OTHERS = [{"pos": name} for name in POSITIONS if name != "learned"] + [{"pos": "learned:max_positions=99"}]
 OTHERS += [{"pos": "learned:image_size=16"}, *({"mlp": name} for name in MLPS)]
 PLACED = [{"placement": name} for name in ("pre", "post", "olmo2", "sandwich")]
@@ -77,7 +79,10 @@ def test_after_placements(family: str) -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [{"norm": "rms:mode=parametrize"}, {"norm": "rms"}, {"norm": "dyt", "pos": "rope"}],
+    [
+        *({"norm": "rms:mode=parametrize"}, {"norm": "rms"}, {"norm": "dyt", "pos": "rope"}),
+        *map(norm_request, FOLDED),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -127,6 +132,7 @@ def test_names_of_common_lists(norm: str) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------------
 
 FORMS = [("gpt2", "layer"), ("gpt2", "rms"), ("gpt2", "rms:fraction=0.5"), ("vit", "derf"), ("bart", "dyt")]
+FORMS += [("gpt2", "fixed"), ("llama", "folded"), ("llama", "none")]
 OPENED_ELSEWHERE = """
 import json, sys
 sys.modules["hfpatch"] = None
@@ -138,7 +144,7 @@ print(json.dumps([Trainer.get_decay_parameter_names(None, AutoModel.from_pretrai
 
 @pytest.mark.parametrize(("family", "norm"), FORMS)
 def test_copies_and_checkpoints(family: str, norm: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), norm=norm)
+    model = patch(tiny(family), **norm_request(norm))
     expected = decayed(model)
     assert decayed(tiny(family)) >= expected
     model.save_pretrained(tmp_path)
@@ -158,7 +164,7 @@ def test_norms_that_are_centred_as_well() -> None:
 
 @pytest.mark.slow
 def test_remote_code(tmp_path: Path) -> None:
-    models = [patch(tiny(family), norm=norm) for family, norm in FORMS]
+    models = [patch(tiny(family), **norm_request(norm)) for family, norm in FORMS]
     for index, model in enumerate(models):
         export_model(model, tmp_path / str(index), "remote", verify=False)
     folders = [tmp_path / str(index) for index in range(len(models))]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from own_norm import slopes
-from tiny_models import difference, inputs, load, outputs, patch, tiny
+from tiny_models import difference, inputs, load, norm_request, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -98,6 +98,7 @@ def test_an_adapter_of_the_unpatched_model_is_merged_before_the_patch(family: st
 
 LN_TUNED = [("gpt2", norm) for norm in ("layer", "rms", "rms:fraction=0.5", "dyt", "derf", "deepnorm", "slopes")]
 LN_TUNED += [("llama", "dyt"), ("bert", "rms"), ("bert", "batch"), ("bert", "derf"), ("t5", "dyt"), ("vit", "dyt")]
+LN_TUNED += [("gpt2", "fixed"), ("llama", "fixed")]
 NORMS_OF = {"bert": ["LayerNorm"], "vit": ["layernorm_before", "layernorm_after"]}
 
 
@@ -106,7 +107,7 @@ def test_ln_tuning_merges(family: str, norm: str, tmp_path: Path) -> None:
     """Trained copies of the norms take their places, and gain and shift may be called anything."""
     peft = pytest.importorskip("peft")
     with slopes() if norm == "slopes" else nullcontext():
-        patch(tiny(family), norm=norm).save_pretrained(tmp_path / "base")
+        patch(tiny(family), **norm_request(norm)).save_pretrained(tmp_path / "base")
         base = load(tmp_path / "base")
         given, before = inputs(base), outputs(base)
         adapted = peft.get_peft_model(base, peft.LNTuningConfig(target_modules=NORMS_OF.get(family)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import difference, inputs, outputs, patch, tiny
+from tiny_models import difference, inputs, norm_request, outputs, patch, tiny
 
 from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
@@ -23,7 +23,7 @@ if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 OPTIONS = {"learned": "learned:max_positions=80"}
-SCHEMES = [{}, *({"norm": name} for name in NORMS), *({"pos": OPTIONS.get(name, name)} for name in POSITIONS)]
+SCHEMES = [{}, *map(norm_request, NORMS), *({"pos": OPTIONS.get(name, name)} for name in POSITIONS)]
 SCHEMES += [{"mlp": name} for name in MLPS] + [{"norm": "rms", "pos": "rope"}, {"norm": "dyt", "pos": "rope"}]
 DECODERS = [{}, {"norm": "rms"}, {"norm": "dyt"}, {"pos": "rope"}, {"pos": "alibi"}, {"norm": "rms", "pos": "rope"}]
 FAMILIES = {"gpt2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "vit": "AutoModelForImageClassification"}
@@ -46,7 +46,7 @@ def made(family: str, request: dict[str, str], **options: Any) -> tuple[Any, dic
     model = tiny(family, FAMILIES[family], **options)
     if request:
         try:
-            model = patch(model, **request, init="copy")
+            model = patch(model, **({"init": "copy"} | request))
         except PatchError as error:
             pytest.skip(f"refused for this family: {error}")
     given = {name: x.to(DEVICE) for name, x in inputs(model).items()}

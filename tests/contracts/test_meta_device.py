@@ -15,7 +15,7 @@ import pytest
 import torch
 from exported_models import HEADS, REQUESTS
 from rope_proof import CACHE
-from tiny_models import CONFIGS, difference, inputs, patch, tiny, tiny_config
+from tiny_models import CONFIGS, difference, inputs, norm_request, patch, tiny, tiny_config
 from torch import Tensor
 
 from hfpatch.errors import PatchError
@@ -111,7 +111,7 @@ def test_control_a_tensor_on_another_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 WITH_WEIGHTS = [{"norm": "rms"}, {"norm": "deepnorm"}, {"placement": "sandwich"}, {"pos": "alibi"}]
-WITH_WEIGHTS += [{"pos": "learned:max_positions=128"}]
+WITH_WEIGHTS += [{"pos": "learned:max_positions=128"}, *map(norm_request, ("fixed", "folded", "none"))]
 
 
 @pytest.mark.parametrize("request_", WITH_WEIGHTS, ids=lambda one: next(iter(one.values())))

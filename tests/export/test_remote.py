@@ -31,6 +31,8 @@ CASES = [
     *(("gpt2", request) for request in ("rms exact", "dyt", "rope", "only some", "fresh")),
     *((family, "all") for family in ("gpt2", "bert", "bart", "vit", "whisper")),
     ("bert", "batch"),
+    ("gpt2", "none"),
+    ("nemotron", "folded"),
     ("vit", "axial"),
     *((family, "dyt") for family in ("llama", "t5", "convnext")),
     ("llama", "rope"),

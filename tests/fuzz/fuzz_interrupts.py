@@ -26,7 +26,7 @@ from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, describe_error
 
 ROOT = str(Path(hfpatch.__file__).parent)
-WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "plan.py", "swap", "exact", "repairs", "core"))
+WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "folding.py", "plan.py", "swap", "exact", "repairs", "core"))
 REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms"},
     {"norm": "dyt"},
@@ -37,6 +37,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"placement": "olmo2"},
     {"norm": "rms", "init": "reset"},
     {"norm": "dyt", "pos": "rope", "calibration": True},
+    {"norm": "folded"},
+    {"norm": "none", "calibration": True},
 ]
 LAST = ("all_or_nothing", "close")  # what runs when a patch is complete
 ERRORS = {"interrupt": KeyboardInterrupt, "error": RuntimeError, "memory": MemoryError}

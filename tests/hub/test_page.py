@@ -178,6 +178,9 @@ def drawn(found: Sketches) -> list[tuple[str, ...]]:
         ("bert", {"norm": "dyt"}, ("norm(x + f(x))", "BertSelfAttention", "DynamicTanh(32)")),
         ("bert", {"norm": "deepnorm:preserve=true"}, ("norm(1.414 x + f(x))", "BertSelfAttention", "LayerNorm(32)")),
         ("opt", {"norm": "deepnorm"}, ("norm(1.414 x + f(x))", "OPTAttention", "LayerNorm(32)")),
+        ("gpt2", {"norm": "folded"}, ("x + f(norm(x))", "LayerNorm(32)", "GPT2Attention")),
+        ("gpt2", {"norm": "fixed", "init": "reset"}, ("x + f(norm(x))", "FixedNorm(32)", "GPT2Attention")),
+        ("gpt2", {"norm": "none", "init": "reset"}, ("x + f(x)", "GPT2Attention")),
         ("gpt2", {"placement": "olmo2"}, ("x + norm(f(x))", "GPT2Attention", "LayerNorm(32)")),
         ("cohere", {"norm": "dyt"}, ("x + f(norm(x)) + the other branches of x", "DynamicTanh(32)", "CohereAttention")),
         (

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hfpatch.patch import repair_report
 from hfpatch.repairs import fits
+from hfpatch.repairs.repair import _Repairer
 from hfpatch.sites.linear_maps import is_linear_map
 
 WITHOUT_BIASES = ("llama", "gemma", "qwen3", "olmo", "olmo2", "mistral", "nemotron", "granite", "glm", "falcon")
@@ -23,6 +24,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"norm": "dyt"},
     {"norm": "derf"},
     {"norm": "rms:fraction=0.5"},
+    {"norm": "fixed"},
     {"pos": "nope"},
     {"norm": "dyt", "pos": "nope"},
 ]
@@ -40,6 +42,7 @@ DEFAULT = [
     ("qwen3", {"pos": "nope"}, "near"),
     ("nemotron", {"norm": "dyt"}, "bfloat16"),
     ("gpt2", {"norm": "dyt"}, "padded"),
+    ("llama", {"norm": "fixed"}, "padded"),
 ]
 
 
@@ -137,6 +140,15 @@ class Witness:
         self.checked.append(step.kind)
 
 
+def unrepaired(original: PreTrainedModel, request: dict[str, Any], data: dict[str, Tensor]) -> Any:
+    """The patched model that a repair starts from."""
+    if request != {"norm": "fixed"}:
+        return patch(copy.deepcopy(original), **request)
+    with pytest.MonkeyPatch.context() as patched:  # its constants are measured, and nothing is fitted
+        patched.setattr(_Repairer, "_repair", lambda *_: None)
+        return patch(copy.deepcopy(original), calibration=[data], **request)
+
+
 @pytest.mark.parametrize(("family", "request_", "kind"), slow_but(CASES + DEFAULT, DEFAULT))
 def test_what_is_reported_is_what_the_model_computes(
     family: str, request_: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +160,7 @@ def test_what_is_reported_is_what_the_model_computes(
     data, places = calibration(original, kind)
     held = {name: value[places] for name, value in data.items()}
     witness = Witness(original, held, monkeypatch)
-    plain = patch(copy.deepcopy(original), **request_)
+    plain = unrepaired(original, request_, data)
     model = patch(copy.deepcopy(original), calibration=[data], **request_)
     report = repair_report(model)
     assert report.held_out == len(places)

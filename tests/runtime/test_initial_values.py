@@ -38,6 +38,9 @@ ADDED: dict[str, dict[str, Any]] = {
     "deepnorm": {"norm": "deepnorm"},
     "layer": {"norm": "layer"},
     "rms": {"norm": "rms"},
+    "fixed": {"norm": "fixed", "init": "reset"},
+    "folded": {"norm": "folded"},
+    "none": {"norm": "none", "init": "reset"},
     "parametrised": {"norm": "rms:mode=parametrize"},
     "rope": {"pos": "rope"},
     "nope": {"pos": "nope"},
@@ -51,8 +54,8 @@ ADDED: dict[str, dict[str, Any]] = {
 NORMED = ("rms", "parametrised")  # is already
 TURNED = ("alibi", "sinusoidal")  # has positions of another kind
 REFUSED = {
-    "bert": ("post",),
-    "bart": ("post",),
+    "bert": ("post", "folded"),  # whose norms residual connections read
+    "bart": ("post", "folded"),
     "vit": ("dyt:alpha=llm", "sinusoidal"),
     "llama": (*NORMED, *TURNED, "swiglu", "fresh swiglu"),
     "t5": (*NORMED, *TURNED),

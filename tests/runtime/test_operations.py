@@ -39,6 +39,10 @@ BOUNDS = [
     ("bart", {"pos": "alibi"}, 0, 32),
     *((family, {"pos": pos}, 0, 2) for family in ("llama",) for pos in ("rope:theta=5e5", "nope")),
     ("llama", {"norm": "dyt"}, 0, 0),
+    ("gpt2", {"norm": "fixed", "init": "reset"}, 4, 0),
+    *((family, {"norm": "folded"}, 0, 0) for family in ("gpt2", "llama")),
+    ("gpt2", {"norm": "none", "init": "reset"}, -2, 0),  # two norms of one operation each
+    ("llama", {"norm": "none", "init": "reset"}, -12, 0),
 ]
 
 

@@ -21,6 +21,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "derf": {"norm": "derf"},
     "deepnorm": {"norm": "deepnorm"},
     "batch": {"norm": "batch"},
+    "fixed": {"norm": "fixed", "init": "reset"},
+    "folded": {"norm": "folded"},
+    "none": {"norm": "none", "init": "reset"},
     "rope": {"pos": "rope"},
     "rope, theta": {"pos": "rope:theta=300"},
     "rms+rope": {"norm": "rms", "pos": "rope:theta=300"},
@@ -39,6 +42,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 HEADS = {"bert": "AutoModel"}
 _OF_ENCODERS = ("batch", "pre")
 _OF_LLAMA = ("layer", "prms", "dyt", "derf", "deepnorm", "rope, theta", "nope", "post", "olmo2", "sandwich")
+_OF_LLAMA += ("fixed", "folded", "none")
 CASES = (
     *(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES),
     *(("llama", scheme) for scheme in _OF_LLAMA),
@@ -47,8 +51,8 @@ CASES = (
 )
 NATIVE = {  # those that equal a stock architecture
     *(("gpt2", s) for s in ("layer", "rms", "rms, parametrized", "rope", "rope, theta", "rms+rope")),
-    *(("gpt2", scheme) for scheme in ("nope", "sinusoidal", "learned")),
-    *(("llama", scheme) for scheme in ("layer", "rope, theta", "nope")),
+    *(("gpt2", scheme) for scheme in ("folded", "nope", "sinusoidal", "learned")),
+    *(("llama", scheme) for scheme in ("layer", "folded", "rope, theta", "nope")),
     ("bert", "rope"),
     ("opt", "rms, parametrized"),
 }

@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
+from hfpatch.core.registry import NORMS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.runtime.norms import AffineNorm
@@ -227,6 +228,11 @@ def patch(model: Any, *args: Any, **kwargs: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         return patch_model(model, *args, **kwargs)
+
+
+def norm_request(name: str) -> dict[str, str]:
+    """A request of a norm scheme without data: where its starting values are measured, those of the paper."""
+    return {"norm": name} | ({"init": "reset"} if NORMS[name.partition(":")[0]].needs_calibration else {})
 
 
 def without_outcomes(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Folded norms on the user's model: folds fixed norms after their repair, and checks that a fold is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .checkpoint.patched_config import give_patched_config
+from .core.bare import has_weights
+from .core.plan_table import Change
+from .core.transaction import Transaction
+from .errors import VerificationError
+from .measure.randomness import keep_random_state
+from .measure.snapshot import Snapshot, Verdict
+from .outcome import snapshot_of
+from .plan import Plan
+from .runtime.errors import UnsupportedError, describe_error
+from .runtime.record import KEY
+from .schemes.fixed import Folded, WithoutNorms
+from .schemes.request import Record
+from .sites.sites import Sites
+from .swap.folded import plan_fold_of_fixed
+
+
+def require_weights(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse to fold the norms of a model without weights, which a fold multiplies.
+
+    Raises:
+        UnsupportedError: it is on the meta device.
+    """
+    found = plan.planned.get("norm")
+    if found is not None and isinstance(found.part.scheme, Folded | WithoutNorms) and not has_weights(model):
+        raise UnsupportedError(
+            f"norm={str(found.part.scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+        )
+
+
+def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdict | None:
+    """Return the verdict on the folded norms of a plan; None where it folds none, or nothing can be measured.
+
+    Args:
+        plan: of which the norms were carried out, and nothing else that isn't exact.
+        before: the model before it.
+        model: after it.
+
+    Raises:
+        VerificationError: the outputs differ by more than rounding.
+        UnsupportedError: the model ran before and no longer does.
+    """
+    found = plan.planned.get("norm")
+    if found is None or not isinstance(found.part.scheme, Folded | WithoutNorms):
+        return None
+    if plan.losses("norm") or before.forward is None:
+        return None
+    after = before.outputs_after(model)
+    if isinstance(after, Exception):
+        reason = describe_error(after).rstrip(".")
+        raise UnsupportedError(
+            f"{plan.model_name} doesn't run with folded norms: {reason}. The model was left unchanged."
+        ) from after
+    verdict = before.within_rounding(model, max(one.max_error for one in before.deviations(after)))
+    if not verdict.holds:
+        otherwise = " Use norm='fixed' to leave them unfolded." if isinstance(found.part.scheme, WithoutNorms) else ""
+        raise VerificationError(
+            f"{plan.model_name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
+            f"unchanged.{otherwise}",
+            verdict.figures,
+        )
+    return verdict
+
+
+def fold_fixed_norms(
+    plan: Plan, model: PreTrainedModel, transaction: Transaction, inputs: Mapping[str, Any] | None
+) -> None:
+    """Fold the fixed norms that a plan put in, if its scheme says so, and check that on the model.
+
+    Args:
+        plan: that was carried out, repair included.
+        model: after it.
+        transaction: logs the changes.
+        inputs: keyword arguments of one forward; None generates them.
+
+    Raises:
+        VerificationError, UnsupportedError: as in `check_folded`.
+    """
+    found = plan.planned.get("norm")
+    if found is None or not isinstance(found.part.scheme, WithoutNorms):
+        return
+    names = [change.row.module for change in found.changes if change.changes]
+    with keep_random_state(), torch.inference_mode(False):
+        folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)
+        folding = Plan.of(model, Record.of(model.config), {"norm": folded})
+        if not folding.empty:
+            before = snapshot_of(model, folding, inputs)
+            for phase in folding.phases:
+                phase.apply(model, transaction)
+            give_patched_config(model, folding.record, transaction, [])
+            check_folded(folding, before, model)
+    _record_unfolded(model, folded.changes)
+
+
+def _record_unfolded(model: PreTrainedModel, changes: Sequence[Change]) -> None:
+    """Add fixed norms that couldn't be folded to the outcome in the model's record."""
+    record = Record.of(model.config)
+    reasons = [str(change.row.reason) for change in changes if not change.changes]
+    outcome = record.norm[-1].outcome
+    if reasons and outcome is not None:
+        text = f"{len(reasons)} fixed norms, not folded ({'; '.join(dict.fromkeys(reasons))})"
+        outcome = replace(outcome, kept="; ".join(filter(None, (outcome.kept, text))))
+        setattr(model.config, KEY, record.with_outcomes({"norm": outcome}).to_json())
