@@ -28,7 +28,7 @@ from exact import in_float64
 from torch import nn
 
 from hfpatch import patch_model, plan_patch
-from hfpatch.errors import NothingToPatchError, PatchError
+from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
 from hfpatch.measure.float64 import Float64, outputs_in_float64
 from hfpatch.measure.outputs import max_error
 from hfpatch.measure.quiet_forward import cast
@@ -89,7 +89,7 @@ def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result
         result.reasons = {str(error).rpartition("kept (")[2].rstrip(").")[:300]: result.norms}
         return
     except PatchError as error:
-        result.status = f"refused: {error}"
+        result.status = "wrong" if isinstance(error, VerificationError) else f"refused: {error}"
         return
     rows = [row for row in plan.rows if row.kind == "norm"]
     changed = [row.module for row in rows if row.becomes is not None]
@@ -124,6 +124,7 @@ def take_out(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], re
             none = patch_model(copy.deepcopy(model), norm="none", **request)
     except PatchError as error:
         result.none_refused = f"{type(error).__name__}: {error}"[:300]
+        result.status = "wrong" if isinstance(error, VerificationError) else result.status
         return
     kinds = [Counter(type(module).__name__ for module in one.modules()) for one in (fixed, none)]
     result.fixed, result.gone = kinds[0]["FixedNorm"], kinds[1]["NoNorm"]
