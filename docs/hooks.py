@@ -28,7 +28,7 @@ SWEEPS = (
     "operations",
     "acceptance",
     "weight_decay",
-    "operations",
+    "fold",
 )
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}

@@ -60,7 +60,8 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
         full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
         if not isinstance(full, Exception):
             break
-        if not isinstance(attempt(original, lambda make=make: full_inputs(original, make)[0]), Exception):  # type: ignore[misc]
+        control = attempt(original, lambda make=make: _like(full_inputs(model, make)[0], original, make))  # type: ignore[misc]
+        if not isinstance(control, Exception):
             raise _refusal(model, settings, full) from full
     if isinstance(full, Exception):
         if given is None:
@@ -71,6 +72,18 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
         raise _refusal(model, settings, last) from last
     return True
+
+
+def _like(inputs: Mapping[str, Any], original: Any, make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Full inputs of the original, if they are of the same kind as those of the patched model.
+
+    Raises:
+        UnsupportedError: they aren't: an image fits into the longer text alone.
+    """
+    found = full_inputs(original, make)[0]
+    if found.keys() != inputs.keys():
+        raise UnsupportedError(f"the original takes {', '.join(found)} at its full length, not {', '.join(inputs)}")
+    return found
 
 
 def _positions(model: Any, which: int) -> dict[str, Any] | None:

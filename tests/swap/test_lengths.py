@@ -311,3 +311,11 @@ def test_a_decoder_whose_table_isnt_known_stays_as_long_as_it_was() -> None:
     (outcome,) = outcomes(patched(model, pos="rope")).values()
     assert "not measured" not in outcome
     assert full_length(model) == model.config.text_config.max_position_embeddings
+
+
+@pytest.mark.slow
+def test_images_that_fit_into_the_new_length_alone_refuse_nothing() -> None:
+    """Glm-Image's don't run as they are made here, and its text of 64 tokens has no room for them."""
+    model, _ = zoo.tiny("glm_image")
+    changed = patched(model, pos=RoPE(scaling={"rope_type": "linear", "factor": 3.0}))
+    assert "on inputs without images" in next(iter(outcomes(changed).values()))
