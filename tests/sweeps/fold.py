@@ -19,7 +19,6 @@ from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
-import norm_swap
 import torch
 import transformers
 import workers
@@ -133,7 +132,8 @@ def take_out(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], re
         result.status = "wrong"
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(every: list[Result]) -> str:
+    results = [one for one in every if one.norms]
     count = kinds(results)
     errors = [one for result in results for one in (result.error, result.none_error) if one is not None]
     norms, folded = sum(r.norms for r in results), sum(r.folded for r in results)
@@ -154,6 +154,10 @@ def to_markdown(results: list[Result]) -> str:
             "| >control | class",
             map(_cells, results),
         ),
+        "",
+        "## Not examined",
+        "",
+        *(f"* {one.model_type}: {one.status}" for one in every if not one.norms),
     ]
     return "\n".join(lines) + "\n"
 
@@ -170,17 +174,12 @@ def _cells(result: Result) -> tuple[object, ...]:
     )
 
 
-def with_norms() -> list[str]:
-    """Types that the sweep of norm swaps found a norm in."""
-    return [one.model_type for one in norm_swap.SWEEP.results() if one.counted and one.model_type in zoo.model_types()]
-
-
 def kinds(results: list[Result]) -> Counter[str]:
     return Counter(result.status.partition(":")[0] for result in results)
 
 
 SWEEP = workers.Sweep(
-    every=with_norms,
+    every=zoo.model_types,
     examine=examine,
     failed=Result,
     read=lambda row: Result(**row),
