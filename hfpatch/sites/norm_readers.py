@@ -83,7 +83,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         reason = None if seen.results[norm] else UNREACHED
         if reason is None and not group:
             reason = NO_READER
-        elif reason is None and max_error(outputs, _moved(small, inputs, watched, norm, group, seen)) > _TOLERANCE:
+        elif reason is None and not _is_read_only_by(small, inputs, outputs, watched, norm, group, seen):
             reason = READ_OTHERWISE
         elif reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
             reason = OTHER_LAYERS
@@ -138,17 +138,28 @@ def _is_output(results: list[Any], call: CallArguments) -> bool:
     )
 
 
-def _moved(
+def _is_read_only_by(
     small: nn.Module,
     inputs: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
     watched: Mapping[str, nn.Module],
     norm: str,
     held: Collection[str],
     seen: _Calls,
-) -> dict[str, Tensor]:
-    """The model's outputs with noise on a norm's output, while some maps return what they returned before."""
+) -> bool:
+    """Whether noise on a norm's output moves nothing while some maps return what they returned before.
+
+    Neither the model's outputs, nor what else is passed to these maps: experts get the choice of a router, which would
+    otherwise go unseen.
+    """
     count: Counter[str] = Counter()
     generator = torch.Generator().manual_seed(0)
+    moved: list[str] = []
+
+    def on_call(name: str, call: CallArguments) -> None:
+        if name in held:
+            pairs = zip(_tensors(call)[1:], _tensors(seen.read[name][count[name]])[1:], strict=True)
+            moved.extend(name for value, known in pairs if not torch.equal(value, known))
 
     def on_result(name: str, result: Any) -> Any:
         call, count[name] = count[name], count[name] + 1
@@ -157,8 +168,13 @@ def _moved(
             return result + noise * result.std()
         return _copy(seen.results[name][call])
 
-    with observe_calls({name: watched[name] for name in (norm, *held)}, on_result=on_result):
-        return outputs_in_float64(small, inputs)
+    with observe_calls({name: watched[name] for name in (norm, *held)}, on_call, on_result):
+        others = outputs_in_float64(small, inputs)
+    return not moved and max_error(outputs, others) <= _TOLERANCE
+
+
+def _tensors(call: CallArguments) -> list[Tensor]:
+    return [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
 
 
 def _axes_of(module: nn.Module, call: CallArguments, result: Any) -> Axes | None:

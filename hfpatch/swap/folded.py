@@ -22,6 +22,7 @@ from ..runtime.float64 import in_float64
 from ..runtime.norms import NormFacts
 from ..schemes.fixed import Folded
 from ..schemes.request import SchemeRequest
+from ..sites.linear_maps import holds_maps, is_linear_map
 from ..sites.norm_readers import Reader, find_readers
 from ..sites.norms import describe
 from ..sites.sites import Sites
@@ -149,9 +150,10 @@ class _Folder:
             for reader in self.readers[pattern_of(name)]
             if isinstance(reader, Reader)
         }
-        for reader, _ in self.model.named_modules():
+        for reader, module in self.model.named_modules():
             axes = patterns.get(pattern_of(reader))
-            if axes is not None and any(same_layer(name, reader) for name in names):
+            is_map = is_linear_map(module) or holds_maps(module)  # and no norm beside one in a Sequential
+            if axes is not None and is_map and any(same_layer(name, reader) for name in names):
                 yield reader, axes
 
     def _weights(

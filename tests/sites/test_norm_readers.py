@@ -125,6 +125,14 @@ class Router(nn.Module):
         return x.tanh() @ self.matrix
 
 
+def test_a_router_behind_the_experts_that_are_held_is_seen() -> None:
+    """Ernie's holds a module with Parameters of its own, so it is taken for no map; its choice reaches the experts."""
+    model, _ = zoo.tiny("ernie4_5_moe")
+    found = readers(model)
+    assert found["layers.*.post_attention_layernorm"] == READ_OTHERWISE
+    assert found["layers.*.input_layernorm"] == [f"layers.*.self_attn.{one}_proj.weight:1" for one in ("k", "q", "v")]
+
+
 def test_a_function_that_is_not_linear_reads_it() -> None:
     assert find_readers(*hosted(c_fc=Squared()))["h.*.ln_2"] == READ_OTHERWISE
     assert find_readers(*hosted(c_fc=Doubled(8, 32)))["h.*.ln_2"] == "h.*.mlp.c_fc reads it, which isn't a linear map"

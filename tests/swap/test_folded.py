@@ -367,3 +367,14 @@ def test_values_are_multiplied_in_float64() -> None:
     patch(model, norm="folded")
     assert torch.equal(layer.mlp.up_proj.weight, expected)
     assert difference(model, tiny("llama", LM)) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_norm_beside_its_reader_in_a_sequential_is_no_reader() -> None:
+    """GIT's projection is a Sequential of a linear map and a norm, whose names have one pattern."""
+    model, given = zoo.tiny("git")
+    model = model.double()
+    folded = patch(copy.deepcopy(model), norm="folded", example_inputs=given)
+    assert error(model, folded, given) <= 1e-6
+    assert folded.image_encoder.vision_model.post_layernorm.weight is None
+    assert folded.visual_projection.visual_projection[1].weight is not None
