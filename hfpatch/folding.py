@@ -32,10 +32,10 @@ def require_weights(plan: Plan, model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: it is on the meta device.
     """
-    found = plan.planned.get("norm")
-    if found is not None and isinstance(found.part.scheme, Folded | WithoutNorms) and not has_weights(model):
+    scheme = plan.scheme("norm")
+    if isinstance(scheme, Folded | WithoutNorms) and not has_weights(model):
         raise UnsupportedError(
-            f"norm={str(found.part.scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
         )
 
 
@@ -51,10 +51,8 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
         VerificationError: the outputs differ by more than rounding.
         UnsupportedError: the model ran before and no longer does.
     """
-    found = plan.planned.get("norm")
-    if found is None or not isinstance(found.part.scheme, Folded | WithoutNorms):
-        return None
-    if plan.losses("norm") or before.forward is None:
+    scheme = plan.scheme("norm")
+    if not isinstance(scheme, Folded | WithoutNorms) or plan.losses("norm") or before.forward is None:
         return None
     after = before.outputs_after(model)
     if isinstance(after, Exception):
@@ -64,7 +62,7 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
         ) from after
     verdict = before.within_rounding(model, max(one.max_error for one in before.deviations(after)))
     if not verdict.holds:
-        otherwise = " Use norm='fixed' to leave them unfolded." if isinstance(found.part.scheme, WithoutNorms) else ""
+        otherwise = " Use norm='fixed' to leave them unfolded." if isinstance(scheme, WithoutNorms) else ""
         raise VerificationError(
             f"{plan.model_name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
             f"unchanged.{otherwise}",
@@ -87,9 +85,9 @@ def fold_fixed_norms(
     Raises:
         VerificationError, UnsupportedError: as in `check_folded`.
     """
-    found = plan.planned.get("norm")
-    if found is None or not isinstance(found.part.scheme, WithoutNorms):
+    if not isinstance(plan.scheme("norm"), WithoutNorms):
         return
+    found = plan.planned["norm"]
     names = [change.row.module for change in found.changes if change.changes]
     with keep_random_state(), torch.inference_mode(False):
         folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)

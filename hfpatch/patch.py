@@ -127,7 +127,7 @@ def patch_model(
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
     elif init != "reset":
-        require_data(model, plan.planned["norm"].part.scheme if "norm" in plan.planned else None, plan.generates)
+        require_data(model, plan.scheme("norm"), plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():

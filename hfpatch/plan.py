@@ -31,6 +31,7 @@ from .core.globs import require_matches
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
 from .core.results import Result, Table, dataframe, to_json_value
+from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
 from .errors import NothingToPatchError, OptionError
@@ -127,6 +128,10 @@ class Plan(Result):
     def by_kind(self) -> dict[str, list[Change]]:
         """The changes of each kind, one per module of the table; rows of kept modules have no edits."""
         return {kind: found.changes for kind, found in self.planned.items()}
+
+    def scheme(self, kind: str) -> Scheme | None:
+        """Return the scheme of a kind that changes something; None without one."""
+        return self.planned[kind].part.scheme if kind in self.planned else None
 
     @property
     def conversion(self) -> Conversion | None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import OptionError
 from ..measure.hooks import CallArguments, first_tensor
 from ..runtime.fixed import FixedNorm
+from ..runtime.norms import NormFacts
 from ..sites.norms import describe
 from .block_replay import BlockReplay
 
@@ -100,12 +101,13 @@ def start_fixed_norms(
         OptionError: calibration doesn't reach one of them.
     """
     scales = {name: InputScale() for name in norms}
+    facts = {name: found for name in scales if (found := describe(old.modules[name])) is not None}
     step = max(1, old.batches.tokens // _TOKENS)
     batches = [index for index in range(len(old.batches)) if not old.batches.judges(index)]
     for index in batches[::step]:
 
         def measure(name: str, call: CallArguments, index: int = index) -> None:
-            _measure(scales[name], old, name, first_tensor(call).detach(), index, in_decoder(name))
+            _measure(scales[name], facts[name], old, first_tensor(call).detach(), index, in_decoder(name))
 
         with old.observe_calls(scales, on_call=measure):
             old.forward(index)
@@ -116,7 +118,7 @@ def start_fixed_norms(
             f"or keep them with keep=."
         )
     for name, scale in scales.items():
-        _write(new, old, name, scale.median, transaction)
+        _write(new.modules[name], old.modules[name], facts[name], scale.median, transaction)
     return scales
 
 
@@ -135,9 +137,7 @@ def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
     )
 
 
-def _measure(scale: InputScale, old: BlockReplay, name: str, x: Tensor, index: int, decoder: bool) -> None:
-    facts = describe(old.modules[name])
-    assert facts is not None
+def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, index: int, decoder: bool) -> None:
     x = x.movedim(1, -1) if facts.channels_first else x
     axes = tuple(range(-max(1, len(facts.shape)), 0))
     x = x.float() if x.dtype != torch.float64 else x
@@ -150,12 +150,11 @@ def _measure(scale: InputScale, old: BlockReplay, name: str, x: Tensor, index: i
     scale.all.append(found.flatten())
 
 
-def _write(new: BlockReplay, old: BlockReplay, name: str, constant: float, transaction: Transaction) -> None:
-    module, facts = new.modules[name], describe(old.modules[name])
+def _write(module: nn.Module, original: nn.Module, facts: NormFacts, constant: float, transaction: Transaction) -> None:
+    """Write the gain of a norm whose original has these facts."""
     assert isinstance(module, FixedNorm)
     assert module.gain is not None
-    assert facts is not None
-    stored = facts.parameters_of(old.modules[name])[0]
+    stored = facts.parameters_of(original)[0]
     gain = torch.ones_like(module.gain) if stored is None else stored.detach().to(module.gain) + facts.offset
     value = gain.cpu().double() * constant - module.facts.offset  # some devices have no float64
     transaction.write(module, WeightChange("gain", "value", value))

@@ -70,7 +70,7 @@ class Fixed(Elementwise):
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if facts.kind in ("layer", "rms"):
             return None
-        if facts.kind == Fixed.component.kind:
+        if facts.kind == FixedNorm.kind:
             return "is fixed already; norm='folded' folds it"
         return f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
 
@@ -132,7 +132,7 @@ class Folded(Norm):
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of a norm of the same kind, without gain and shift; of a fixed one, `NoNorm`."""
-        if facts.kind == Fixed().name:
+        if facts.kind == FixedNorm.kind:
             return Call.of(NoNorm)
         return NORMS[facts.kind]().call_with(replace(facts, gain=None, shift=None, offset=0.0), old)
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
-from ..measure.twin import twin_with_media
 from ..runtime.edits import pattern_of
 from .blocks import measuring, stream_blocks
 from .norms import describe
+from .sites import Sites
 
 
-def find_final_norms(model: nn.Module, example_inputs: Mapping[str, Any] | None) -> set[str]:
+def find_final_norms(sites: Sites) -> set[str]:
     """Return the names of norms that take a stack's output, or else give it (post-norm).
 
     Raises:
         UnsupportedError: no small model runs.
     """
-    small, inputs = twin_with_media(model, example_inputs)
+    model, (small, inputs) = sites.model, sites.twin
     with measuring(model, "its last norm isn't known"):
         patterns, last_in_block = _observe(small, inputs)
     found = {name for name, module in model.named_modules() if describe(module) and pattern_of(name) in patterns}

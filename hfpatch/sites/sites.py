@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from ..core.globs import Names
+from ..measure.twin import twin_with_media
 from .architectures.biases import BIASES
 from .architectures.rotating import OWN_ROTATIONS
 from .rotations import NativeRotation, find_rotations
@@ -28,6 +31,15 @@ class Sites:
     def names(self) -> Names:
         """The names that globs match."""
         return Names.of(self.model)
+
+    @cached_property
+    def twin(self) -> tuple[nn.Module, dict[str, Any]]:
+        """A small model of the class, which isn't to be changed, and inputs that reach its towers of images and sounds.
+
+        Raises:
+            UnsupportedError: none can be made and run.
+        """
+        return twin_with_media(self.model, self.example_inputs)
 
     @cached_property
     def tables(self) -> list[FoundStack]:

@@ -15,6 +15,6 @@ def plan_fixed(sites: Sites, part: SchemeRequest) -> PlannerResult:
     Raises:
         UnsupportedError: no small model of this class runs, so its last norm isn't known.
     """
-    last = find_final_norms(sites.model, sites.example_inputs)
+    last = find_final_norms(sites)
     special = dict.fromkeys(last, "the stack's output, whose scale it sets")
     return PlannerResult(part, plan_norms(sites, part, special))

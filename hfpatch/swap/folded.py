@@ -14,7 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from ..core.plan_table import Change, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.blocks import same_layer
-from ..measure.twin import twin_with_media
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import BiasedLinear, FixedNorm
@@ -78,17 +77,23 @@ class _Folder:
     Attributes:
         readers: by pattern of a norm's name, what reads it, or why it can't be folded.
         owners: how many modules hold each Parameter, by id.
+        maps: names of the linear maps by their pattern, each with its place among the modules.
     """
 
     model: nn.Module
     readers: Mapping[str, tuple[Reader, ...] | str]
     owners: Counter[int]
+    maps: Mapping[str, list[tuple[int, str]]]
 
     @classmethod
     def of(cls, sites: Sites) -> _Folder:
         model = sites.model
         owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-        return cls(model, find_readers(*twin_with_media(model, sites.example_inputs)), owners)
+        maps: dict[str, list[tuple[int, str]]] = {}
+        for place, (name, module) in enumerate(model.named_modules()):
+            if is_linear_map(module) or holds_maps(module):  # and no norm beside one in a Sequential
+                maps.setdefault(pattern_of(name), []).append((place, name))
+        return cls(model, find_readers(*sites.twin), owners, maps)
 
     def fold(self, change: Change) -> Change:
         """Return a norm's change with what its readers take over; one without edits where it can't be folded."""
@@ -150,11 +155,9 @@ class _Folder:
             for reader in self.readers[pattern_of(name)]
             if isinstance(reader, Reader)
         }
-        for reader, module in self.model.named_modules():
-            axes = patterns.get(pattern_of(reader))
-            is_map = is_linear_map(module) or holds_maps(module)  # and no norm beside one in a Sequential
-            if axes is not None and is_map and any(same_layer(name, reader) for name in names):
-                yield reader, axes
+        for _, reader in sorted(one for pattern in patterns for one in self.maps.get(pattern, ())):
+            if any(same_layer(name, reader) for name in names):
+                yield reader, patterns[pattern_of(reader)]
 
     def _weights(
         self, norm: str, facts: NormFacts, found: Iterable[tuple[str, tuple[tuple[str, int], ...]]], centres: bool

@@ -178,9 +178,9 @@ def _unconditional_reason(site: _NormSite, scheme: Norm) -> str | None:
 
 def _reason_to_name(site: _NormSite, names: Names, kinds: Mapping[str, str]) -> str | None:
     """Why a norm changes only if `only` names it: it isn't on the residual stream, or `kinds` says so; else None."""
-    parts, what = site.names[0].split("."), next((kinds[name] for name in site.names if name in kinds), None)
-    if what is not None:
-        pass
+    parts, what = site.names[0].split("."), None
+    if known := [kinds[name] for name in site.names if name in kinds]:
+        what = known[0]
     elif any(_QUERY_KEY.match(piece) for piece in parts):
         what = "queries or keys"
     elif any(_FEATURES.search(piece) for piece in parts):

@@ -9,6 +9,7 @@ from torch import nn
 
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.final_norms import find_final_norms
+from hfpatch.sites.sites import Sites
 
 LM = "AutoModelForCausalLM"
 CASES = [
@@ -30,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "head", "expected"), CASES)
 def test_the_last_norm_of_each_stack(family: str, head: str, expected: set[str]) -> None:
-    assert find_final_norms(tiny(family, head), None) == expected
+    assert find_final_norms(Sites(tiny(family, head))) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,23 +46,23 @@ def test_the_last_norm_of_each_stack(family: str, head: str, expected: set[str])
     ],
 )
 def test_of_other_types(model_type: str, expected: set[str]) -> None:
-    assert find_final_norms(zoo.tiny(model_type)[0], None) == expected
+    assert find_final_norms(Sites(zoo.tiny(model_type)[0])) == expected
 
 
 def test_in_a_deep_post_norm_model_it_is_the_last_block_of_the_model_and_not_of_the_small_one() -> None:
     model = tiny("bert", num_hidden_layers=4)
-    assert find_final_norms(model, None) == {"encoder.layer.3.output.LayerNorm"}
+    assert find_final_norms(Sites(model)) == {"encoder.layer.3.output.LayerNorm"}
 
 
 def test_a_model_that_ends_without_a_norm_has_none() -> None:
     """Control: nothing else is taken for it."""
     model = tiny("gpt2")
     model.ln_f = nn.Identity()
-    assert find_final_norms(model, None) == set()
+    assert find_final_norms(Sites(model)) == set()
 
 
 def test_without_a_small_model_that_runs_it_is_refused() -> None:
     model = tiny("gpt2").to("meta")  # so the model itself doesn't run
     model.h[0].mlp.act = nn.Linear(2, 2)  # which no config builds
     with pytest.raises(UnsupportedError, match="no small model"):
-        find_final_norms(model, None)
+        find_final_norms(Sites(model))
