@@ -29,12 +29,21 @@ def is_linear_map(module: nn.Module) -> bool:
 
 
 def holds_maps(module: nn.Module) -> bool:
-    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer."""
+    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer.
+
+    Modules inside may hold vectors (the bias of a router's choice), but no matrices, which would be maps themselves.
+    """
     usual = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
-    inside = any(parameter is not None for child in module.children() for parameter in child.parameters())
+    inside = any(_is_matrix(p) for child in module.children() for p in child.parameters())
     if isinstance(module, usual) or inside or type(module).__module__.startswith("torch.nn."):
         return False
-    return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
+    own = (p for p in module._parameters.values() if p is not None)
+    return any(_is_matrix(p) and p.dim() in (2, 3) and p.is_floating_point() for p in own)
+
+
+def _is_matrix(value: Tensor) -> bool:
+    """Whether two axes are longer than 1: (1, d) is a vector."""
+    return value.numel() > max(value.shape, default=1)
 
 
 def reading_axes(module: nn.Module, call: CallArguments) -> Axes | None:
