@@ -81,7 +81,8 @@ def test_what_is_no_map_of_its_input_is_left_alone() -> None:
     assert not holds_maps(nn.Linear(3, 4))
     assert not holds_maps(nn.Sequential(Squared()))
     outer = Squared()
-    outer.inner = nn.LayerNorm(6)
+    outer.inner = nn.ParameterList([torch.randn(1, 6)])
     assert holds_maps(outer)
-    outer.inner = nn.Linear(6, 6)
-    assert not holds_maps(outer)
+    for inner in (nn.Linear(6, 6), nn.LayerNorm(6)):
+        outer.inner = inner
+        assert not holds_maps(outer)
