@@ -93,4 +93,4 @@ class TestChain:
     def test_a_patch_of_later_layers_can_be_followed_by_another(self) -> None:
         model = patch(tiny("gpt2", n_layer=4), norm="rms", only="*.h.3.*")
         patch(model, norm="fixed", only="*.h.2.*", calibration=[inputs(model)] * 2)
-        assert [type(block.ln_1).__name__ for block in model.h] == ["LayerNorm"] * 2 + ["FixedNorm", "RMSNorm"]
+        assert [type(block.ln_1).__name__ for block in model.h] == ["LayerNorm"] * 2 + ["FixedNorm", "RMSNormExtended"]
