@@ -38,13 +38,13 @@ def traced(model: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return parts, streams, logits
 
 
-def without_the_last_mlp(model: Any) -> Tensor:
-    """The logits of a run in which the last MLP writes nothing."""
+def effect_of_the_last_mlp(model: Any, before: Tensor) -> Tensor:
+    """The logits less those of a run in which the last MLP writes nothing."""
     wrapped = nnsight.NNsight(model)
     with torch.no_grad(), wrapped.trace(IDS):
         wrapped.transformer.h[-1].mlp.c_proj.output[:] = 0
         logits = wrapped.lm_head.output.save()
-    return logits
+    return before - logits
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -70,7 +70,7 @@ def errors(model: Any) -> dict[str, float]:
         "logits": off(logits, model(IDS).logits),
         "logit lens": max(off(found, expected) for found, expected in zip(sums, lens, strict=True)),
         "attribution": off(sums[-1], logits),
-        "direct effect": off(attributed[-1], logits - without_the_last_mlp(model)),
+        "direct effect": off(attributed[-1], effect_of_the_last_mlp(model, logits)),
     }
 
 
