@@ -68,6 +68,8 @@ class Fixed(Elementwise):
         return call if facts.kind == "layer" else replace(call, kwargs=(*call.kwargs, ("mean", False)))
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
+        if not facts.shape:
+            return "takes inputs of any size, so there is no gain to hold the constant"
         if facts.kind in ("layer", "rms"):
             return None
         if facts.kind == FixedNorm.kind:
