@@ -7,8 +7,8 @@ from functools import partial
 import benchmark
 import pytest
 import torch
-from benchmark import against_basis
 from hfrecipes import bench_micro, timing
+from hfrecipes.bench_report import against_basis
 from hfrecipes.timing import Entrant
 from torch import nn
 
