@@ -25,7 +25,7 @@ import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
 from hfrecipes.bench_models import MODELS, NATIVE, cases, place_cases
-from hfrecipes.bench_report import MICRO, draw_ratios, failures, name_of, panels_of, part_table
+from hfrecipes.bench_report import MICRO, colours_of, draw_ratios, failures, name_of, panels_of, part_table
 from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.report import machine
@@ -154,8 +154,9 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> None:
     if not panels:
         return
     figure, axes = plt.subplots(len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained")
+    colours = colours_of(subject for _, points in panels for subject in points["subject"])
     for ((part, mode), points), axis in zip(panels, axes[:, 0], strict=True):
-        draw_ratios(axis, part, mode, points)
+        draw_ratios(axis, part, mode, points, colours)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

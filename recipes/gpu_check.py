@@ -1,4 +1,4 @@
-"""What only a GPU can show, in ten minutes: the tests that need one, and whether patched models reach their goals there.
+"""What only a GPU can show, in ten minutes: the tests that need one, and whether patched models reach their goals.
 
 One process, no network. Parts come in order of worth; each has its share of the time, and is written to results.json
 as soon as it is done. The same command again does what is left.
@@ -25,7 +25,7 @@ import transformers
 from accelerate import Accelerator
 from hfrecipes import bench_micro, bench_models
 from hfrecipes.bench_models import FORWARD, TOKEN, TRAINING
-from hfrecipes.bench_report import MICRO, draw_ratios, name_of, panels_of
+from hfrecipes.bench_report import MICRO, colours_of, draw_ratios, name_of, panels_of
 from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.device import count_work, describe_device, run_gpu_tests
@@ -233,14 +233,16 @@ def draw_gpu_check(results: dict[str, Any], path: Path) -> None:
     number = len(panels) + bool(micro)
     if not number:
         return
-    figure, axes = plt.subplots(number, 1, figsize=(14, 4.2 * number), squeeze=False, layout="constrained")
-    for ((part, mode), points), axis in zip(panels, axes[:, 0], strict=False):
-        draw_ratios(axis, part, mode, points)
+    whole = plt.figure(figsize=(15, 4.2 * number), layout="constrained")
+    parts = whole.subfigures(number, 1, squeeze=False)[:, 0]
+    colours = colours_of(subject for _, points in panels for subject in points["subject"])
+    for ((part, mode), points), inside in zip(panels, parts, strict=False):
+        draw_ratios(inside.subplots(), part, mode, points, colours)
     if micro:
-        draw_fractions(axes[-1, 0], micro)
-    figure.suptitle(results["hardware"]["device"] + (", tiny sizes: says nothing" if results["config"]["tiny"] else ""))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        draw_fractions(parts[-1], micro)
+    whole.suptitle(results["hardware"]["device"] + (", tiny sizes: says nothing" if results["config"]["tiny"] else ""))
+    whole.savefig(path, dpi=110)
+    plt.close(whole)
 
 
 def main(argv: list[str] | None = None) -> int:

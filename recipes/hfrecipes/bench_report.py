@@ -1,5 +1,7 @@
 """What a reader sees of timings: a line for each subject with both modes side by side, and bars of the ratios."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from .timing import MODES, middle
 
 Timing = dict[str, Any]
 MICRO = "micro"  # the part of modules by themselves
+MORE_COLOURS = [*COLOURS, "#F0E442", "#000000", "#999999", "#7F3C8D"]
 
 
 def name_of(race: dict[str, Any]) -> str:
@@ -84,12 +87,17 @@ def panels_of(races: list[dict[str, Any]]) -> list[tuple[tuple[str, str], pd.Dat
     return list(frame.groupby(["part", "mode"], sort=False))
 
 
-def draw_ratios(axis: Any, part: str, mode: str, points: pd.DataFrame) -> None:
+def colours_of(subjects: Iterable[str]) -> dict[str, str]:
+    """A colour for each, the same in every panel."""
+    return dict(zip(dict.fromkeys(subjects), itertools.cycle(MORE_COLOURS), strict=False))
+
+
+def draw_ratios(axis: Any, part: str, mode: str, points: pd.DataFrame, colours: dict[str, str]) -> None:
     """Bars that begin at 1, for each case and work, with intervals."""
     grid = points.set_index(["group", "subject"])[["ratio", "low", "high"]].unstack("subject", sort=False)
     ratio, low, high = (grid[name] for name in ("ratio", "low", "high"))
     whiskers = np.stack([(ratio - low).T, (high - ratio).T], 1)
-    (ratio - 1).plot.bar(ax=axis, bottom=1, yerr=whiskers, rot=0, width=0.8, color=COLOURS, ecolor="0.3")
+    (ratio - 1).plot.bar(ax=axis, bottom=1, yerr=whiskers, rot=0, width=0.8, color=colours, ecolor="0.3")
     axis.axhline(1, color="0.2", lw=1)
     axis.grid(axis="y", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -25,7 +25,7 @@ from .timing import clock
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("triton", "liger-kernel", "kernels")
 # what is counted of one run of some work
-KERNELS, LAUNCHES, PEAK, KEPT = "kernels", "launches", "peak MiB", "kept MiB"
+KERNELS, LAUNCHES, PEAK, KEPT = "kernels", "launches", "peak", "kept"
 _OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 _PROGRESS = re.compile(r"\[ *\d+%\]")
 
@@ -53,11 +53,10 @@ def version_of(package: str) -> str:
 
 
 def driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return (
-            subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.partition("\n")[0] or "unknown"
-        )
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+        return told.partition("\n")[0] or "unknown"
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
 
@@ -84,7 +83,7 @@ def median_seconds(once: Callable[[], Any]) -> float:
 
 
 def count_work(once: Callable[[], Any], model: nn.Module, device: torch.device, trains: bool) -> dict[str, int]:
-    """Kernels and their launches, peak memory above what was held, and memory that is kept for the backward."""
+    """Kernels and their launches; bytes of the peak above what was held, and of what is kept for the backward."""
     found = {}
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -95,7 +94,6 @@ def count_work(once: Callable[[], Any], model: nn.Module, device: torch.device, 
         found[PEAK] = torch.cuda.max_memory_allocated() - before
     if trains:
         found[KEPT] = kept_for_backward(once, model)
-    found = {name: round(number / 2**20) for name, number in found.items()}
     return found | launches(once, device)
 
 
@@ -148,12 +146,15 @@ def run_gpu_tests(log: Path, seconds: float, workers: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
     if workers > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(workers)]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    settings |= (
+        {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if workers > 1 else {}
+    )  # else each has as many as there are cores
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, *map(str, files)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | settings,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -5,10 +5,11 @@ from typing import Any
 
 import pandas as pd
 
+from hfpatch.schemes.request import EXACT
+
 from .bench_micro import COPY
 from .bench_models import FORWARD, NATIVE, TOKEN, TRAINING
-from .bench_report import MICRO, Timing, against_basis, failures, part_table, show_time
-from .curves import COLOURS
+from .bench_report import MICRO, Timing, against_basis, colours_of, failures, part_table, show_time
 from .device import KEPT, KERNELS, LAUNCHES, PEAK
 from .report import machine, table
 from .settings import CONTROL
@@ -17,7 +18,7 @@ from .timing import BREAKS, GRAPHS, REGIONS, middle
 PASS, MISS, OPEN = "pass", "**miss**", "not measured"
 AT_MOST, OF_COPY, FASTER = 1.0, 0.9, 1.1
 OURS = ("RMSNorm", "RMSNorm, no shift", "RoPE")
-EXACT = ("rms", "rms then folded")  # conversions of a pre-norm model that keep its function
+CONVERSIONS = ("rms", "rms then folded")  # of a pre-norm model, which keep its function
 CLAIM = "arXiv:2605.14521 says 2 to 12 % end to end"
 NOTES = (
     "*control*: an unpatched copy: that its ratio isn't 1 is chance. Compiled are the blocks, for *token* the whole "
@@ -44,11 +45,8 @@ def gpu_report(results: dict[str, Any]) -> str:
         lines += ["; ".join(f"{name} {told}" for name, told in about.items()) + ".", ""]
     for tests in (one for one in done.values() if "summary" in one):
         stopped = ", stopped when its time was over" if tests["stopped"] else ""
-        lines += [
-            f"`pytest -m gpu`: {tests['summary']}{stopped}.",
-            *(f"* failed: {name}" for name in tests["failed"]),
-            "",
-        ]
+        failed = [f"* failed: {name}" for name in tests["failed"]]
+        lines += [f"`pytest -m gpu`: {tests['summary']}{stopped}.", "", *failed, *[""] * bool(failed)]
     lines += [*table(goals(models, micro)), ""]
     if models:
         lines += [*part_table(models), "", NOTES[0], ""]
@@ -68,14 +66,14 @@ def gpu_report(results: dict[str, Any]) -> str:
 # -- goals
 
 
-def ratios(models: list[Race], *subjects: str, **told: str) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
+def ratios(models: list[Race], *subjects: str, **told: str) -> Iterator[tuple[Timing, str, tuple[float, float, float]]]:
     """Of the races that are so, and of these subjects (none: all patches): what, and its time over the unpatched."""
     for race in models:
         for timing in race["timings"]:
             named = timing["subject"] in subjects if subjects else timing["subject"] not in (CONTROL, NATIVE)
             ratio = against_basis(timing, race["timings"][0])
             if ratio and named and all(race[name] == value for name, value in told.items()):
-                yield timing["subject"], f"{race['case']}, {race['work']}", ratio
+                yield timing, f"{race['case']}, {race['work']}", ratio
 
 
 def goals(models: list[Race], micro: list[Race]) -> list[dict[str, str]]:
@@ -88,11 +86,9 @@ def goals(models: list[Race], micro: list[Race]) -> list[dict[str, str]]:
 
     found = list(ratios(models, mode="compiled"))
     slower = sorted((one for one in found if one[2][1] > AT_MOST), key=lambda one: -one[2][1])
-    worst = f"; most: {slower[0][1]}, {slower[0][0]} {show_ratio(slower[0][2])}" if slower else ""
-    measured = f"{len(found) - len(slower)} of {len(found)}{worst}"
-    add(
-        f"compiled, patched at most {AT_MOST:.2f} of unpatched, within its interval", measured, known(found, not slower)
-    )
+    worst = f"; most: {slower[0][1]}, {slower[0][0]['subject']} {show_ratio(slower[0][2])}" if slower else ""
+    measured, goal = f"{len(found) - len(slower)} of {len(found)}{worst}", f"patched at most {AT_MOST:.2f} of unpatched"
+    add(f"compiled, {goal}, within its interval", measured, known(found, not slower))
     shares = [(share, what) for what, mode, share in copy_shares(micro, OURS) if mode == "compiled"]
     least = f"{sum(share >= OF_COPY for share, _ in shares)} of {len(shares)}"
     least += "; least: {:.2f}, {}".format(*min(shares)) if shares else ""
@@ -108,8 +104,9 @@ def goals(models: list[Race], micro: list[Race]) -> list[dict[str, str]]:
         add(f"{what}: without norms at least {FASTER:.2f} times as fast", speed, 1 / middle_ >= FASTER)
     for work in (TRAINING, FORWARD, TOKEN):
         saved = [
-            f"{name} saves {100 * (1 - at):.1f} % ({100 * (1 - high):.1f} to {100 * (1 - low):.1f})"
-            for name, _, (at, low, high) in ratios(models, *EXACT, case="gpt2", work=work, mode="compiled")
+            f"{timing['subject']}{'' if timing['outcome'].startswith(EXACT) else ' (not exact)'} saves "
+            f"{100 * (1 - at):.1f} % ({100 * (1 - high):.1f} to {100 * (1 - low):.1f})"
+            for timing, _, (at, low, high) in ratios(models, *CONVERSIONS, case="gpt2", work=work, mode="compiled")
         ]
         if saved:
             goal = f"what an exact LayerNorm to RMSNorm conversion gains, gpt2, {work}"
@@ -137,7 +134,9 @@ def counts(models: list[Race]) -> list[dict[str, str]]:
             for name in (KERNELS, LAUNCHES, PEAK, KEPT):
                 if name in timing["counts"]:
                     row = rows.setdefault(tuple(named.values()), named)
-                    row[f"{race['mode']} {name}"] = f"{timing['counts'][name]:,}"
+                    number = timing["counts"][name]
+                    told = f"{number:,}" if name in (KERNELS, LAUNCHES) else f"{number / 2**20:,.1f} MiB"
+                    row[f"{name}, {race['mode']}"] = told
     return list(rows.values())
 
 
@@ -174,18 +173,27 @@ def fractions(micro: list[Race]) -> list[dict[str, str]]:
     return [{name: row.get(name, "-") for name in present} for row in rows.values()]
 
 
-def draw_fractions(axis: Any, micro: list[Race]) -> None:
-    """Each module's share of a copy's bandwidth: a group of bars for each width and work, compiled where it was."""
-    points = {
-        (f"{race['case']}\n{race['work']}, {race['mode']}", timing["subject"]): share
+def draw_fractions(figure: Any, micro: list[Race]) -> None:
+    """Each module's share of a copy's bandwidth over the width: a panel for each kind and work; dashed: eager."""
+    points = [
+        (*race["case"].split(", "), race["work"], race["mode"], timing["subject"], share)
         for race in micro
         for timing in race["timings"]
         if (share := of_copy(race, timing)) is not None
-    }
-    frame = pd.Series(points).unstack(sort=False)
-    frame.plot.bar(ax=axis, rot=90, width=0.85, color=COLOURS)
-    axis.axhline(OF_COPY, color="0.2", lw=1, ls="--")
-    axis.grid(axis="y", alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    axis.set(xlabel="", ylabel="share of a copy's bandwidth", title="norms and rotations by themselves")
+    ]
+    frame = pd.DataFrame(points, columns=["kind", "width", "work", "mode", "subject", "share"])
+    panels = list(frame.groupby(["kind", "work"], sort=False))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    colours = colours_of(frame["subject"])
+    for ((kind, work), shown), axis in zip(panels, axes, strict=True):
+        for (subject, mode), line in shown.groupby(["subject", "mode"], sort=False):
+            compiled = mode == "compiled"
+            style = {"ls": "-" if compiled else ":", "marker": "o" if compiled else "x", "color": colours[subject]}
+            axis.plot(line["width"], line["share"], label=subject if compiled else None, **style)
+        axis.axhline(OF_COPY, color="0.2", lw=1, ls="--")
+        axis.grid(axis="y", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize="small")
+        axis.set(xlabel="channels", title=f"{kind}, {work}")
+    axes[0].set(ylabel="share of a copy's bandwidth", ylim=(0, None))
+    figure.suptitle("norms and rotations by themselves; dotted: eager", fontsize="medium")

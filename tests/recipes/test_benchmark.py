@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from functools import partial
 
 import benchmark
@@ -23,12 +24,12 @@ def run(out, *flags):
     return json.loads((out / "results.json").read_text()), (out / "results.md").read_text()
 
 
-def raced(works, mode="eager", repeats=2):
+def raced(works, mode="eager", repeats=2, **more):
     """Measurements of some functions, or of entrants."""
     entrants = [Entrant(*work) if isinstance(work, tuple) else work for work in works]
     for entrant in entrants:
         entrant.model = entrant.model or nn.Identity()
-    return timing.time_in_turn(entrants, mode, repeats)
+    return timing.time_in_turn(entrants, mode, repeats, **more)
 
 
 class TestRun:
@@ -115,6 +116,33 @@ class TestRace:
         assert "".join(order[:6]) == "aaabbb"
         rounds = ["".join(order[i : i + 2]) for i in range(6, 22, 2)]
         assert set(rounds) == {"ab", "ba"}, "who comes first changes"
+
+    def test_time_that_is_over(self):
+        """Nothing begins then; what has begun has a few samples."""
+        late, *_ = raced([("a", lambda: None)], until=0.0)
+        assert (late["failed"], late["seconds"]) == (timing.NO_TIME, [])
+        soon = time.perf_counter() + 0.5
+        slow, late = raced([("a", lambda: time.sleep(0.3)), ("b", lambda: None)], repeats=9, until=soon)
+        assert (len(slow["seconds"]), late["failed"]) == (timing.FEWEST, timing.NO_TIME)
+
+    def test_what_is_counted(self):
+        """Graphs by subject; what a caller counts; that it can't be counted, with the times."""
+        model = nn.Linear(2, 2)
+        sizes = iter([3, *range(4, 20)])  # a second size is compiled again
+
+        def once():
+            return model(torch.ones(next(sizes), 2))
+
+        how = {"regions": "model", "dynamic": False}
+        settings = {"backend": "eager", "count": lambda entrant: {"runs": 7}}
+        found, _ = raced(
+            [Entrant("a", once, model, how), Entrant("b", lambda: None, compile=None)], "compiled", **settings
+        )
+        assert found["counts"]["graphs"] > found["counts"]["regions"] == 1
+        assert (found["counts"]["runs"], found["failed"]) == (7, None)
+        (broken,) = raced([("a", lambda: None)], count=lambda entrant: 1 / 0)
+        assert broken["failed"] == "not counted: ZeroDivisionError: division by zero"
+        assert len(broken["seconds"]) == 2
 
 
 class TestFigures:
