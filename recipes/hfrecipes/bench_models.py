@@ -23,7 +23,7 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.export.native import native_model
 from hfpatch.extend import NORMS
 from hfpatch.patch import outcomes, patch_model
-from hfpatch.runtime.errors import PatchError, first_line
+from hfpatch.runtime.errors import PatchError, describe_error, first_line
 
 from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variants
@@ -80,10 +80,10 @@ MODELS = {
 }
 
 
-def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrainedModel | PatchError]:
+def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrainedModel | Exception]:
     """Models of one set of weights, in eval mode; in place of one that can't be made, why."""
     plain = MODELS[name].model(config, device)
-    found: dict[str, PreTrainedModel | PatchError] = {UNPATCHED: plain}
+    found: dict[str, PreTrainedModel | Exception] = {UNPATCHED: plain}
     for patch in config.patches:
         model = copy.deepcopy(plain)
         try:
@@ -96,7 +96,7 @@ def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrain
             found[patch] = model
             if patch == "rope" and MODELS[name].decodes:
                 found[NATIVE] = native_model(found[patch])
-        except PatchError as error:
+        except Exception as error:  # of a device, too: the others are measured all the same
             found[NATIVE if patch in found else patch] = error
     return found
 
@@ -160,20 +160,23 @@ def entrants(name: str, work: str, config: Any, device: torch.device, mode: str)
         given = {"input_ids": ids} | ({"use_cache": False} if MODELS[name].decodes else {})
     graphs = "reduce-overhead" if device.type == "cuda" else None
     for subject, model in subjects(name, config, device).items():
-        if isinstance(model, PatchError):
-            yield Entrant(subject, failed=first_line(model))
-            continue
         how: dict[str, Any] = {}
-        if work == TRAINING:
-            once = training_step(model, given, config)
-        elif work == FORWARD:
-            once = torch.no_grad()(partial(model.to(precision), **given))
-        elif work == DECODING:
-            once = decoding(model.to(precision), ids[:, : config.new_tokens], config.new_tokens, mode == "compiled")
-            how = {"regions": "model", "mode": graphs}
-        else:
-            once = token_step(model.to(precision), ids[:1, : config.new_tokens])
-            how = {"regions": "model", "mode": graphs, "dynamic": False}
+        try:
+            if isinstance(model, Exception):
+                raise model
+            if work == TRAINING:
+                once = training_step(model, given, config)
+            elif work == FORWARD:
+                once = torch.no_grad()(partial(model.to(precision), **given))
+            elif work == DECODING:
+                once = decoding(model.to(precision), ids[:, : config.new_tokens], config.new_tokens, mode == "compiled")
+                how = {"regions": "model", "mode": graphs}
+            else:
+                once = token_step(model.to(precision), ids[:1, : config.new_tokens])
+                how = {"regions": "model", "mode": graphs, "dynamic": False}
+        except Exception as error:
+            yield Entrant(subject, failed=first_line(error) if isinstance(error, PatchError) else describe_error(error))
+            continue
         outcome = "; ".join(outcomes(model).values()) if subject not in (UNPATCHED, NATIVE, CONTROL) else None
         yield Entrant(subject, once, model, how, outcome=outcome)
 

@@ -8,7 +8,7 @@ import pandas as pd
 from hfpatch.schemes.request import EXACT
 
 from .bench_micro import COPY
-from .bench_models import FORWARD, NATIVE, TOKEN, TRAINING
+from .bench_models import FORWARD, TOKEN, TRAINING
 from .bench_report import MICRO, Timing, against_basis, colours_of, failures, part_table, show_time
 from .device import KEPT, KERNELS, LAUNCHES, PEAK
 from .report import machine, table
@@ -23,8 +23,7 @@ CLAIM = "arXiv:2605.14521 says 2 to 12 % end to end"
 NOTES = (
     "*control*: an unpatched copy: that its ratio isn't 1 is chance. Compiled are the blocks, for *token* the whole "
     "model, in a CUDA graph. *token*: the forward of one token at batch 1 behind a prompt in a static cache, without "
-    f"what `generate` does around it. *{NATIVE}*: the stock model of transformers with equal weights. *rms then "
-    "folded*: an RMSNorm whose gain and shift are in the layers behind it.",
+    "what `generate` does around it. *rms then folded*: an RMSNorm whose gain and shift are in the layers behind it.",
     f"*{KERNELS}*: that one run has the GPU do; *{LAUNCHES}*: calls for them. *{PEAK}*: above what was held before. "
     f"*{KEPT}*: for the backward, without the parameters.",
     "*of copy*: bytes that the work has to read and write at the least, per second, over those of a copy of the same "
@@ -70,7 +69,7 @@ def ratios(models: list[Race], *subjects: str, **told: str) -> Iterator[tuple[Ti
     """Of the races that are so, and of these subjects (none: all patches): what, and its time over the unpatched."""
     for race in models:
         for timing in race["timings"]:
-            named = timing["subject"] in subjects if subjects else timing["subject"] not in (CONTROL, NATIVE)
+            named = timing["subject"] in subjects if subjects else timing["subject"] != CONTROL
             ratio = against_basis(timing, race["timings"][0])
             if ratio and named and all(race[name] == value for name, value in told.items()):
                 yield timing, f"{race['case']}, {race['work']}", ratio

@@ -8,12 +8,13 @@ from functools import partial
 import benchmark
 import pytest
 import torch
-from hfrecipes import bench_micro, timing
+from hfrecipes import bench_micro, bench_models, timing
 from hfrecipes.bench_report import against_basis
 from hfrecipes.timing import Entrant
 from torch import nn
 
 from hfpatch.compile import compile_model
+from hfpatch.errors import OptionError
 
 SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
 QUICK = [*SMALL, "--repeats", "2", "--widths", "64", "--modes", "eager"]
@@ -70,6 +71,19 @@ class TestRun:
         for race in run(tmp_path, *flags)[0]["races"]:
             found = {one["subject"]: (len(one["seconds"]), one["failed"]) for one in race["timings"]}
             assert found == dict.fromkeys(("unpatched", "fixed", "none"), (2, None))
+
+
+def test_a_subject_that_cant_be_made_spoils_no_other(monkeypatch):
+    """Whatever the reason: on a device where nothing has run yet it may be any."""
+
+    def refuse(model, **request):
+        raise RuntimeError("no kernel") if request["norm"] == "rms" else OptionError("no such norm")
+
+    config = benchmark.BenchmarkConfig(layers=1, width=64, vocab_size=50, patches=["control", "rms", "dyt"])
+    monkeypatch.setattr(bench_models, "patch_model", refuse)
+    found = bench_models.entrants("gpt2", bench_models.FORWARD, config, torch.device("cpu"), "eager")
+    told = {one.subject: one.failed for one in found}
+    assert told == {"unpatched": None, "control": None, "rms": "RuntimeError: no kernel", "dyt": "no such norm"}
 
 
 def test_modules_are_those_of_patched_models_and_agree_with_their_references():
