@@ -129,7 +129,7 @@ def plan_steps(config: GpuCheckConfig, folder: OutputFolder) -> list[Step]:
 
     def race(told: dict[str, str], share: float, made: Callable[[str], Any], trains: bool) -> Step:
         def run(until: float) -> dict[str, Any]:
-            backend = "eager" if config.tiny else "inductor"
+            backend = "eager" if config.tiny else None
             look = partial(count, device=device, trains=trains) if told["part"] == "models" else None
             timings = time_in_turn(
                 [one for one in made(told["mode"]) if one.subject not in LEFT_OUT],

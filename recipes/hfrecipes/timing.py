@@ -55,7 +55,7 @@ def time_in_turn(
     mode: str,
     repeats: int,
     *,
-    backend: str = "inductor",
+    backend: str | None = None,
     until: float = math.inf,
     count: Callable[[Entrant], dict[str, int]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def time_in_turn(
     The first is what the others are compared with. One that fails is left out, with the reason.
 
     Args:
-        backend: torch.compile's.
+        backend: torch.compile's; None: its default.
         until: when, by `time.perf_counter`, no further subject is taken, and no further sample once there are a few.
         count: what else to find out of each, behind its samples.
     """
@@ -100,11 +100,11 @@ def time_in_turn(
     return [entrant.measured() for entrant in entrants]
 
 
-def first_runs(entrant: Entrant, mode: str, backend: str) -> float:
+def first_runs(entrant: Entrant, mode: str, backend: str | None) -> float:
     """Compile and warm up. Returns the seconds of a warm run."""
     compiles = mode == "compiled" and entrant.compile is not None
     if compiles:
-        compile_model(entrant.model, **{"backend": backend, **entrant.compile})
+        compile_model(entrant.model, **({"backend": backend} if backend else {}), **entrant.compile)
         regions = (part for part in entrant.model.modules() if isinstance(part._compiled_call_impl, Region))
         kinds = {tuple((name, type(inside)) for name, inside in part.named_modules()) for part in regions}
         entrant.counts[REGIONS] = len(kinds)  # blocks that hold the same modules are compiled once
