@@ -92,6 +92,11 @@ def test_log_of_the_tests():
     assert device.read_test_log("Killed")["summary"] == "none ended"
 
 
+def test_tests_are_stopped_when_their_time_is_over(tmp_path):
+    found = device.run_gpu_tests(tmp_path / "log", 0.1, 1)
+    assert found == {"summary": "none ended", "failed": [], "stopped": True}
+
+
 def test_kept_for_the_backward():
     """x of the product, and tanh's output: not the weight."""
     weight = torch.nn.Linear(8, 8, bias=False)
