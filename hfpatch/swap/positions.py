@@ -21,7 +21,7 @@ from ..sites.architectures.refused import REFUSED
 from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
-from .config_diff import Setting, derive
+from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, plan_native, settings_of_rotations
 from .planners import PlannerResult
@@ -33,14 +33,12 @@ LENGTH = "max_position_embeddings"  # transformers' name, which configs with ano
 def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> PlannerResult:
     """Plan a position scheme: changes of modules and of configs."""
     part = _with_table_length(sites, part)
-    if Record.of(sites.model.config).has("pos", part):
+    if Record.of(sites.model.config).has("pos", (part,)):
         return PlannerResult(part, [])
     changes = plan_positions(sites, part)
     if not any(change.changes for change in changes):
         return PlannerResult(part, changes)
-    lengths = _config_lengths(sites, part)
-    derived = derive(sites.model, lengths, [edit for change in changes for edit in change.edits])
-    return PlannerResult(part, changes, lengths=lengths, derived=derived)
+    return PlannerResult(part, changes, lengths=_config_lengths(sites, part))
 
 
 def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
