@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .checkpoint.outer import require_outermost
+from .checkpoint.sentence_modules import text_length_of
 from .core.bare import require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
@@ -326,7 +327,8 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     requested = {kind: parts for kind, parts in request.parts.items() if not record.has(kind, parts)}
     require_same_init(request.parts, record)
     require_order(requested, record)
-    sites, results = Sites(model, example_inputs), list[PlannerResult]()
+    text_length = text_length_of(model) if "pos" in requested else None
+    sites, results = Sites(model, example_inputs, text_length), list[PlannerResult]()
     for kind, parts in requested.items():
         found = [planner_of(part.scheme)(sites, part) for part in parts]
         results += [] if record.has(kind, tuple(one.part for one in found)) else found  # as planners complete them
