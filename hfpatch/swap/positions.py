@@ -13,7 +13,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
-from ..schemes.learned import KEEPS, METHODS, Learned
+from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
 from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
@@ -199,9 +199,11 @@ def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Pos
     lengths = [max_positions(item) for item in affected if item.stack.grid is None]
     if scheme.keep == KEEPS[0] and not any((scheme.max_positions or 0) > length for length in lengths):
         return part
-    earlier = [one.scheme.rows for one in Record.of(sites.model.config).pos if isinstance(one.scheme, Learned)]
-    if any(earlier):
-        return replace(part, scheme=replace(scheme, rows=[rows for rows in earlier if rows][-1]))
+    for earlier in reversed(Record.of(sites.model.config).pos):
+        rows = getattr(earlier.scheme, "rows", None)
+        of_the_same = (earlier.only, earlier.keep) == (part.only, part.keep)
+        if of_the_same and rows is not None and (rows == ALL or rows <= min(lengths)):
+            return replace(part, scheme=replace(scheme, rows=rows))
     return replace(part, scheme=with_trained_rows(affected, scheme, sites.text_length))
 
 

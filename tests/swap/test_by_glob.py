@@ -179,6 +179,24 @@ def test_one_setting_for_two_stacks_is_refused() -> None:
     assert model.encoder.embed_positions.num_embeddings == model.decoder.embed_positions.num_embeddings == 130
 
 
+def test_rows_of_two_tables() -> None:
+    """Each stack repeats its own rows, also the second time."""
+    request = {"encoder.*": "learned:max_positions=128,rows=8", "decoder.*": "learned:max_positions=128,rows=16"}
+    model = patch(tiny("bart"), pos=request)
+    tables = [
+        part.embed_positions.weight.clone() for part in (model.encoder, model.decoder)
+    ]  # rows 0 and 1 are padding's
+    for table, rows in zip(tables, (8, 16), strict=True):
+        assert torch.equal(table[66:], table[2 : 2 + rows].repeat(64 // rows, 1))
+    patch(model, pos=request)
+    patch(model, pos=dict.fromkeys(request, "learned:max_positions=256"))
+    for part, rows in ((model.encoder, 8), (model.decoder, 16)):
+        assert torch.equal(
+            part.embed_positions.weight[130:], part.embed_positions.weight[2 : 2 + rows].repeat(128 // rows, 1)
+        )
+    assert [part.scheme.rows for part in Record.of(model.config).pos] == [8, 16, 8, 16]
+
+
 def test_a_table_stays_where_its_glob_comes_first() -> None:
     model = patch(tiny("gpt2"), pos={"*wpe": None, "*": "rope"})
     assert isinstance(model.wpe, nn.Embedding)
