@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from position_checks import patched, tokens
 from position_families import inputs, logits, make
 from tiny_models import tiny
@@ -135,6 +136,12 @@ def test_rows_of_a_grid_are_refused() -> None:
     for pos in ("learned:max_positions=64,rows=4", "learned:keep=rows"):
         with pytest.raises(UnsupportedError, match=r"rows= and keep= are for the table of a sequence.*grid"):
             plan_patch(make("vit"), pos=pos)
+
+
+def test_a_table_whose_config_tells_no_length_is_refused() -> None:
+    model, _ = zoo.tiny("fsmt")
+    with pytest.raises(UnsupportedError, match="max_positions can't be written to its config"):
+        plan_patch(model, pos="learned:max_positions=256")
 
 
 TEXT = ["gpt2", "opt", "gpt_neo", "bert", "roberta", "distilbert", "bart"]

@@ -100,7 +100,7 @@ def examine(model_type: str) -> Result:
 def _refusal(model: Any, item: FoundStack) -> str | None:
     """Why a plan refuses to extend one stack's table; None where it doesn't, or where others must be with it."""
     try:
-        patch(copy.deepcopy(model), pos=_request(max_positions(item), "table"), only=list(item.attentions))
+        patch(copy.deepcopy(model), pos=_request(max_positions(item) or 64, "table"), only=list(item.attentions))
     except NothingToPatchError as error:
         return str(error)
     except PatchError as error:
@@ -150,7 +150,7 @@ def _extend(
         differs = [name for name in _differing(before, after) if keep == "table" or name.startswith(f"{item.name}: ")]
         seen.equal.append(not differs)
         if differs:
-            seen.wrong = f"keep={keep}: inputs of {length} tokens differ in {differs[0]}"
+            seen.wrong = seen.wrong or f"keep={keep}: inputs of {length} tokens differ in {differs[0]}"
         if longer is not None:
             seen.length = length
             seen.beyond = any(name.startswith(f"{item.name}: ") for name in moved)
