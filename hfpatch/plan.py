@@ -284,8 +284,9 @@ def plan_patch(
             "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
-        only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
-            chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
+        only: globs over module names; others are kept, "a & b" is what both match. For positions they choose
+            attentions: the table that feeds a chosen one goes; where a model rotates by itself they choose its rotary
+            modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start. "auto": the same function if possible, otherwise the closest initial values.
             "exact": the same function, or an error (norms that wouldn't be exact are kept). "copy": gains and shifts
