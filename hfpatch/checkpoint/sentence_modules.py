@@ -42,11 +42,11 @@ def with_modules(model: PreTrainedModel, source: str, length: int | None = None)
 
 
 def text_length_of(model: PreTrainedModel) -> int | None:
-    """Return the `max_seq_length` in the folder of sentence-transformers that a model is from, which nothing downloads.
+    """Return the `max_seq_length` in the folder of sentence-transformers that a model is from; nothing is downloaded.
 
     That is the length of the texts that the encoder was trained for. None where there is no such folder.
     """
-    commit, name = getattr(model.config, "_commit_hash", None), model.name_or_path
+    commit, name = (getattr(model.config, option, None) for option in ("_commit_hash", "_name_or_path"))
     folder = Path(name) if name and Path(name).is_dir() else None
     if name and folder is None:
         with suppress(HFValidationError):
