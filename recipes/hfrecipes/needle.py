@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from .corpus import RecipeError, fingerprint, train_tokenizer
 from .lm import TOKENS, LanguageModelling, is_masked
-from .settings import COUNT, at_least, multiple_of, option
+from .settings import CONTROL, COUNT, at_least, multiple_of, option
 from .tasks import Batch, Drawn, Figures, Gather, load
 
 HELD_OUT = 2**32 - 1  # the seed of held-out inputs
@@ -37,7 +37,8 @@ class NeedleConfig:
     width: int = option(64, "of the Llama made from scratch; a head takes 32 of it", multiple_of(32))
     heldout_blocks: int = option(256, "held-out inputs behind the table", COUNT)
     curve_blocks: int = option(64, "held-out inputs behind the curves", COUNT)
-    # another default than language models have
+    # other defaults than other tasks have
+    variants: list[str] = option(["nope", "alibi", "learned", CONTROL], "as of other tasks; the Llama rotates already")
     batch_size: int = option(32, "inputs in a batch, over all processes", COUNT)
 
 
