@@ -338,6 +338,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axis.plot(places, row["figures"][kind]["by_place"]["mrr_at_10"], lw=1.6, ms=6, **look)
         axis.set(xlabel="place of the sentence, in tokens", ylim=(0, 1.02))
         axis.set_title(title, loc="left")
+        axis.tick_params(axis="x", labelsize="small")
         axis.grid(alpha=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("MRR@10")

@@ -41,9 +41,10 @@ def task(tmp_path_factory):
     return needle.Needle(config, Accelerator(), tmp_path_factory.mktemp("needle"))
 
 
+@pytest.mark.parametrize("soon", [True, False])
 @pytest.mark.parametrize("length", [64, 67])
-def test_inputs(task, length):
-    batch, distances = task.draw(length, np.random.default_rng(0))
+def test_inputs(task, length, soon):
+    batch, distances = task.draw(length, np.random.default_rng(0), soon)
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     begin = length % 4
     keys, values = ids[begin::2], ids[begin + 1 :: 2]
@@ -62,6 +63,8 @@ def test_inputs(task, length):
             stated[key] = place
     assert len(stated) == length // 4
     assert labels[:begin] == [-100] * begin
+    far = distances[distances > 0].double().mean()
+    assert far < length / 4 if soon else far > length / 4
 
 
 def test_an_item_is_a_function_of_seed_and_number(task):
