@@ -50,7 +50,7 @@ class Needle(LanguageModelling):
     Config = NeedleConfig
     main = "accuracy"
     higher_is_better = True
-    from_scratch = 1200
+    from_scratch = 1500
     by = ("accuracy", "distance")
     masked = False
 

@@ -121,3 +121,17 @@ def test_refused(task, bert, tmp_path):
     config = SimpleNamespace(**vars(task.config) | {"model": bert})
     with pytest.raises(RecipeError, match="is a masked language model"):
         needle.Needle(config, Accelerator(), None)
+
+
+@pytest.mark.slow
+def test_training(tmp_path, monkeypatch):
+    """A model learns to look keys up, at any distance that it was trained on, and goes on when it is patched."""
+    monkeypatch.setattr(needle, "TOKENS", 4096)
+    flags = "--task needle --tracker none --steps 20 --variants rms control --eval_every 500 --output_dir"
+    assert finetune.main([*flags.split(), str(tmp_path)]) == 0
+    end = read_results(tmp_path)["stages"]["control"]["end"]
+    flags = f"--task needle --lengths 32 64 --output_dir {tmp_path}/lengths --models {tmp_path}/control {tmp_path}/rms"
+    assert evaluate.main(flags.split()) == 0
+    for found in read_results(tmp_path / "lengths")["models"].values():
+        assert found["figures"]["accuracy"] == pytest.approx(end["accuracy"], abs=0.02)
+        assert min(found["lengths"][1]["by"].values()) > 0.9
