@@ -165,9 +165,9 @@ def markdown(results: dict[str, Any]) -> str:
     if lengths := [{"model": name, **row} for name, found in models.items() for row in found.get("lengths", ())]:
         parts.append(["On inputs of other lengths:"])
         parts.append(lines_of([{name: x for name, x in row.items() if name != "by"} for row in lengths]))
+    if rows := [{"model": name, **by} for name, found in models.items() if (by := longest(found.get("lengths", [])))]:
         figure, what = results["by"]
         parts.append([f"{figure.capitalize()} by {what} in the longest input that a model takes:"])
-        rows = [{"model": name, **longest(found.get("lengths", []))} for name, found in models.items()]
         parts.append(lines_of(rows))
     return paragraphs(parts, results)
 

@@ -48,17 +48,19 @@ def refusal(model: PreTrainedModel, length: int) -> str:
 def draw_lengths(results: dict[str, Any], path: Path) -> None:
     """The figure by length, and by parts of the longest input that a model takes: a line for each model."""
     rows = {found["name"]: found.get("lengths", ()) for found in results["models"].values()}
+    if not any(rows.values()):
+        return
     figure, parts = results["by"]
     by_length = pd.DataFrame({name: {row["tokens"]: row.get(figure) for row in own} for name, own in rows.items()})
-    if by_length.empty:
-        return
     picture, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
     by_length.astype(float).plot(ax=axes[0], marker="o", ms=4, color=COLOURS, logx=True, grid=True)
     axes[0].set_xticks(by_length.index, [f"{length:,}" for length in by_length.index])
     axes[0].xaxis.set_minor_locator(NullLocator())
     axes[0].set(xlabel="tokens of the input", ylabel=figure)
     in_longest = pd.DataFrame({name: longest(own) for name, own in rows.items()})
-    in_longest.plot(ax=axes[1], marker="o", ms=4, color=COLOURS, grid=True, legend=False)
+    if not in_longest.empty:
+        in_longest.plot(ax=axes[1], marker="o", ms=4, color=COLOURS, grid=True, legend=False)
+        axes[1].set_xticks(range(len(in_longest)), in_longest.index)
     axes[1].set(xlabel=f"{parts} in the longest input")
     picture.savefig(path, dpi=150)
     plt.close(picture)
