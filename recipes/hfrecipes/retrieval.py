@@ -327,7 +327,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """MRR@10 by the place of the sentence, a panel for each kind of queries: a colour for each model."""
     figure, axes = plt.subplots(1, len(KINDS), figsize=(14, 5.4), sharey=True, layout="constrained")
     places = results["data"]["places"]
-    models = results["models"].values()
+    models = list(results["models"].values())
     reads = list(dict.fromkeys(row["reads"] for found in models for row in found["reads"]))
     for axis, (kind, title) in zip(axes, KINDS.items(), strict=True):
         for number, found in enumerate(models):
@@ -335,7 +335,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 colour = "black" if found["name"] == BM25 else COLOURS[number % len(COLOURS)]
                 look = {"color": colour, "label": f"{found['name']}, {row['reads']}"}
                 look |= MARKS.get(row["reads"]) or {"ls": DASHES[reads.index(row["reads"]) % 4], "marker": "o"}
-                axis.plot(places, row["figures"][kind]["by_place"]["mrr_at_10"], lw=1.6, ms=6, **look)
+                under = max(
+                    0, len(models) - 2 - number
+                )  # where lines coincide, as where a table was tiled, all are seen
+                axis.plot(
+                    places,
+                    row["figures"][kind]["by_place"]["mrr_at_10"],
+                    lw=1.6 + 1.6 * under,
+                    ms=6 + 1.6 * under,
+                    **look,
+                )
         axis.set(xlabel="place of the sentence, in tokens", ylim=(0, 1.02))
         axis.set_title(title, loc="left")
         axis.tick_params(axis="x", labelsize="small")
