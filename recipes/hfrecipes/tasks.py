@@ -235,6 +235,7 @@ TASKS = {
     "classify": "classify.Classification",
     "embed": "embed.Embedding",
     "image": "image.ImageClassification",
+    "long": "long.LongDocuments",
     "needle": "needle.Needle",
 }
 MEASURED = TASKS | {"retrieval": "retrieval.Retrieval"}  # also what evaluate.py alone can do
