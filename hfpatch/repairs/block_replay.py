@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from ..sites.linear_maps import holds_maps, is_linear_map
-from .calibration import Batches, rows_of, to_cpu
+from .calibration import Batches, rows_of
+from .scratch import Scratch
 
+_SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # times a part's first output: what all that it returns may take, if it is to be stored
 
 
@@ -59,7 +61,7 @@ class BlockReplay:
     Args:
         model: is run unchanged on its own device, inside the caller's `quiet`.
         batches: the inputs.
-        folder: where activations are stored.
+        folder: for temporary files of the caller.
 
     Attributes:
         modules: all modules of the model, by name.
@@ -80,6 +82,7 @@ class BlockReplay:
         self.unsettled: str | None = None
         self.replays_ends: bool | None = None
         self.folder.mkdir()
+        self._stored = Scratch()
 
     # Forwards
 
@@ -155,8 +158,7 @@ class BlockReplay:
     def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
         """Store a block's output for a batch (`returned`, or computed here), which later forwards return."""
         value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
-        output = to_cpu(value) if isinstance(value, Tensor) else tuple(map(to_cpu, value))
-        save_temporary(output, self._path(block, index))
+        self._stored.put((block, index), value if isinstance(value, Tensor) else tuple(value))
 
     @contextlib.contextmanager
     def _storing_parts(self, index: int) -> Iterator[None]:
@@ -164,11 +166,11 @@ class BlockReplay:
         settled = self.unsettled is not None
 
         def end(name: str, value: Any) -> None:
-            if settled and not self._path(name, index).exists() and _is_small(value):
+            if settled and (name, index) not in self._stored and _is_small(value):
                 self.freeze(name, index, value)
                 for inner in self.parts:
                     if inner.startswith(f"{name}."):
-                        self._path(inner, index).unlink(missing_ok=True)
+                        self._stored.drop((inner, index))
 
         def unsettle(name: str, call: CallArguments) -> None:
             nonlocal settled
@@ -187,12 +189,12 @@ class BlockReplay:
     def discard(self, block: str) -> None:
         """Delete a frozen block's outputs once nothing reads them: it then passes its input through."""
         for index in range(len(self.batches)):
-            self._path(block, index).write_bytes(b"")
+            self._stored.put((block, index), None)
 
     def release(self, block: str) -> None:
         """Let a frozen or discarded block run again."""
         for index in range(len(self.batches)):
-            self._path(block, index).unlink(missing_ok=True)
+            self._stored.drop((block, index))
 
     def free_weights(self, block: str) -> None:
         """Free a frozen block's own weights, so that it can't run again; shared ones are kept."""
@@ -209,12 +211,10 @@ class BlockReplay:
         replaced: list[tuple[dict[str, Any], Any]] = []
         try:
             for name, form in (*self.forms.items(), *((part, None) for part in self.parts if not ends)):
-                path = self._path(name, index)
-                if ends or path.exists():
+                if ends or (name, index) in self._stored:
                     attributes = self.modules[name].__dict__
                     replaced.append((attributes, attributes.get("forward")))  # an instance may have one of its own
-                    is_discarded = (ends and name not in self.ends) or not path.stat().st_size
-                    output = None if is_discarded else torch.load(path, weights_only=True, map_location=self.device)
+                    output = None if ends and name not in self.ends else self._load(name, index)
                     attributes["forward"] = _returning(output, form)
             yield
         finally:
@@ -227,19 +227,21 @@ class BlockReplay:
 
     def save(self, name: str, index: int, value: Tensor) -> None:
         """Store a tensor of a batch under a name."""
-        save_temporary(to_cpu(value), self._path(f"value {name}", index))
+        self._stored.put((_SAVED, name, index), value)
 
     def load_saved(self, name: str, index: int) -> Tensor:
         """Return the tensor that `save` stored."""
-        return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
+        return self._load(_SAVED, name, index)
 
     def delete_saved(self) -> None:
         """Delete all tensors that `save` stored."""
-        for path in self.folder.glob("value *"):
-            path.unlink()
+        for key in self._stored:
+            if key[0] is _SAVED:
+                self._stored.drop(key)
 
-    def _path(self, name: str, index: int | str) -> Path:
-        return self.folder / f"{name}-{index}.pt"
+    def _load(self, *key: Any) -> Any:
+        value = self._stored.get(key)
+        return recursively_apply(lambda tensor: tensor.to(self.device), value)
 
 
 def _place(index: int, row: Tensor | None) -> str:

@@ -15,7 +15,7 @@ from .least_squares import ChannelAffine
 from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
-_SEARCH_ROWS = 4096  # rows that a search of scalars looks at
+_SEARCH_ROWS = 1024  # rows that a search of scalars looks at
 
 Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 

@@ -2,7 +2,7 @@
 
     python tests/sweeps/repair_cost.py                            # 6 layers of 384, 25,600 tokens: some minutes
     python tests/sweeps/repair_cost.py --layers 4 --width 512     # another size; its rows join the others
-    python tests/sweeps/repair_cost.py --swaps dyt --profile      # one swap, with the time of single functions
+    python tests/sweeps/repair_cost.py --swaps dyt --profile      # one swap: where the time goes, line by line
 
 Each swap is measured in a process of its own, on one thread, by the processor's time: first a pass (a forward of the
 original on every batch; the median of three), then `patch_model` with that calibration. So machines that other work
@@ -17,19 +17,19 @@ steps and of the whole; the *rest*, which is planning, patching and files.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
 import platform
-import pstats
 import resource
+import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +40,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hfpatch
 from hfpatch.patch import patch_model, repair_report
-from hfpatch.repairs import fits, norm_fit, repair
+from hfpatch.repairs import fits, repair
 from hfpatch.repairs.block_replay import BlockReplay
 from hfpatch.repairs.least_squares import Ridge
 
@@ -92,7 +92,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences a batch, as texts are read")
     parser.add_argument("--swaps", nargs="+", choices=SWAPS, default=list(SWAPS))
     parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs, for the tables")
-    parser.add_argument("--profile", action="store_true", help="print the functions that take longest; writes nothing")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the functions and lines that take longest; writes nothing"
+    )
     parser.add_argument("--one", action="store_true", help="measure the one swap here, and print it as JSON")
     options = parser.parse_args()
     if options.one or options.profile:
@@ -117,14 +119,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batches = list(torch.randint(VOCABULARY, (options.sequences, options.length)).split(options.batch))
     one_pass = median(seconds(lambda: forward(model, batches)) for _ in range(3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    profile = cProfile.Profile() if options.profile else None
-    with phases() as spent:
-        if profile:
-            profile.enable()
+    with phases() as spent, sampled() if options.profile else nullcontext():
         total = seconds(lambda: patch_model(model, **SWAPS[swap], calibration=batches))
-        if profile:
-            profile.disable()
-            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     spent["rest"] += total - sum(spent.values())
     report = repair_report(model)
     return {
@@ -163,7 +159,7 @@ def phases() -> Iterator[dict[str, float]]:
     stack: list[list[float]] = []
     patched: list[tuple[Any, str, Any]] = []
 
-    def timed(phase: Callable[..., str] | str, inner: Callable[..., Any], outer: tuple[str, ...] = ()) -> Any:
+    def timed(phase: Callable[..., str] | str, inner: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             name = phase if isinstance(phase, str) else phase(*args)
             names.append(next((one for one in names if one in ("judging", "maps")), name))
@@ -183,9 +179,6 @@ def phases() -> Iterator[dict[str, float]]:
         patched.append((owner, name, getattr(owner, name)))
         setattr(owner, name, timed(phase, getattr(owner, name)))
 
-    def judged(fitter: Any, *rest: Any, inner: Any = fits.Fitter._error, **names: Any) -> Any:
-        return timed("judging", inner(fitter, *rest, **names))
-
     names: list[str] = []
     originals: set[int] = set()
     start = repair._Repairer.__init__
@@ -194,8 +187,8 @@ def phases() -> Iterator[dict[str, float]]:
         originals.add(id(old))
         start(self, new, old, *rest, **more)
 
-    patched += [(repair._Repairer, "__init__", start), (fits.Fitter, "_error", fits.Fitter._error)]
-    repair._Repairer.__init__, fits.Fitter._error = started, judged  # type: ignore[method-assign]
+    patched.append((repair._Repairer, "__init__", start))
+    repair._Repairer.__init__ = started  # type: ignore[method-assign]
     time_calls(BlockReplay, "forward", lambda walk, *_: "original" if id(walk) in originals else "replays")
     time_calls(Ridge, "add", "sums")
     time_calls(Ridge, "solve", "solutions")
@@ -203,11 +196,38 @@ def phases() -> Iterator[dict[str, float]]:
     time_calls(fits.Fitter, "maps", "maps")
     time_calls(fits.Fitter, "save_maps", "maps")
     time_calls(repair, "output_distance", "judging")
+    time_calls(fits._Judge, "see", "judging")
+    time_calls(fits._Judge, "measure", "judging")
+    time_calls(repair.LongerSequences, "distance", "judging")
     try:
         yield spent
     finally:
         for owner, name, value in reversed(patched):
             setattr(owner, name, value)
+
+
+@contextmanager
+def sampled(interval: float = 0.01, shown: int = 45) -> Iterator[None]:
+    """Context that looks at the stack after each interval of the processor's time, and prints where that went."""
+    found: Counter[str] = Counter()
+
+    def look(_: Any, frame: Any) -> None:
+        stack = [f"{Path(one.filename).name}:{one.name}" for one in traceback.extract_stack(frame)]
+        found.update({f"in    {one}" for one in stack})
+        last = traceback.extract_stack(frame)[-1]
+        found[f"line  {Path(last.filename).name}:{last.lineno} {last.line}"] += 1
+
+    before = signal.signal(signal.SIGPROF, look)
+    signal.setitimer(signal.ITIMER_PROF, interval, interval)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+        count = sum(n for one, n in found.items() if one.startswith("line"))
+        for kind in ("in", "line"):
+            for one, n in [pair for pair in found.most_common() if pair[0].startswith(kind)][:shown]:
+                print(f"{n / count:6.1%} {one}", file=sys.stderr)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -243,7 +263,9 @@ def to_markdown(rows: list[dict[str, Any]], machine: str) -> str:
     heads = ["layers", "sequences", "swap", "hfpatch", "passes", *PHASES, "CPU s", "memory MB", "KL before", "after"]
     lines = ["# What a repair costs", "", "Written by `python tests/sweeps/repair_cost.py`: GPT-2s of random weights."]
     lines += ["*passes*, and the columns behind it, which add up to it, are multiples of the processor's time for one"]
-    lines += ["forward of the original over the same calibration. *memory* is what the process needed beyond its peak in"]
+    lines += [
+        "forward of the original over the same calibration. *memory* is what the process needed beyond its peak in"
+    ]
     lines += ["these forwards; KL in nats a token, on held-out sequences.", ""]
     lines += [f"| {' | '.join(heads)} |", f"|{'---|' * 4}{'---:|' * (len(heads) - 4)}"]
     for row in rows:
