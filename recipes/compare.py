@@ -6,6 +6,7 @@ taken within a seed, and their interval over the seeds says whether a swap is be
 
     python recipes/compare.py                                                      # rms, dyt, rope, rms+rope; 5 seeds
     python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil
+    python recipes/compare.py --variants none --schedules 1 0                      # at once, and norm after norm
     python recipes/compare.py --baseline_steps 0 --starts reset --steps 900       # all models from scratch
     accelerate launch --num_cpu_threads_per_process 2 recipes/compare.py          # with torchrun: -- before the script
 
@@ -17,7 +18,6 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,13 +28,13 @@ from hfrecipes.command import DivergedError
 from hfrecipes.compare_report import compare_report, draw_reports
 from hfrecipes.corpus import RecipeError
 from hfrecipes.methods import METHODS, MethodConfig
-from hfrecipes.paired import Cell
+from hfrecipes.paired import AT_ONCE, Cell
 from hfrecipes.settings import CONTROL, COUNT, FREE_TO_CHANGE, NOT_NEGATIVE, STARTS, option
-from hfrecipes.start import Baseline
+from hfrecipes.start import Baseline, check_schedule
 from hfrecipes.training import Run, run_training
 
 # What may change besides when a grid goes on: finished models keep their figures, others come on top.
-GRID = {"methods", "starts", "seeds", "steps", "start", "seed", "margin", "keep_models"}
+GRID = {"methods", "starts", "schedules", "seeds", "steps", "start", "seed", "margin", "keep_models"}
 
 
 @dataclass
@@ -47,6 +47,12 @@ class CompareConfig(MethodConfig):
     )
     methods: list[str] = option(["finetune"], "how patched copies are trained; see heal.py", METHODS)
     starts: list[str] | None = option(None, "how patched copies begin; none: as --start says", STARTS)
+    schedules: list[int] = option(
+        [1],
+        "of norms: parts in which they change while a model is trained, from the first layers to the last; 1: all at "
+        "once, before; 0: norm after norm",
+        NOT_NEGATIVE,
+    )
     seeds: list[int] | None = option(
         None, "of weights and of the order of the data; none: five, the first is --seed", NOT_NEGATIVE
     )
@@ -58,7 +64,7 @@ class CompareConfig(MethodConfig):
     def __post_init__(self) -> None:
         self.starts = self.starts or [self.start]
         self.seeds = self.seeds or [self.seed + i for i in range(5)]
-        for name in ("variants", "methods", "starts", "seeds", "steps"):
+        for name in ("variants", "methods", "starts", "schedules", "seeds", "steps"):
             setattr(self, name, list(dict.fromkeys(getattr(self, name))))  # each once
         self.variants = [variant for variant in self.variants if variant != CONTROL]
         # For checks of a single run; what can't begin with an untrained model must meet the one that says so.
@@ -73,10 +79,14 @@ def cells_of(config: Any) -> list[Cell]:
     """Seed after seed, each with its controls: what is finished of a stopped grid can be compared."""
     cells = []
     for seed in config.seeds:
-        cells += [Cell(CONTROL, "", control_method(config), steps, seed) for steps in config.steps]
-        axes = config.variants, config.starts, config.methods, config.steps
-        cells += [Cell(*kind, seed) for kind in product(*axes)]
+        cells += [Cell(CONTROL, "", control_method(config), steps, seed, "") for steps in config.steps]
+        axes = config.variants, config.starts, config.methods, config.steps, [seed], map(in_words, config.schedules)
+        cells += [Cell(*kind) for kind in product(*axes)]
     return cells
+
+
+def in_words(schedule: int) -> str:
+    return {0: "norm after norm", 1: AT_ONCE}.get(schedule, f"in {schedule} parts")
 
 
 def control_method(config: Any) -> str:
@@ -87,6 +97,7 @@ def control_method(config: Any) -> str:
 def compare(run: Run) -> None:
     """Train what isn't trained yet, and report all that is, also when it is stopped."""
     c, cells = run.config, cells_of(run.config)
+    check_schedule(run, c.variants, c.schedules)
     first = Baseline(run.task, c, c.seeds[0], c.variants)
     run.begin(FREE_TO_CHANGE | GRID)
     run.results["control_method"] = control_method(c)
@@ -109,9 +120,11 @@ def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
     baseline.train(run, f"baseline-{baseline.seed}")
     for cell in cells:
         method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
-        build = partial(baseline.patched, cell.variant, cell.start)
+        schedule = {in_words(schedule): schedule for schedule in run.config.schedules}.get(cell.schedule, 1)
+        build, changes = baseline.in_parts(cell.variant, schedule, cell.steps, cell.start)
+        options = {"seed": cell.seed, "first": baseline.steps, "method": method, "changes": changes}
         try:
-            run.stage(cell.name, build, cell.steps, seed=cell.seed, first=baseline.steps, method=method)
+            run.stage(cell.name, build, cell.steps, **options)
         except DivergedError as error:  # a result as well
             run.accelerator.print(f"{cell.name}: {error}")
             run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(": ")[0]}

@@ -8,7 +8,7 @@ far each model agrees with the unpatched one.
     python recipes/heal.py                                         # nothing to prepare, nothing downloaded
     python recipes/heal.py recipes/configs/lm.yaml --patch dyt --method distil
     python recipes/heal.py --model gpt2 --text notes/*.txt --patch rms+rope --lora_rank 16
-    python recipes/heal.py --patch fixed --schedule 0              # norm after norm, each with its share of the steps
+    python recipes/heal.py --patch fixed --schedule 0              # norm after norm, while it is trained
 
 In the output folder: results.md, results.json, curves.png; of the models: baseline (where it was trained), swapped,
 healed and control. `--resume` goes on where a stopped run was, to the bit on one machine.
@@ -18,22 +18,20 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import numpy as np
 import torch
 from hfrecipes.corpus import RecipeError
 from hfrecipes.methods import METHODS, Method, MethodConfig, agreement
 from hfrecipes.report import draw_curves, heal_report
 from hfrecipes.settings import CONTROL, NOT_NEGATIVE, option, parse_variant
-from hfrecipes.start import Baseline
+from hfrecipes.start import Baseline, check_schedule
 from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
-
-from hfpatch.plan import plan_patch
 
 SWAPPED, HEALED = "swapped", "healed"
 
@@ -50,8 +48,8 @@ class HealConfig(MethodConfig):
     method: str = option("finetune", "how it is trained back", METHODS)
     schedule: int = option(
         1,
-        "of a norm: parts in which norms change, from the first layers to the last, each with its share of the steps; "
-        "0: norm after norm",
+        "of a norm: parts in which norms change while the model is trained, from the first layers to the last, at "
+        "equal distances; 0: norm after norm",
         NOT_NEGATIVE,
     )
     no_control: bool = option(
@@ -65,8 +63,6 @@ class HealConfig(MethodConfig):
             self.no_control = True  # without labels there is nothing that an unpatched copy would learn
         if not parse_variant(self.patch):
             raise RecipeError(f"--patch {self.patch} patches nothing")
-        if self.schedule != 1 and set(parse_variant(self.patch)) != {"norm"}:
-            raise RecipeError(f"--schedule {self.schedule} changes norms one after another: --patch takes a norm alone")
         if self.model is None and self.baseline_steps == 0:
             raise RecipeError("--baseline_steps 0 leaves a model from scratch untrained: there is nothing to heal")
 
@@ -74,6 +70,7 @@ class HealConfig(MethodConfig):
 def heal(run: Run) -> None:
     """A baseline, its unpatched copy, and its patched copy right after the patch and healed: each a stage."""
     c = run.config
+    check_schedule(run, [c.patch], [c.schedule])
     baseline = Baseline(run.task, c, c.seed, [c.patch])
     method, plain = METHODS[c.method](run.task, c, baseline.copy), Method(run.task, c)
     c.variants = [HEALED] if c.no_control else [HEALED, CONTROL]  # as the report calls them
@@ -93,32 +90,13 @@ def heal(run: Run) -> None:
     options: dict[str, Any] = {"seed": c.seed, "first": baseline.steps}
     if not c.no_control:
         run.stage(CONTROL, baseline.copy, c.steps, method=plain, **options)
+    build, changes = baseline.in_parts(c.patch, c.schedule, c.steps)
     if c.schedule == 1:
-        run.stage(HEALED, lambda: run.task.load(str(swapped)), c.steps, method=method, **options)
-    else:
-        heal_in_parts(run, baseline, method)
+        build = partial(run.task.load, str(swapped))  # the same once more, without a second repair
+    run.stage(HEALED, build, c.steps, method=method, changes=changes, **options)
     compare_with_teacher(run, baseline)
     run.report(heal_report, draw_curves)
     run.accelerator.end_training()
-
-
-def heal_in_parts(run: Run, baseline: Baseline, method: Method) -> None:
-    """Patch and train some norms after others; each part is a stage, and the last one is what is healed."""
-    c = run.config
-    plan = plan_patch(baseline.copy(), **parse_variant(c.patch))
-    norms = [row.module for row in plan.rows if row.kind == "norm" and row.action == "replace"]
-    parts = [list(part) for part in np.array_split(norms, min(c.schedule or len(norms), len(norms)))]
-    ends = [round(c.steps * (i + 1) / len(parts)) for i in range(len(parts))]
-    names = [*(f"{HEALED}_{i + 1}_of_{len(parts)}" for i in range(len(parts) - 1)), HEALED]
-    c.variants = [*names[:-1], *c.variants]
-    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-
-        def build(i: int = i, part: list[str] = part) -> PreTrainedModel:
-            model = run.task.load(str(run.model_folder(names[i - 1]))) if i else None
-            return baseline.patched(c.patch, only=part, model=model)
-
-        done = ends[i - 1] if i else 0
-        run.stage(name, build, ends[i] - done, seed=c.seed, first=baseline.steps + done, method=method)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..runtime.edits import pattern_of
-from ..runtime.errors import UnsupportedError
+from ..runtime.errors import CheckpointError, UnsupportedError
 from .copies import copy_of
 from .float64 import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
@@ -52,8 +52,8 @@ def twin(
                     outputs = outputs_in_float64(small, inputs)
                     odd = next((name for name, value in outputs.items() if value.isnan().any()), None)
                     reason = "it returns no tensors" if not outputs else odd and f"its {odd} isn't a number"
-        except UnsupportedError as error:  # as configs lead to that their class never saw
-            reason = str(error)
+        except (UnsupportedError, CheckpointError) as error:
+            reason = str(error)  # configs that their class never saw; a record that names layers which few layers lack
         if reason is None:
             return small, inputs
         failures.append(f"{what}: {reason}")

@@ -125,7 +125,7 @@ def resize_table(
         resized: from the table's values to the new ones.
         fresh: of the new rows those that start at random values; None for none.
     """
-    table, old, config = item.table(), _weight(item.table()), item.owner.config
+    table, old, config = item.table(), _weight(item.table()), getattr(item.owner, "config", None)
     assert old is not None
     shape, where = resized(old.detach()).shape, item.table_name if table is old else f"{item.table_name}.weight"
     if fresh is not None:

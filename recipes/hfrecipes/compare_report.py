@@ -13,7 +13,7 @@ from .paired import BETTER, KIND, SAME, WORSE, ranking, read_grid, summarise
 from .report import provenance, settings_line, show, table, words
 from .settings import CONTROL
 
-AXES = ("method", "start")  # whose values are ranked
+AXES = ("method", "start", "schedule")  # whose values are ranked
 SIGNS = {BETTER: "▲", SAME: "●", WORSE: "▼"}  # a verdict isn't told by colour alone
 
 Results = dict[str, Any]
@@ -87,6 +87,7 @@ def row(results: Results, s: Any) -> dict[str, str]:
         "variant": s.variant,
         "start": s.start or "-",
         "method": s.method or "-",
+        "schedule": s.schedule or "-",
         "steps": str(s.steps),
         "verdict": ", ".join(verdict + failed) or "-",
         words(results["main"]): text(s.mean, show(s.mean) + f" ± {show(s.sd)}" * (s.sd == s.sd)),
@@ -148,6 +149,8 @@ def definitions(results: Results) -> dict[str, str]:
         "verdict": f"same: the interval lies within {margin}; better, worse: it lies on one side of zero and reaches "
         "beyond that; undecided: it holds zero and reaches beyond; one seed: there is no interval.",
         "after the swap": "the difference before any training.",
+        "schedule": "norms change before the training (at once), or while the model is trained, from the first "
+        "layers to the last.",
         "recovered": "how much of that is gone at the end; - where the swap cost less than the margin.",
         "time a step": "of training (the median), against the control's on the same machine; median and range over "
         "seeds.",
@@ -163,7 +166,7 @@ def draw_grid(results: Results, path: Path) -> None:
     grid, told = read_grid(results), set(varied(results))
     grid = grid[grid.done & grid.failed.isna()]
     patched = grid[grid.variant != CONTROL]
-    ways = [name for name in ("start", "method") if name in told]
+    ways = [name for name in ("start", "method", "schedule") if name in told]
     by = ["steps", "variant"] if ways else ["steps"]
     panels = []
     for (steps, *variant), cells in (grid if patched.empty else patched).groupby(by, sort=False):

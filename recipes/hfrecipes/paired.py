@@ -11,24 +11,31 @@ from .settings import CONTROL
 
 LEVEL = 0.95  # of every interval
 BETTER, SAME, WORSE, UNDECIDED, ONE_SEED, FAILED = "better", "same", "worse", "undecided", "one seed", "failed"
-KIND = ["variant", "start", "method", "steps"]  # everything about a model of the grid but its seed
+AT_ONCE = "at once"  # a schedule: before the training
+KIND = ["variant", "start", "method", "schedule", "steps"]  # everything about a model of the grid but its seed
 
 Results = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """One model of the grid. The control has no start: it is the unpatched copy, trained on."""
+    """One model of the grid. The control has no start: it is the unpatched copy, trained on.
+
+    Its schedule is heal.py's in words: norms may change while the model is trained.
+    """
 
     variant: str
     start: str
     method: str
     steps: int
     seed: int
+    schedule: str = AT_ONCE
 
     @property
     def name(self) -> str:
         """Of its stage in the run."""
-        return "-".join(map(str, [*filter(None, self[:4]), "seed", self.seed]))
+        schedule = self.schedule.replace(" ", "_") if self.schedule != AT_ONCE else ""
+        parts = [self.variant, self.start, self.method, schedule, self.steps]
+        return "-".join(map(str, [*filter(None, parts), "seed", self.seed]))
 
 
 def read_grid(results: Results) -> pd.DataFrame:
@@ -39,8 +46,8 @@ def read_grid(results: Results) -> pd.DataFrame:
     after the swap, and the time of a step as a ratio. What isn't there is NaN. Unequal budgets are refused.
     """
     main, rows = results["main"], []
-    for asked in results["grid"]:
-        name = Cell(**asked).name
+    for cell in (Cell(**asked) for asked in results["grid"]):
+        asked, name = cell._asdict(), cell.name
         stage = results["stages"].get(name, {})
         if stage and "failed" not in stage and not stage["step"] == len(stage["train_loss"]) == asked["steps"]:
             raise ValueError(f"unequal budgets: {name} was trained for {stage['step']} steps")
@@ -55,6 +62,7 @@ def read_grid(results: Results) -> pd.DataFrame:
     grid["time"] = grid.step_seconds / grid.step_seconds_control
     if results["from_scratch"]:
         grid["cost"] = math.nan  # there was nothing to lose
+    grid.loc[~grid.schedule.isin([AT_ONCE, ""]), "cost"] = math.nan  # before the training only a part has changed
     return grid
 
 

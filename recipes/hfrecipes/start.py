@@ -1,9 +1,12 @@
 """Models at the start of training: the unpatched one, and patched copies of it."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -13,10 +16,11 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 
+from .corpus import RecipeError
 from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variant
 from .tasks import Drawn, Task
-from .training import Run
+from .training import Changes, Run
 
 INIT = {"copied": {"init": "copy"}, "reset": {"init": "reset"}}  # patch_model's, where it isn't its default
 
@@ -55,6 +59,25 @@ class Baseline:
         set_seed(self.seed)  # never trained: the same weights once more
         return self.task.baseline()
 
+    def in_parts(
+        self, variant: str, schedule: int, steps: int, start: str | None = None
+    ) -> tuple[Callable[[], PreTrainedModel], Changes]:
+        """What makes a patched copy, and what changes the rest of it while it is trained for `steps`.
+
+        Args:
+            schedule: parts in which norms change, from the first layers to the last, at equal distances; 1: all at
+                once; 0: norm after norm.
+        """
+        if schedule == 1:
+            return partial(self.patched, variant, start), {}
+        plan = plan_patch(self.copy(), **parse_variant(variant))
+        norms = [row.module for row in plan.rows if row.kind == "norm" and row.action == "replace"]
+        most = max(1, min(len(norms), steps))
+        parts = [list(part) for part in np.array_split(norms, min(schedule or most, most))]
+        starts = [steps * i // len(parts) for i in range(len(parts))]
+        build, *changes = (partial(self.patched, variant, start, part) for part in parts)
+        return build, dict(zip(starts[1:], changes, strict=True))
+
     def patched(
         self,
         variant: str,
@@ -79,3 +102,21 @@ class Baseline:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
             return patch_model(model, **options)
+
+
+def check_schedule(run: Run, variants: list[str], schedules: list[int]) -> None:
+    """Refuse norms that change while a model is trained, where they can't.
+
+    Raises:
+        RecipeError: a variant changes something else as well, or the optimizer can't follow.
+    """
+    if set(schedules) == {1}:
+        return
+    told = f"a schedule of {next(one for one in schedules if one != 1)} changes norms one after another"
+    if other := [variant for variant in variants if set(parse_variant(variant)) != {"norm"}]:
+        raise RecipeError(f"{told}: it takes a norm alone, not {other[0]}")
+    for name in ("compile", "lora_rank"):
+        if getattr(run.config, name):
+            raise RecipeError(f"{told}, while the model is trained: leave out --{name}")
+    if run.accelerator.num_processes > 1:
+        raise RecipeError(f"{told}, while the model is trained: run it in one process")

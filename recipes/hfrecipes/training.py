@@ -34,6 +34,8 @@ from .results import OutputFolder
 from .settings import FREE_TO_CHANGE, read_run
 from .tasks import Drawn, Figures, find_task
 
+Changes = dict[int, Callable[[nn.Module], object]]
+
 
 class Run(OutputFolder):
     """What is trained, on what, and where it goes.
@@ -65,6 +67,7 @@ class Run(OutputFolder):
         first: int = 0,
         schedule: str = "cosine",
         method: Method | None = None,
+        changes: Changes | None = None,
     ) -> dict[str, Any]:
         """Measure a model, train it, measure it again. Returns the stage's record.
 
@@ -72,14 +75,17 @@ class Run(OutputFolder):
             first: the step of the data that it begins at.
             schedule: of the learning rate, one of transformers'.
             method: makes of the model what is trained, and says by which loss; none: as it is, by the task's own.
+            changes: what changes the model in place while it is trained, by the number of steps before it.
         """
         if name in self.results["stages"]:
             self.accelerator.print(f"{name}: done before")
             return self.results["stages"][name]
-        c, accelerator, method = self.config, self.accelerator, method or Method(self.task)
+        c, accelerator, method, changes = self.config, self.accelerator, method or Method(self.task), changes or {}
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
         model = method.prepare(build())
         record, state = self.find_state(name)
+        for step in (step for step in changes if step < record["step"]):
+            changes[step](model)  # so that the state fits, whose weights replace these
         if c.gradient_checkpointing:
             checkpoint_activations(model)
         optimizer = torch.optim.AdamW(self.task.parameter_groups(model, c.learning_rate, c.weight_decay))
@@ -100,20 +106,23 @@ class Run(OutputFolder):
                 items = c.batch_size * accelerator.gradient_accumulation_steps  # in a step
                 train_set = Drawn(self.task, seed, (first + record["step"]) * items, left * items)
                 batches = iter(self.loader(train_set))
-                self.train(name, model, optimizer, scheduler, batches, method, record, steps, curve)
+                self.train(name, model, optimizer, scheduler, batches, method, record, steps, curve, changes)
             record["end"] = self.measure(model, heldout) if steps else record["start"]
         self.finish(name, method.finished(trained), record)
         accelerator.free_memory()
         return record
 
     def train(
-        self, name: str, model, optimizer, scheduler, batches: Iterator, method: Method, record, steps, curve
+        self, name: str, model, optimizer, scheduler, batches: Iterator, method: Method, record, steps, curve, changes
     ) -> None:
         """Steps of training up to `steps`, with points of the curve and saved states on the way."""
         c, unit = self.config, self.task.unit
         units, times = 0, []
         with stop_requests(self.requests), progress(name, steps, record["step"]) as bar:
             for step in range(record["step"] + 1, steps + 1):
+                if step - 1 in changes:
+                    changes[step - 1](model)
+                    self.follow(model, optimizer)
                 begun = time.perf_counter()
                 where = f"step {step} of {name}"
                 loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
@@ -167,6 +176,15 @@ class Run(OutputFolder):
                 scheduler.step()
                 optimizer.zero_grad()
         return mean, units
+
+    def follow(self, model, optimizer) -> None:
+        """Give an optimizer the Parameters that a model has now; what it knows of those that stayed is kept."""
+        groups = self.task.parameter_groups(model, self.config.learning_rate, self.config.weight_decay)
+        for group, new in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = new["params"]
+        kept = {parameter for group in groups for parameter in group["params"]}
+        for parameter in optimizer.state.keys() - kept:
+            del optimizer.state[parameter]
 
     def loader(self, items: Dataset) -> DataLoader:
         # A generator of its own: opening a loader must not draw from the one that dropout uses.

@@ -82,9 +82,15 @@ class TestChain:
         with pytest.raises(UnsupportedError, match="GPT2Model"):
             twin(tiny("gpt2"), {"input_ids": torch.ones(1, 4)})
 
-    def test_a_patch_of_some_layers(self) -> None:
+    @pytest.mark.parametrize("patched", [(0, 1), (2, 3)])
+    def test_a_patch_of_some_layers(self, patched: tuple[int, int]) -> None:
         """Layers of another kind by number: no smaller depth has them, so the model itself is copied."""
-        model = patch(tiny("gpt2", n_layer=4), norm="dyt", only="*.h.[0-1].*")
+        model = patch(tiny("gpt2", n_layer=4), norm="dyt", only=[f"*.h.{i}.*" for i in patched])
         small, _ = twin(model)
         assert len(small.h) == 4
-        assert [type(block.ln_1).__name__ for block in small.h] == ["DynamicTanh"] * 2 + ["LayerNorm"] * 2
+        assert [type(block.ln_1).__name__ == "DynamicTanh" for block in small.h] == [i in patched for i in range(4)]
+
+    def test_a_patch_of_later_layers_can_be_followed_by_another(self) -> None:
+        model = patch(tiny("gpt2", n_layer=4), norm="rms", only="*.h.3.*")
+        patch(model, norm="fixed", only="*.h.2.*", calibration=[inputs(model)] * 2)
+        assert [type(block.ln_1).__name__ for block in model.h] == ["LayerNorm"] * 2 + ["FixedNorm", "RMSNormExtended"]

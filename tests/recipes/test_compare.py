@@ -275,3 +275,16 @@ class TestGrid:
         assert not (tmp_path / "baseline-0").exists(), "nothing was trained there"
         assert "distilled from itself" in told
         assert "after the swap" not in told
+
+    @pytest.mark.slow
+    def test_norms_at_once_and_one_after_another(self, text, tmp_path):
+        flags = "--variants fixed --schedules 1 0 --steps 4 --seeds 0 --layers 1 --baseline_steps 2 --calibration 8"
+        assert compare.main(tiny(tmp_path, text, flags, variants="")) == 0
+        stages, told = read_results(tmp_path)["stages"], (tmp_path / "results.md").read_text("utf-8")
+        at_once, in_turn = (stages[f"fixed-repaired-finetune-{way}4-seed-0"] for way in ("", "norm_after_norm-"))
+        assert at_once["step"] == in_turn["step"] == 4
+        assert at_once["start"] != in_turn["start"] != stages["baseline-0"]["end"], "one of two norms has changed"
+        assert at_once["parameters"] == in_turn["parameters"], "in the end all have"
+        assert re.search(r"\| fixed +\| +norm after norm \|", told)
+        (row,) = (s for s in paired.summarise(read_results(tmp_path)).itertuples() if s.schedule == "norm after norm")
+        assert math.isnan(row.cost), "of one norm alone"

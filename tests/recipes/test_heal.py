@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import heal
@@ -9,8 +10,6 @@ import pytest
 from hfrecipes import report, start
 from run_files import figures, read_results, tiny
 from transformers import AutoModelForCausalLM
-
-from hfpatch.schemes.request import Record
 
 
 def small(out, text, *more):
@@ -79,19 +78,33 @@ def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished,
 
 @pytest.mark.slow
 class TestSchedule:
-    def test_norm_after_norm(self, text, tmp_path):
-        flags = "--layers 1 --baseline_steps 4 --steps 5 --eval_every 3 --calibration 8 --patch fixed --schedule 0"
-        assert heal.main(tiny(tmp_path / "run", text, flags, "--no_control", variants="")) == 0
-        stages = read_results(tmp_path / "run")["stages"]
-        assert list(stages) == ["baseline", "swapped", "healed_1_of_2", "healed"]
-        assert [stage["step"] for stage in stages.values()] == [4, 0, 2, 3]
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "healed")
-        assert [type(one).__name__ for one in (model.transformer.h[0].ln_1, model.transformer.h[0].ln_2)] == [
-            "FixedNorm"
-        ] * 2
-        assert Record.of(model.config).norm[0].only == ("transformer.h.0.ln_1",)
+    FLAGS = "--layers 1 --baseline_steps 4 --steps 5 --eval_every 3 --calibration 8 --patch none --schedule 0"
 
-    def test_other_patches_are_refused(self, text, tmp_path, capsys):
-        flags = "--patch fixed+rope --schedule 0"
-        assert heal.main(tiny(tmp_path / "run", text, flags, variants="")) == 2
-        assert "takes a norm alone" in capsys.readouterr().err
+    def test_norm_after_norm(self, text, tmp_path):
+        flags = tiny(tmp_path / "run", text, self.FLAGS, "--no_control", variants="")
+        assert heal.main(flags) == 0
+        stages = read_results(tmp_path / "run")["stages"]
+        assert list(stages) == ["baseline", "swapped", "healed"]
+        assert [stage["step"] for stage in stages.values()] == [4, 0, 5]
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "healed")
+        block = model.transformer.h[0]
+        assert [type(one).__name__ for one in (block.ln_1, block.ln_2)] == ["NoNorm"] * 2
+        whole = figures(tmp_path / "run")
+
+        flags = tiny(tmp_path / "again", text, self.FLAGS, "--no_control", variants="")
+        for stop in ("--stop_after 6", "--resume --stop_after 1"):  # before and after the second norm changes
+            assert heal.main([*flags, *stop.split()]) == 130
+        assert heal.main([*flags, "--resume"]) == 0
+        assert figures(tmp_path / "again") == whole
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            ("--patch fixed+rope", "takes a norm alone, not fixed\\+rope"),
+            ("--patch fixed --compile", "leave out --compile"),
+            ("--patch fixed --lora_rank 2", "leave out --lora_rank"),
+        ],
+    )
+    def test_what_cannot_be_changed_while_it_is_trained(self, flags, told, text, tmp_path, capsys):
+        assert heal.main(tiny(tmp_path / "run", text, flags, "--schedule 0", variants="")) == 2
+        assert re.search(told, capsys.readouterr().err)
