@@ -282,7 +282,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         order.append((kind, name))
         tensors = [one for one in _values(value) if isinstance(one, Tensor)]
         if kind == "in":
-            called[name] = [(one, one._version) for one in tensors]
+            called[name] = [(one, one._version) for one in tensors if not one.is_inference()]
         elif _form(value) is None and not isinstance(value, Tensor):
             parts.discard(name)
         elif any(one._version != version for one, version in called[name]):

@@ -30,7 +30,7 @@ from .scratch import Scratch
 _ENOUGH = "some hundred make a good repair."
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
 _ROWS = 1024  # of activations that are converted at once
-_TOKENS = 1024  # that are run at once: more would be no faster, and take more room
+_TOKENS = 1024  # that a CPU runs at once: more would be no faster, take more room, and make steps of maps longer
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 
 
@@ -83,7 +83,7 @@ class Batches:
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, raw, main_input(model))
+        self._divide(keys, raw, main_input(model), model.device.type == "cpu")
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
@@ -96,7 +96,7 @@ class Batches:
         masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count
         return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
 
-    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str) -> None:
+    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str, on_cpu: bool) -> None:
         """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
         self.distinct = count_distinct(keys)
         require_distinct(self.distinct, self.sequences)
@@ -117,7 +117,7 @@ class Batches:
                 if not is_divisible(inputs, count):
                     self._add(inputs, main, bool(judges))
                     continue
-                for few in rows.split(_sequences_at_once(inputs.get(main))):
+                for few in rows.split(_sequences_at_once(inputs.get(main)) if on_cpu else _MOST):
                     self._add(rows_of(inputs, few, count), main, bool(judges))
             place += parts
             path.unlink()
@@ -192,7 +192,7 @@ class Batches:
 
 
 def _sequences_at_once(first: Any) -> int:
-    """How many sequences of token ids are run at once; images and sound, as they are."""
+    """How many sequences of token ids a CPU runs at once; images and sound, as they are."""
     tokens = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
     return max(1, _TOKENS // first.shape[1]) if tokens else _MOST
 

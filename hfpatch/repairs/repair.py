@@ -80,8 +80,8 @@ def repair(
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
-    activations (1,024 tokens, or one sequence); a block's activations of all batches, and what is needed to undo it,
-    lie in temporary files.
+    activations (on a CPU 1,024 tokens, or one sequence); the activations of a block for all batches, and what is needed
+    to undo it, lie in temporary files.
 
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
