@@ -310,6 +310,34 @@ FAULTS = [
         "        elif False and (readers := ",
         ("test_outcome.py::test_attentions_that_ignore_the_rotation_that_they_are_passed",),
     ),
+    Fault(
+        "a folded norm's gain is lost",
+        "swap/folded.py",
+        'yield WeightChange(place, "multiply", f"{norm}.{facts.gain}", axis)',
+        "pass",
+        ("swap/test_folded.py::test_exact_in_float64",),
+    ),
+    Fault(
+        "a folded norm's shift is lost where its reader has a bias",
+        "swap/folded.py",
+        'biases.append(WeightChange(f"{name}.bias", "add", constant))',
+        "pass",
+        ("swap/test_folded.py::test_exact_in_float64",),
+    ),
+    Fault(
+        "the mean that a fixed norm took away goes with it",
+        "swap/folded.py",
+        "if centres:",
+        "if False:",
+        ("swap/test_folded.py::test_fixed_norms_go_altogether",),
+    ),
+    Fault(
+        "a fold that isn't exact is accepted",
+        "folding.py",
+        "if not verdict.holds:",
+        "if False:",
+        ("swap/test_folded.py::test_control_a_wrong_fold_is_refused",),
+    ),
 ]
 
 

@@ -35,31 +35,46 @@ def with_fixed_norms(model: Any, fixed: Collection[nn.Module]) -> Any:
     if not fixed:
         return model
     names = [name for name, module in model.named_modules() if any(module is one for one in fixed)]
-    config, left = copy.deepcopy(model.config), set(names)
-    for number, (part, setting) in enumerate(_settings(config)):
-        trial = copy.deepcopy(model.config)
-        _set(*list(_settings(trial))[number])
-        with keep_random_state(), torch.device("meta"):
-            governed = {name for name, module in type(model)._from_config(trial).named_modules() if _is_large(module)}
-        if not governed & left:
-            continue
-        if others := [name for name, _ in model.named_modules() if name in governed - set(names)]:
-            raise UnsupportedError(
-                f"its {setting} is that of all its norms, and of these {_some(names)} {_are(names)} fixed and "
-                f"{_some(others)} {_are(others)} not. Fix those too (only=['*', 'NAME'] with the last norm's name, as "
-                "it is kept otherwise), or none"
-            )
-        _set(part, setting)
-        left -= governed
-    if left:
-        raise UnsupportedError(
-            f"it has no setting for the eps of {_some([name for name in names if name in left])}, and a fixed norm is "
-            "one with a large eps"
-        )
+    config = fixing_config(type(model), model.config, names)
     with keep_random_state(), torch.device("cpu"):
         new = type(model)._from_config(config, dtype=model.dtype).eval()
     new.load_state_dict(model.state_dict())
     return new.to(model.device)
+
+
+def fixing_config(cls: Any, config: Any, fixed: Collection[str]) -> Any:
+    """Return a copy of a config whose settings of eps are large for the norms of these names, and for no others.
+
+    Args:
+        cls: the stock class that reads it.
+        config: one of its configs.
+        fixed: names of norms in the model that is built from it.
+
+    Raises:
+        UnsupportedError: as in `with_fixed_norms`.
+    """
+    found, left = copy.deepcopy(config), set(fixed)
+    for number, (part, setting) in enumerate(_settings(found)):
+        trial = copy.deepcopy(config)
+        _set(*list(_settings(trial))[number])
+        with keep_random_state(), torch.device("meta"):
+            governed = [name for name, module in cls._from_config(trial).named_modules() if _is_large(module)]
+        if left.isdisjoint(governed):
+            continue
+        if others := [name for name in governed if name not in fixed]:
+            raise UnsupportedError(
+                f"its {setting} is that of all its norms, and of these {_some(fixed)} {_are(fixed)} fixed and "
+                f"{_some(others)} {_are(others)} not. Fix those too (only=['*', 'NAME'] with the last norm's name, as "
+                "it is kept otherwise), or none"
+            )
+        _set(part, setting)
+        left.difference_update(governed)
+    if left:
+        raise UnsupportedError(
+            f"it has no setting for the eps of {_some([name for name in fixed if name in left])}, and a fixed norm is "
+            "one with a large eps"
+        )
+    return found
 
 
 def _settings(config: Any) -> Iterator[tuple[Any, str]]:
@@ -77,10 +92,10 @@ def _is_large(module: nn.Module) -> bool:
     return any(getattr(module, name, None) == LARGE_EPS for name in EPS_NAMES)
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Collection[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join([*names][:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _are(names: list[str]) -> str:
+def _are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"

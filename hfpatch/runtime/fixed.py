@@ -41,7 +41,22 @@ class FixedNorm(AffineNorm):
 
 
 class NoNorm(nn.Module):
-    """y = x: in place of a fixed norm whose gain, mean and shift are in the weights of the layers that read it."""
+    """y = x: in place of a fixed norm whose gain, mean and shift are in the weights of the layers that read it.
+
+    Its `weight` holds no values, and isn't stored: hosts read the dtype of their norm's weight (Mamba casts to it).
+    """
+
+    weight: Tensor
+
+    def __init__(self, like: Tensor | None = None):
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0) if like is None else like.new_empty(0), persistent=False)
+
+    @classmethod
+    def replacing(cls, old: nn.Module | None, parent: nn.Module) -> NoNorm:
+        """Return one whose weight has the dtype and device of the norm that it replaces."""
+        beside = parent.parameters() if old is None else old.parameters()
+        return cls(next((one.detach() for one in beside if one.is_floating_point()), None))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states

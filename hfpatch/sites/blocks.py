@@ -197,7 +197,7 @@ def is_stream(value: Any) -> bool:
 
 def stream_blocks(model: nn.Module, inputs: Mapping[str, Any]) -> list[Block]:
     """Return the blocks that hold norms and read a stream; of nested module lists, the innermost elements."""
-    return [block for block in observe_blocks(model, inputs, list(_block_names(model))) if block.stream]
+    return [block for block in observe_blocks(model, inputs, list(block_names(model))) if block.stream]
 
 
 def observe_blocks(
@@ -245,19 +245,19 @@ def _copy_cache(value: Any) -> Any:
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
 
-def _block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names of the elements of module lists that hold norms; of nested lists, the innermost elements."""
+def block_names(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the elements of module lists that hold norms; of nested lists, the innermost elements."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.Sequential):
             for index, element in child.named_children():
-                inner = list(_block_names(element, f"{path}.{index}."))
+                inner = list(block_names(element, f"{path}.{index}."))
                 if inner:
                     yield from inner
                 elif any(describe(sub) is not None for sub in element.modules()) and describe(element) is None:
                     yield f"{path}.{index}"
         else:
-            yield from _block_names(child, f"{path}.")
+            yield from block_names(child, f"{path}.")
 
 
 def has_matrix(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..runtime.edits import pattern_of
-from .blocks import measuring, stream_blocks
+from .blocks import block_names, is_stream, measuring
 from .norms import describe
 from .sites import Sites
 
@@ -32,17 +32,21 @@ def find_final_norms(sites: Sites) -> set[str]:
 
 def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     """Patterns of the norms that take a stack's output, and of those inside of blocks that give it."""
-    blocks = {block.name for block in stream_blocks(small, inputs)}
-    modules = dict(small.named_modules())
+    modules, candidates, blocks = dict(small.named_modules()), {*block_names(small)}, set[str]()
     norms = {name for name, module in modules.items() if describe(module) is not None}
-    inside = {norm for norm in norms if any(norm.startswith(f"{block}.") for block in blocks)}
     given: dict[str, Tensor] = {}  # by stack, the output of its latest block
     taking: dict[str, str] = {}  # by stack, the norm outside of blocks that takes this
     giving: dict[str, str] = {}  # by stack, the norm that gives it
     latest: tuple[str, Tensor] | None = None
 
+    def is_inside(norm: str) -> bool:
+        return any(norm.startswith(f"{block}.") for block in blocks)
+
     def on_call(name: str, call: CallArguments) -> None:
-        if name in norms - inside:
+        if name in candidates:
+            if any(map(is_stream, (*call.args, *call.kwargs.values()))):
+                blocks.add(name)  # before its norms are called
+        elif not is_inside(name):
             x = first_tensor(call)
             for stack, output in given.items():
                 if _holds_rows(output, x):
@@ -50,7 +54,7 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
 
     def on_result(name: str, output: Any) -> None:
         nonlocal latest
-        if name in inside:
+        if name in norms and is_inside(name):
             latest = name, first_tensor(output)
         elif name in blocks:
             stack = pattern_of(name)
@@ -60,7 +64,7 @@ def _observe(small: nn.Module, inputs: Mapping[str, Any]) -> tuple[set[str], set
             if latest is not None and torch.equal(latest[1], given[stack]):
                 giving[stack] = latest[0]
 
-    with observe_calls({name: modules[name] for name in {*norms, *blocks}}, on_call, on_result), torch.no_grad():
+    with observe_calls({name: modules[name] for name in norms | candidates}, on_call, on_result), torch.no_grad():
         small(**inputs)
     ends = {pattern_of(giving[stack]) for stack in giving.keys() - taking.keys()}
     return {pattern_of(name) for name in taking.values()}, ends

@@ -29,12 +29,24 @@ def is_linear_map(module: nn.Module) -> bool:
 
 
 def holds_maps(module: nn.Module) -> bool:
-    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer."""
+    """Return whether a module may be a router or experts: it has matrices itself, and isn't a usual kind of layer.
+
+    Modules inside may hold vectors (a bias on a router's choice), but no matrices, which would be maps themselves, and
+    none may be called a norm.
+    """
     usual = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
-    inside = any(parameter is not None for child in module.children() for parameter in child.parameters())
-    if isinstance(module, usual) or inside or type(module).__module__.startswith("torch.nn."):
+    if isinstance(module, usual) or type(module).__module__.startswith("torch.nn."):
         return False
-    return any(p is not None and p.dim() in (2, 3) and p.is_floating_point() for p in module._parameters.values())
+    inside = [one for child in module.children() for one in child.modules() if [*one.parameters(recurse=False)]]
+    if any(_is_matrix(p) for one in inside for p in one.parameters()):
+        return False
+    own = (p for p in module._parameters.values() if p is not None and p.dim() in (2, 3) and p.is_floating_point())
+    return any(map(_is_matrix, own)) and not any("norm" in type(one).__name__.lower() for one in inside)
+
+
+def _is_matrix(value: Tensor) -> bool:
+    """Whether two axes are longer than 1: (1, d) is a vector."""
+    return value.numel() > max(value.shape, default=1)
 
 
 def reading_axes(module: nn.Module, call: CallArguments) -> Axes | None:

@@ -76,6 +76,21 @@ def test_what_is_left_of_a_norm_and_of_a_map() -> None:
         BiasedLinear.replacing(nn.Embedding(2, 2), nn.Module())
 
 
+def test_hosts_read_the_dtype_of_their_norms_weight(tmp_path: Any) -> None:
+    """As Mamba's blocks, which cast to it what goes into their norms: it is that of the norm that is gone."""
+    model, given = zoo.tiny("mamba")
+    patch(model.bfloat16(), norm="none", init="reset")
+    norms = norms_of(model, NoNorm)
+    assert len(norms) == 2
+    again = reload(model, tmp_path)
+    for one, dtype in ((model, torch.bfloat16), (again, torch.bfloat16), (model, torch.float32)):
+        one.to(dtype)
+        assert {one.get_submodule(name).weight.dtype for name in norms} == {dtype}
+        assert {str(one.get_submodule(name).weight.device) for name in norms} == {"cpu"}
+        assert not any(name.startswith(f"{norm}.") for norm in norms for name in one.state_dict())
+        assert one(**given).last_hidden_state.isfinite().all()
+
+
 def test_options_and_names() -> None:
     assert Norm.resolve("none:shift=false") == WithoutNorms(shift=False)
     assert Norm.resolve("fixed") == Fixed() != WithoutNorms()

@@ -15,10 +15,10 @@ from hfpatch.sites.linear_maps import holds_maps, reading_axes, transform_along_
 
 
 def calls_of(family: str) -> dict[str, tuple[nn.Module, CallArguments]]:
-    """Routers and experts of a tiny model's first block, with a call of each."""
+    """Routers and experts of a tiny model's last block, with a call of each."""
     model: PreTrainedModel
     model, inputs = zoo.tiny(family)
-    modules = {name: module for name, module in model.named_modules() if holds_maps(module) and "layers.0." in name}
+    modules = {name: module for name, module in model.named_modules() if holds_maps(module)}
     seen: dict[str, CallArguments] = {}
     with observe_calls(modules, on_call=lambda name, call: seen.setdefault(name, call)), torch.no_grad():
         model(**inputs)
@@ -33,6 +33,11 @@ def calls_of(family: str) -> dict[str, tuple[nn.Module, CallArguments]]:
             "gpt_oss",
             {"router": (("weight", -1),), "experts": (("gate_up_proj", -2),)},
             (("down_proj", -1), ("down_proj_bias", -1)),
+        ),
+        (  # whose router has a bias in a module inside
+            "ernie4_5_moe",
+            {"gate": (("weight", -1),), "experts": (("gate_up_proj", -1),)},
+            (("down_proj", -2),),
         ),
     ],
 )
@@ -75,3 +80,9 @@ def test_what_is_no_map_of_its_input_is_left_alone() -> None:
     assert writing_axes(Squared(), call) is None
     assert not holds_maps(nn.Linear(3, 4))
     assert not holds_maps(nn.Sequential(Squared()))
+    outer = Squared()
+    outer.inner = nn.ParameterList([torch.randn(1, 6)])
+    assert holds_maps(outer)
+    for inner in (nn.Linear(6, 6), nn.LayerNorm(6)):
+        outer.inner = inner
+        assert not holds_maps(outer)

@@ -126,8 +126,13 @@ class Router(nn.Module):
 
 
 def test_a_router_behind_the_experts_that_are_held_is_seen() -> None:
-    """Ernie's holds a module with Parameters of its own, so it is taken for no map; its choice reaches the experts."""
+    """With a matrix in a module inside it is taken for no map; its choice reaches the experts. Ernie's has a vector."""
     model, _ = zoo.tiny("ernie4_5_moe")
+    gate = "layers.*.mlp.gate.weight:-1"
+    assert gate in readers(model)["layers.*.post_attention_layernorm"]  # control
+    for module in model.modules():
+        if type(module).__name__ == "Ernie4_5_MoeTopKRouter":
+            module.moe_statics.matrix = nn.Parameter(torch.zeros(3, 3))
     found = readers(model)
     assert found["layers.*.post_attention_layernorm"] == READ_OTHERWISE
     assert found["layers.*.input_layernorm"] == [f"layers.*.self_attn.{one}_proj.weight:1" for one in ("k", "q", "v")]

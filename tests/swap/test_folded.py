@@ -28,7 +28,7 @@ UNTIED = {"tie_word_embeddings": False}
 
 def wide(family: str, head: str = "AutoModel", **options: Any) -> tuple[Any, dict[str, Any]]:
     """A tiny model in float64, with inputs."""
-    if family in ("mixtral", "gpt_neox", "falcon", "phi"):
+    if family in ("mixtral", "ernie4_5_moe", "gpt_neox", "falcon", "phi"):
         model, given = zoo.tiny(family, auto_class=head, **options)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped product takes no float64
@@ -60,6 +60,7 @@ CASES = [
     ("gemma", LM, {}, 4, "shares its weights with another module"),
     ("nemotron", "AutoModel", {}, 4, "no linear map reads its output as it is"),
     ("mixtral", LM, {}, 5, ""),
+    ("ernie4_5_moe", "AutoModel", {}, 4, "no linear map reads its output as it is"),
     ("gpt_neox", LM, {}, 5, ""),
     ("falcon", LM, {}, 2, "shares its weights with another module"),
     ("falcon", LM, {"new_decoder_architecture": True, "num_kv_heads": 1}, 4, "shares its weights with another module"),

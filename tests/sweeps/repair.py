@@ -394,9 +394,8 @@ def spread(rows: Tensor, count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": few} for few in rows[:: len(rows) // count][:count].split(32)]
 
 
-def trained_model(family: str, folder: Path) -> Any:
-    """A model of a family, trained by AdamW on nine tenths of the plays; once, then it is in the folder."""
-    model_type, settings = FAMILIES[family]
+def trained_model(model_type: str, settings: dict[str, Any], folder: Path) -> Any:
+    """A model of these settings, trained by AdamW on nine tenths of the plays; once, then it is in the folder."""
     folder = folder / f"{model_type}-{STEPS}-steps"
     if not (folder / "model.safetensors").exists():
         torch.manual_seed(0)
@@ -420,7 +419,7 @@ def trained_model(family: str, folder: Path) -> Any:
 
 
 def family_rows(report: Report, family: str, swaps: list[str], starts: list[str], folder: Path) -> None:
-    build = functools.partial(trained_model, family, folder)
+    build = functools.partial(trained_model, *FAMILIES[family], folder)
     original, judged = build(), spread(plays(0.9, 1), JUDGED)
 
     def log_chances(model: Any) -> Tensor:
