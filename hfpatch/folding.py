@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from .checkpoint.patched_config import give_patched_config
 from .core.bare import has_weights
-from .core.plan_table import Change
 from .core.transaction import Transaction
 from .errors import VerificationError
 from .measure.randomness import keep_random_state
@@ -21,9 +20,10 @@ from .plan import Plan
 from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.fixed import Folded, WithoutNorms
-from .schemes.request import Record
+from .schemes.request import Outcome, Record
 from .sites.sites import Sites
 from .swap.folded import plan_fold_of_fixed
+from .swap.planners import PlannerResult
 
 
 def require_weights(plan: Plan, model: PreTrainedModel) -> None:
@@ -32,18 +32,18 @@ def require_weights(plan: Plan, model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: it is on the meta device.
     """
-    scheme = plan.scheme("norm")
-    if isinstance(scheme, Folded | WithoutNorms) and not has_weights(model):
-        raise UnsupportedError(
-            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
-        )
+    for scheme in plan.schemes:
+        if isinstance(scheme, Folded | WithoutNorms) and not has_weights(model):
+            raise UnsupportedError(
+                f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+            )
 
 
 def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdict | None:
     """Return the verdict on the folded norms of a plan; None where it folds none, or nothing can be measured.
 
     Args:
-        plan: of which the norms were carried out, and nothing else that isn't exact.
+        plan: of which what keeps the function was carried out.
         before: the model before it.
         model: after it.
 
@@ -51,8 +51,8 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
         VerificationError: the outputs differ by more than rounding.
         UnsupportedError: the model ran before and no longer does.
     """
-    scheme = plan.scheme("norm")
-    if not isinstance(scheme, Folded | WithoutNorms) or plan.losses("norm") or before.forward is None:
+    found = [one for one in plan.planned if isinstance(one.part.scheme, Folded | WithoutNorms) and not one.losses]
+    if not found or before.forward is None:
         return None
     after = before.outputs_after(model)
     if isinstance(after, Exception):
@@ -62,7 +62,8 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
         ) from after
     verdict = before.within_rounding(model, max(one.max_error for one in before.deviations(after)))
     if not verdict.holds:
-        otherwise = " Use norm='fixed' to leave them unfolded." if isinstance(scheme, WithoutNorms) else ""
+        fixed = any(isinstance(one.part.scheme, WithoutNorms) for one in found)
+        otherwise = " Use norm='fixed' to leave them unfolded." if fixed else ""
         raise VerificationError(
             f"{plan.model_name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
             f"unchanged.{otherwise}",
@@ -74,7 +75,7 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel) -> Verdic
 def fold_fixed_norms(
     plan: Plan, model: PreTrainedModel, transaction: Transaction, inputs: Mapping[str, Any] | None
 ) -> None:
-    """Fold the fixed norms that a plan put in, if its scheme says so, and check that on the model.
+    """Fold the fixed norms that a plan put in, where its schemes say so, and check that on the model.
 
     Args:
         plan: that was carried out, repair included.
@@ -85,28 +86,31 @@ def fold_fixed_norms(
     Raises:
         VerificationError, UnsupportedError: as in `check_folded`.
     """
-    if not isinstance(plan.scheme("norm"), WithoutNorms):
+    found = [one for one in plan.planned if isinstance(one.part.scheme, WithoutNorms)]
+    if not found:
         return
-    found = plan.planned["norm"]
-    names = [change.row.module for change in found.changes if change.changes]
+    names = [[change.row.module for change in one.changes if change.changes] for one in found]
     with keep_random_state(), torch.inference_mode(False):
-        folded = plan_fold_of_fixed(Sites(model, inputs), found.part, names)
-        folding = Plan.of(model, Record.of(model.config), {"norm": folded})
+        sites = Sites(model, inputs)
+        folded = [plan_fold_of_fixed(sites, one.part, own) for one, own in zip(found, names, strict=True)]
+        folding = Plan.of(model, Record.of(model.config), folded)
         if not folding.empty:
             before = snapshot_of(model, folding, inputs)
             for phase in folding.phases:
                 phase.apply(model, transaction)
             give_patched_config(model, folding.record, transaction, [])
             check_folded(folding, before, model)
-    _record_unfolded(model, folded.changes)
+    _record_unfolded(model, folded)
 
 
-def _record_unfolded(model: PreTrainedModel, changes: Sequence[Change]) -> None:
-    """Add fixed norms that couldn't be folded to the outcome in the model's record."""
-    record = Record.of(model.config)
-    reasons = [str(change.row.reason) for change in changes if not change.changes]
-    outcome = record.norm[-1].outcome
-    if reasons and outcome is not None:
-        text = f"{len(reasons)} fixed norms, not folded ({'; '.join(dict.fromkeys(reasons))})"
-        outcome = replace(outcome, kept="; ".join(filter(None, (outcome.kept, text))))
-        setattr(model.config, KEY, record.with_outcomes({"norm": outcome}).to_json())
+def _record_unfolded(model: PreTrainedModel, folded: Sequence[PlannerResult]) -> None:
+    """Add fixed norms that couldn't be folded to the outcomes in the model's record, whose newest requests they are."""
+    record, outcomes = Record.of(model.config), []
+    for found, part in zip(folded, record.newest("norm", len(folded)), strict=True):
+        reasons = [str(change.row.reason) for change in found.changes if not change.changes]
+        outcome = part.outcome or Outcome("")
+        if reasons:
+            text = f"{len(reasons)} fixed norms, not folded ({'; '.join(dict.fromkeys(reasons))})"
+            outcome = replace(outcome, kept="; ".join(filter(None, (outcome.kept, text))))
+        outcomes.append(outcome)
+    setattr(model.config, KEY, record.with_outcomes({"norm": outcomes}).to_json())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,8 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-    length = plan.record.pos[-1].scheme.max_positions if "pos" in plan.by_kind else None
+    lengths = [found.part.scheme.max_positions for found in plan.planned if found.kind == "pos"]
+    length = min((length for length in lengths if length is not None), default=None)
     makers = makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
     norms = None if plan.conversion is None else plan.conversion.to_check()
     before = Snapshot(model, makers, norms)
@@ -60,8 +61,8 @@ def measure_outcomes(
     original: PreTrainedModel | None,
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
-) -> dict[str, Outcome]:
-    """Return the measured outcome of each kind of a patch's changes.
+) -> dict[str, list[Outcome]]:
+    """Return the measured outcomes of a patch's schemes, by kind.
 
     Where positions change, the patched model also runs at the length and the image size that its config then says. What
     ran before and doesn't run there is refused, and so is a change of positions that moves no output.
@@ -77,23 +78,23 @@ def measure_outcomes(
     Raises:
         UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
-    lossy = [kind for kind in plan.by_kind if plan.losses(kind)]
-    basis = _basis(model, before.inputs)
-    found = {"norm": Outcome(EXACT, verdict.figures, basis)} if verdict is not None and "norm" not in lossy else {}
-    if others := plan.by_kind.keys() - found.keys():
+    lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
+    checked = Outcome(EXACT, "" if verdict is None else verdict.figures, _basis(model, before.inputs))
+    judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
+    if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
         runs = False
-        if original is not None and "pos" in others:
+        if original is not None and "pos" in plan.kinds:
             runs = _positions_run(plan, before, model, original, after, given)
         whole = _of_whole(before, model, after, bool(lossy), runs)
         apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
-        found |= {kind: apart if lossy and kind not in lossy else whole for kind in others}
-    outcomes = {}
-    for kind, changes in plan.by_kind.items():
-        own = [change for change in changes if change.row.kind != "stream" or not change.changes]  # not what is centred
-        reasons = [change.row.reason for change in own if not change.changes and change.row.reason]
+    outcomes: dict[str, list[Outcome]] = {}
+    for found, is_checked in zip(plan.planned, judged, strict=True):
+        own = [one for one in found.changes if one.row.kind != "stream" or not one.changes]  # not what is centred
+        reasons = [one.row.reason for one in own if not one.changes and one.row.reason]
         kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
-        outcomes[kind] = replace(found[kind], lost="; ".join(plan.losses(kind)), kept=kept)
+        outcome = checked if is_checked else apart if lossy and not found.losses else whole
+        outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept=kept))
     return outcomes
 
 
@@ -106,11 +107,12 @@ def _positions_run(
     given: Mapping[str, Any] | None,
 ) -> bool:
     """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
-    changes, scheme = plan.by_kind["pos"], plan.record.pos[-1].scheme
-    require_same_frequencies(model, [change.row.module for change in changes if change.changes])
+    found = [one for one in plan.planned if one.kind == "pos"]
+    require_same_frequencies(model, [one.row.module for part in found for one in part.changes if one.changes])
     moved = before.forward is not None and isinstance(after, dict) and not equal(before.forward.outputs, after)
-    if plan.losses("pos") and scheme.any_length and not moved and not _only_sets_length(plan.record):
-        require_moved(model, original, changes, f"pos={str(scheme)!r}")
+    for one in found:
+        if one.losses and one.part.scheme.any_length and not moved and not _only_sets_length(plan.record):
+            require_moved(model, original, one.changes, f"pos={str(one.part.scheme)!r}")
     return require_runs_in_full(model, original, plan.lengths, given)
 
 
@@ -176,14 +178,14 @@ def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
     return f"on inputs without {missing}" if missing else ""
 
 
-def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Outcome], init: str) -> None:
-    """Store outcomes, by kind, in a patched model's record.
+def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Sequence[Outcome]], init: str) -> None:
+    """Store outcomes of a patch's schemes, by kind, in a patched model's record.
 
     Raises:
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
     """
     measurable = has_weights(model)
-    for outcome in outcomes.values():
+    for outcome in (one for of_kind in outcomes.values() for one in of_kind):
         unmeasured = measurable and outcome.verdict == EXACT and outcome.basis.startswith(NOT_MEASURED)
         if init == "exact" and (unmeasured or outcome.lost or outcome.verdict != EXACT):
             advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""

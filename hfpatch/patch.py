@@ -33,11 +33,8 @@ from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
 from .runtime.record import KEY, REPAIR
-from .schemes.mlps import MLP
-from .schemes.norms import Norm
 from .schemes.placements import Placement
-from .schemes.positions import Position
-from .schemes.request import EXACT, Outcome, Record, Request
+from .schemes.request import EXACT, MLPChoice, NormChoice, Outcome, PositionChoice, Record, Request
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
@@ -50,10 +47,10 @@ _WAITS_FOR_WEIGHTS = (
 @exclusive
 def patch_model(
     model: M,
-    norm: str | Norm | None = None,
-    pos: str | Position | None = None,
+    norm: NormChoice | None = None,
+    pos: PositionChoice | None = None,
     *,
-    mlp: str | MLP | None = None,
+    mlp: MLPChoice | None = None,
     placement: str | Placement | None = None,
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
@@ -127,7 +124,7 @@ def patch_model(
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
     elif init != "reset":
-        require_data(model, plan.scheme("norm"), plan.generates)
+        require_data(model, plan.schemes, plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
@@ -168,7 +165,6 @@ def _carry_out(
         norms.apply(model, transaction)
         if plan.conversion is not None:
             plan.conversion.compensate(before.inputs, transaction)
-        verdict = verdict or check_folded(plan, before, model)
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
@@ -184,16 +180,16 @@ def _convert_exactly(
     """Carry out the first phase of a plan, which should keep the function, and check that on the model.
 
     Returns:
-        The plan and the verdict of the check; where it failed, the model as it was before, with a plan whose first
-        phase is empty and no verdict. Where nothing is to be checked, no verdict either.
+        The plan and the verdict of the check. Where it failed, a plan without the conversion, of which the first phase
+        was carried out. Where nothing is to be checked, no verdict.
 
     Raises:
         VerificationError: the check failed, and init="exact".
     """
     start = len(transaction)
     plan.phases[0].apply(model, transaction)
-    if not before.checks:
-        return plan, None
+    if plan.conversion is None or not before.checks:
+        return plan, check_folded(plan, before, model)
     verdict = before.verdict(model)
     if verdict.holds:
         return plan, verdict
@@ -202,7 +198,7 @@ def _convert_exactly(
         advice = "The model was left unchanged. Use init='copy' to swap the norms approximately."
         raise VerificationError(f"{plan.model_name}: {measured}. {advice}", measured)
     transaction.undo(start)
-    return plan.inexact(model, measured), None
+    return _convert_exactly(plan.inexact(model, measured), model, before, init, transaction)
 
 
 def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTrainedModel | None:
@@ -211,7 +207,7 @@ def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTra
     It is made after the exact conversion, which kept the function: so it shares the converted weights, and a repair
     leaves norms alone that were converted exactly. None where nobody needs it, or the model has no weights.
     """
-    needed = "pos" in plan.planned or calibration is not None
+    needed = "pos" in plan.kinds or calibration is not None
     return copy_of(model, share=True) if needed and has_weights(model) else None
 
 
@@ -379,7 +375,7 @@ def _keep_on_model(model: nn.Module, name: str, value: Any, transaction: Transac
 def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init: str) -> None:
     """Warn of what a patch didn't preserve."""
     caller = 5  # this function, patch_model and its decorators are between
-    newest = Record.of(model.config).outcomes(plan.by_kind)
+    newest = Record.of(model.config).outcomes(plan.kinds)
     changed = {request: outcome for request, outcome in newest.items() if outcome.verdict != EXACT}
     if changed and init != "reset" and not (report and report.suffices):
         warnings.warn(_not_preserved(plan, changed, report), NotPreservedWarning, stacklevel=caller)

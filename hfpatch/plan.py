@@ -17,6 +17,8 @@ The record in config.json is the two requests with their outcomes, and the edits
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -26,29 +28,28 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .checkpoint.outer import require_outermost
+from .checkpoint.sentence_modules import text_length_of
 from .core.bare import require_bare, require_unquantized
-from .core.globs import require_matches
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
 from .core.results import Result, Table, dataframe, to_json_value
 from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
-from .errors import NothingToPatchError, OptionError
+from .errors import NothingToPatchError
 from .exact.request import Conversion
 from .measure.batches import require_example
 from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .runtime.errors import UnsupportedError
-from .schemes.mlps import MLP
-from .schemes.norms import DeepNorm, Norm
+from .schemes.combinations import require_order, require_same_init
+from .schemes.fixed import Folded
 from .schemes.placements import Placement
-from .schemes.positions import Position
-from .schemes.request import Record, Request, SchemeRequest
+from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request
 from .sites.sites import Sites
-from .swap.config_diff import Setting
+from .swap.by_glob import join, require_matches
+from .swap.config_diff import ConfigDiff, Setting, derive
 from .swap.planners import PlannerResult, planner_of
 from .swap.written_config import require_valid_config
 
@@ -66,11 +67,14 @@ class Phase:
     then: list[HostStep]
 
     @classmethod
-    def of(cls, model: nn.Module, changes: list[Change]) -> Phase:
-        """Return the phase of these changes, with single-place edits condensed into patterns of names."""
-        edits = condense((edit for change in changes for edit in change.edits), model)
-        values, starts = ([one for change in changes for one in getattr(change, name)] for name in ("values", "starts"))
-        return cls(values, edits, starts, [one for change in changes for one in change.then])
+    def of(cls, model: nn.Module, groups: Iterable[list[Change]]) -> Phase:
+        """Return the phase of these changes, with a group's single-place edits condensed into patterns of names."""
+        phase = cls([], [], [], [])
+        for changes in groups:
+            phase.edits += condense((edit for change in changes for edit in change.edits), model)
+            for name in ("values", "starts", "then"):
+                getattr(phase, name).extend(one for change in changes for one in getattr(change, name))
+        return phase
 
     def apply(self, model: nn.Module, transaction: Transaction) -> None:
         """Apply the phase to the model."""
@@ -92,25 +96,33 @@ class Plan(Result):
     Attributes:
         model_name: the model's class.
         old_record: the patch record that the model's config holds now.
-        planned: by kind, what each requested scheme changes; a kind that is in place already isn't there.
+        planned: what each requested scheme changes; one that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
+        derived: attributes and buffers that the model's class computes from new lengths.
         changing, kept: how many modules change, and how many the plan names and keeps.
         generates: whether the model can write its own calibration for a repair.
     """
 
     model_name: str
     old_record: Record
-    planned: Mapping[str, PlannerResult] = field(default_factory=dict)
+    planned: tuple[PlannerResult, ...] = ()
     phases: tuple[Phase, ...] = ()
+    derived: ConfigDiff = field(default_factory=ConfigDiff)
     changing: int = 0
     kept: int = 0
     generates: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, old_record: Record, planned: Mapping[str, PlannerResult]) -> Plan:
-        """Return the plan of the planners' results."""
-        counts = _count_modules(model, [change.row for found in planned.values() for change in found.changes])
-        return cls(type(model).__name__, old_record, planned, _phases(model, planned), *counts, generates(model))
+    def of(
+        cls, model: PreTrainedModel, old: Record, planned: Iterable[PlannerResult], derived: ConfigDiff | None = None
+    ) -> Plan:
+        """Return the plan of the planners' results; without `derived` that is found from their lengths."""
+        planned = tuple(planned)
+        if derived is None:
+            derived = _derive(model, planned)
+        counts = _count_modules(model, [change.row for found in planned for change in found.changes])
+        phases = _phases(model, planned, derived)
+        return cls(type(model).__name__, old, planned, phases, derived, *counts, generates(model))
 
     def inexact(self, model: PreTrainedModel, measured: str) -> Plan:
         """Return the plan without its exact conversion of norms, whose check on the model failed.
@@ -119,42 +131,42 @@ class Plan(Result):
             model: that of this plan, as it was before.
             measured: how the check failed, in words.
         """
-        without = {
-            kind: found if found.conversion is None else found.inexact(measured) for kind, found in self.planned.items()
-        }
-        return Plan.of(model, self.old_record, without)
+        without = (found if found.conversion is None else found.inexact(measured) for found in self.planned)
+        return Plan.of(model, self.old_record, without, self.derived)
 
     @property
-    def by_kind(self) -> dict[str, list[Change]]:
-        """The changes of each kind, one per module of the table; rows of kept modules have no edits."""
-        return {kind: found.changes for kind, found in self.planned.items()}
+    def kinds(self) -> dict[str, int]:
+        """The kinds of schemes that change something, and how many schemes of each do."""
+        return Counter(found.kind for found in self.planned)
 
-    def scheme(self, kind: str) -> Scheme | None:
-        """Return the scheme of a kind that changes something; None without one."""
-        return self.planned[kind].part.scheme if kind in self.planned else None
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The schemes that change something."""
+        return [found.part.scheme for found in self.planned]
 
     @property
     def conversion(self) -> Conversion | None:
         """The swap to norms that compute the same function, which `patch_model` checks; None without one."""
-        return next((found.conversion for found in self.planned.values() if found.conversion is not None), None)
+        return Conversion.together([found.conversion for found in self.planned if found.conversion is not None])
 
     @property
     def lengths(self) -> list[Setting]:
         """(config, attribute, new value) where the request sets max_positions or image_size."""
-        return [setting for found in self.planned.values() for setting in found.lengths]
+        return [setting for found in self.planned for setting in found.lengths]
 
     @cached_property
     def record(self) -> Record:
         """The patch record that the model's config will hold."""
         record = self.old_record
-        for kind, found in self.planned.items():
-            record = record if record.has(kind, found.part) else record.with_request(kind, found.part)
+        for kind in self.kinds:
+            parts = tuple(found.part for found in self.planned if found.kind == kind)
+            record = record if record.has(kind, parts) else record.with_requests(kind, parts)
         return record.with_edits(self.edits)
 
     @property
     def changes(self) -> list[Change]:
-        """The changes of all kinds."""
-        return [change for changes in self.by_kind.values() for change in changes]
+        """The changes of all kinds, one per module of the table; rows of kept modules have no edits."""
+        return [change for found in self.planned for change in found.changes]
 
     @property
     def edits(self) -> list[Edit]:
@@ -183,8 +195,8 @@ class Plan(Result):
 
     def losses(self, kind: str | None = None) -> list[str]:
         """Return what the patch (or one kind of its changes) doesn't preserve, without repetition; empty if exact."""
-        changes = self.changes if kind is None else self.by_kind[kind]
-        return list(dict.fromkeys(text for change in changes for text in change.row.losses))
+        found = [one for one in self.planned if kind in (None, one.kind)]
+        return list(dict.fromkeys(text for one in found for text in one.losses))
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values: class of the model, future patch record, all rows, and weight changes.
@@ -225,7 +237,7 @@ class Plan(Result):
             values.setdefault(str(same[0]), []).append(names)
         if values:
             yield "Values x of Parameters become:", *(f"{new}: {', '.join(names)}" for new, names in values.items())
-        if any(found.part.init != "reset" and self.losses(kind) for kind, found in self.planned.items()):
+        if any(found.part.init != "reset" and found.losses for found in self.planned):
             own = '"self" (sequences that it writes) or your data'
             data = own if self.generates else "your data, as it writes no text"
             yield [f"What isn't exact is repaired only with calibration= (--calibration): {data}."]
@@ -250,10 +262,10 @@ def _line_key(row: Row) -> tuple[object, ...]:
 @unwrap_holders
 def plan_patch(
     model: Any,
-    norm: str | Norm | None = None,
-    pos: str | Position | None = None,
+    norm: NormChoice | None = None,
+    pos: PositionChoice | None = None,
     *,
-    mlp: str | MLP | None = None,
+    mlp: MLPChoice | None = None,
     placement: str | Placement | None = None,
     only: str | Iterable[str] | None = None,
     keep: str | Iterable[str] | None = None,
@@ -266,12 +278,15 @@ def plan_patch(
         model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included; or
             an object of sentence-transformers (SentenceTransformer, CrossEncoder, SparseEncoder) that holds one.
         norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
+            Or several, as a mapping of globs over module names: `{"*.h.[0-5].*": "dyt", "*": "rms"}`. The first glob
+            that matches a module counts; None keeps it, and so does no glob. `pos` and `mlp` take mappings likewise.
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
             "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
-        only: globs over module names; others are kept. For positions they choose attentions: the table that feeds a
-            chosen one goes; where a model rotates by itself they choose its rotary modules ("model.rotary_emb").
+        only: globs over module names; others are kept, "a & b" is what both match. For positions they choose
+            attentions: the table that feeds a chosen one goes; where a model rotates by itself they choose its rotary
+            modules ("model.rotary_emb").
         keep: globs over module names that stay as they are, attentions and position tables included.
         init: how new parameters start. "auto": the same function if possible, otherwise the closest initial values.
             "exact": the same function, or an error (norms that wouldn't be exact are kept). "copy": gains and shifts
@@ -310,82 +325,60 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     require_outermost(model)
     require_example(example_inputs, model)
     record = Record.of(model.config)
-    parts = {kind: part for kind, part in request.parts.items() if not record.has(kind, part)}
-    _require_same_init(request.parts, record)
-    _require_order(parts, record)
-    sites, planned = Sites(model, example_inputs), dict[str, PlannerResult]()
-    for kind, part in parts.items():
-        found = planner_of(part.scheme)(sites, part)
-        if found.changes and not _is_patched_already(found.changes):
-            planned[kind] = found
-    plan = Plan.of(model, record, planned)
-    if planned:
-        globs = {option: getattr(next(iter(planned.values())).part, option) for option in ("only", "keep")}
-        require_matches(sites.names, globs, [row for row in plan.rows if row.kind != "stream"])
-    for kind, found in planned.items():
-        _require_change(plan, kind, found)
+    requested = {kind: parts for kind, parts in request.parts.items() if not record.has(kind, parts)}
+    require_same_init(request.parts, record)
+    require_order(requested, record)
+    text_length = text_length_of(model) if "pos" in requested else None
+    sites, results = Sites(model, example_inputs, text_length), list[PlannerResult]()
+    for kind, parts in requested.items():
+        found = [planner_of(part.scheme)(sites, part) for part in parts]
+        results += [] if record.has(kind, tuple(one.part for one in found)) else found  # as planners complete them
+    joined, new = join(results, request), [not _is_patched_already(one.changes) for one in results]
+    if any(new):
+        require_matches(sites.names, request, joined)
+    for one in itertools.compress(results, new):
+        _require_change(model, one)
+    plan = Plan.of(model, record, itertools.compress(joined, new))
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()
     return plan
 
 
-def _phases(model: nn.Module, planned: Mapping[str, PlannerResult]) -> tuple[Phase, ...]:
+def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:
+    """What the model's class computes from the lengths that a plan sets, all of them at once."""
+    longer = [found for found in planned if found.lengths]
+    edits = [edit for found in longer for change in found.changes for edit in change.edits]
+    return derive(model, [setting for found in longer for setting in found.lengths], edits)
+
+
+def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigDiff) -> tuple[Phase, ...]:
     """The three phases of a plan, in the order in which they are carried out.
 
-    1. What keeps the function: centring of the stream and exact norm swaps. `patch_model` checks it before phase 2.
+    1. What keeps the function: centring of the stream, exact norm swaps, folds. `patch_model` checks it before phase 2.
     2. All other norm swaps.
     3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
     """
-    streams, exact_norms, other_norms, others = (list[Change]() for _ in range(4))
-    converts = any(found.conversion is not None for found in planned.values())
-    for change in (change for found in planned.values() for change in found.changes if change.changes):
-        norms = exact_norms if change.row.why_exact is not None and converts else other_norms
-        {"stream": streams, "norm": norms}.get(change.row.kind, others).append(change)
-    phases = [Phase.of(model, changes) for changes in (streams + exact_norms, other_norms, others)]
-    phases[-1].then.extend(found.derived for found in planned.values())
-    return tuple(phases)
-
-
-def _require_same_init(parts: dict[str, SchemeRequest], record: Record) -> None:
-    """Refuse a repeated request that differs from the recorded one in `init` alone.
-
-    Raises:
-        OptionError: says what to do instead.
-    """
-    for kind, part in parts.items():
-        if part.init != "auto" and record.has(kind, part) and getattr(record, kind)[-1].init != part.init:
-            raise OptionError(
-                f"{kind}={str(part.as_requested.scheme)!r} is in place already, with "
-                f"init={getattr(record, kind)[-1].init!r}: init={part.init!r} would change nothing. Patch the original "
-                "model with it, or use repair(model, original, batches) to fit this one."
-            )
+    groups: tuple[list[list[Change]], ...] = [], [], []
+    checked = any(found.conversion is not None or isinstance(found.part.scheme, Folded) for found in planned)
+    for found in planned:
+        changes = [change for change in found.changes if change.changes]
+        streams = [change for change in changes if change.row.kind == "stream"]
+        norms = [change for change in changes if change.row.kind == "norm"]
+        groups[0].append([*streams, *(one for one in norms if checked and one.row.why_exact is not None)])
+        groups[1].append([one for one in norms if not checked or one.row.why_exact is None])
+        groups[2].append([one for one in changes if one.row.kind not in ("stream", "norm")])
+    phases = tuple(Phase.of(model, group) for group in groups)
+    phases[-1].then.append(derived)
+    return phases
 
 
 def _is_patched_already(changes: list[Change]) -> bool:
     """Whether the model already is what the request asks for, though its record doesn't say so."""
-    return not any(change.changes for change in changes) and any(
-        change.row.reason == ALREADY_DONE for change in changes
-    )
+    done = any(change.row.reason == ALREADY_DONE for change in changes)
+    return not changes or (done and not any(change.changes for change in changes))
 
 
-def _require_order(parts: dict[str, SchemeRequest], record: Record) -> None:
-    """Refuse a placement that can't be combined with the norm scheme requested now or patched earlier.
-
-    Raises:
-        UnsupportedError: says which order works.
-    """
-    if "placement" not in parts:
-        return
-    norms = [parts["norm"]] if "norm" in parts else list(record.norm)
-    if any(isinstance(part.scheme, DeepNorm) for part in norms):
-        raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
-    if norms and parts["placement"].scheme.name == "sandwich":
-        raise UnsupportedError(
-            "placement='sandwich' brings new norms, so it comes before norm=: patch with it first, and then with norm=."
-        )
-
-
-def _require_change(plan: Plan, kind: str, found: PlannerResult) -> None:
+def _require_change(model: nn.Module, found: PlannerResult) -> None:
     """Refuse a scheme that changes no module.
 
     Raises:
@@ -394,7 +387,8 @@ def _require_change(plan: Plan, kind: str, found: PlannerResult) -> None:
     changes = found.changes
     if not any(change.changes for change in changes):
         reasons = "; ".join(dict.fromkeys(str(change.row.reason) for change in changes))
+        request = found.part.to_text(found.kind) if found.part.only else f"{found.kind}={found.part.scheme.name!r}"
         raise NothingToPatchError(
-            f"{plan.model_name}: {kind}={found.part.scheme.name!r} has nothing to change; "
+            f"{type(model).__name__}: {request} has nothing to change; "
             f"{'its one module is' if len(changes) == 1 else f'all {len(changes)} modules are'} kept ({reasons})."
         )

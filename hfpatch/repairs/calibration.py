@@ -231,23 +231,24 @@ def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
         )
 
 
-def require_data(model: PreTrainedModel, norm: Scheme | None, generates: bool) -> None:
+def require_data(model: PreTrainedModel, schemes: Iterable[Scheme], generates: bool) -> None:
     """Refuse a norm scheme whose starting values are measured on data, where there is none.
 
     Args:
         model: with weights; without, there is nothing to measure.
-        norm: the scheme that is planned.
+        schemes: those that are planned.
         generates: whether the model can write its own calibration.
 
     Raises:
         OptionError: says what to pass.
     """
-    if isinstance(norm, Norm) and norm.needs_calibration and has_weights(model):
-        data = "'self' (sequences that the model writes), texts or inputs" if generates else "texts or inputs"
-        raise OptionError(
-            f"norm={str(norm)!r} puts a constant in place of 1/sigma, which is measured on data: pass calibration= "
-            f"({data}; --calibration), or init='reset' to train from scratch."
-        )
+    for norm in schemes:
+        if isinstance(norm, Norm) and norm.needs_calibration and has_weights(model):
+            data = "'self' (sequences that the model writes), texts or inputs" if generates else "texts or inputs"
+            raise OptionError(
+                f"norm={str(norm)!r} puts a constant in place of 1/sigma, which is measured on data: pass calibration= "
+                f"({data}; --calibration), or init='reset' to train from scratch."
+            )
 
 
 def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Any:

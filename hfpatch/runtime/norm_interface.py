@@ -42,6 +42,25 @@ class NormFacts:
         return gain, shift
 
 
+class KernelLayerName:
+    """Attribute `kernel_layer_name` of a norm's class, by which kernels of the Hub (`use_kernels=True`) find layers.
+
+    Its subclasses don't inherit it but for `undecayed`: they compute something else, which a kernel would replace
+    without a word.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __set_name__(self, owner: type[NormInterface], _: str) -> None:
+        self.owner = owner
+
+    def __get__(self, module: nn.Module | None, kind: type) -> str:
+        if kind not in (self.owner, self.owner.undecayed):
+            raise AttributeError(f"{kind.__name__} has no kernel_layer_name: {self.owner.__name__} itself has one")
+        return self.name
+
+
 def _read(self: NormInterface, name: str) -> Any:
     return nn.Module.__getattr__(self, _stored_name(self, name))
 

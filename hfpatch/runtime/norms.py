@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .norm_interface import USUAL, NormFacts, NormInterface
+from .norm_interface import USUAL, KernelLayerName, NormFacts, NormInterface
 
 OWN = "own"  # default of `replacing`: take the gain or shift under the replaced norm's usual name
 
@@ -274,10 +274,12 @@ class RMSNorm(AffineNorm):
 
     Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm; it is then of the class `RMSNormExtended`.
     Servers put kernels without a shift in the place of what is called RMSNorm: SGLang by the end of the class's name,
-    vLLM for all modules of a class whose first one is traced to `F.rms_norm`. Arguments as in `AffineNorm`.
+    vLLM for all modules of a class whose first one is traced to `F.rms_norm`; transformers by `kernel_layer_name`, and
+    those kernels read `weight` and `variance_epsilon`. Arguments as in `AffineNorm`.
     """
 
     kind = "rms"
+    kernel_layer_name = KernelLayerName("RMSNorm")
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -286,6 +288,12 @@ class RMSNorm(AffineNorm):
         super().__init__(*norm, **like)
         if type(self) is RMSNorm and (self.bias is not None or self.fused_eps is None):
             self.__class__ = RMSNormExtended
+        elif type(self) is RMSNorm and self.weight is None:
+            self.__class__ = UnscaledRMSNorm
+
+    @property
+    def variance_epsilon(self) -> float | None:
+        return self.eps
 
     def normalise(self, h: Tensor) -> Tensor:
         return F.rms_norm(h, self.normalised_shape(h), None, self.eps_for(h))
@@ -302,6 +310,13 @@ class RMSNorm(AffineNorm):
 
 class RMSNormExtended(RMSNorm):
     """RMSNorm with a shift, an offset on its gain, channels in front, or an eps by dtype."""
+
+    def _get_name(self) -> str:
+        return RMSNorm.__name__
+
+
+class UnscaledRMSNorm(RMSNorm):
+    """RMSNorm without a gain, which kernels of the Hub would read."""
 
     def _get_name(self) -> str:
         return RMSNorm.__name__

@@ -68,6 +68,8 @@ class Fixed(Elementwise):
         return call if facts.kind == "layer" else replace(call, kwargs=(*call.kwargs, ("mean", False)))
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
+        if not facts.shape:
+            return "takes inputs of any size, so there is no gain to hold the constant"
         if facts.kind in ("layer", "rms"):
             return None
         if facts.kind == FixedNorm.kind:
@@ -103,6 +105,10 @@ class WithoutNorms(Fixed):
     also_called: ClassVar[tuple[str, ...]] = ("normless", "identity")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_without_norms"
 
+    @property
+    def turn(self) -> int:
+        return 2
+
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""
         return Fixed(self.shift).call(facts, old)
@@ -129,6 +135,10 @@ class Folded(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("fold", "flashnorm", "weightless")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_folded"
     label: ClassVar[str] = "norm"
+
+    @property
+    def turn(self) -> int:
+        return 0
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of a norm of the same kind, without gain and shift; of a fixed one, `NoNorm`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,8 @@ from ..core.registry import POSITIONS
 from ..errors import OptionError
 from .positions import Position
 
+ALL = "all"  # rows
+KEEPS = ("table", "rows")  # of the old rows, the first by default
 METHODS = ("tile", "linear")  # of a sequence's table, the first by default
 GRID_METHODS = ("bicubic", "bicubic-antialias", "linear", "linear-antialias")  # of a grid's
 _MOST_PIXELS = 2**20  # a side
@@ -23,7 +25,11 @@ class Learned(Position):
     """Learned absolute positions in another number: the table is kept and resized; new rows need training.
 
     The table of a sequence is extended, so that its first rows stay bit for bit (fewer are cut off), or stretched over
-    the new length, so that every row changes but the first and the last.
+    the new length, so that every row changes but the first and the last. Extended by n rows that repeat, a table w of N
+    positions has at position i the row
+
+        w[i] if i < N, else w[i mod n]    (keep="table": inputs up to N tokens give the same outputs, bit for bit)
+        w[i mod n]                        (keep="rows": inputs up to n tokens do)
 
     The table of an image's patches is interpolated between rows and between columns, as for fine-tuning at a higher
     resolution (Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2), with corners not aligned: what transformers'
@@ -38,10 +44,16 @@ class Learned(Position):
             interpolates it between its ends (position interpolation: Chen et al. 2023, arXiv:2306.15595, on a table).
             On a grid: "bicubic" or "linear", both also as "...-antialias". None is "tile", and on a grid what the host
             itself does: "bicubic" mostly.
+        rows: n, how many rows are repeated, the first ones: a number, or "all". None takes those that were trained, as
+            far as that is known: up to the `max_seq_length` in the folder of sentence-transformers that the model is
+            from, and without rows that are still as they were initialised, if their statistics show it clearly
+            (measure/trained_rows.py). Otherwise all.
+        keep: which of the old rows stay in their places: those of the whole "table", or the repeated "rows" alone, if
+            those behind them are worse than a repetition.
         image_size: pixels of the new images, a side or (height, width), for tables on a grid; others stay.
 
     Raises:
-        OptionError: an option is outside its domain.
+        OptionError: an option is outside its domain, or is for tables of another kind.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -54,6 +66,8 @@ class Learned(Position):
     also_called: ClassVar[tuple[str, ...]] = ("absolute", "table", "interpolated")
     method: str | None = None
     image_size: int | tuple[int, int] | None = None
+    rows: int | str | None = field(default=None, kw_only=True)
+    keep: str = field(default="table", kw_only=True)
     any_length: ClassVar[bool] = False
     keeps_table: ClassVar[bool] = True
 
@@ -62,6 +76,14 @@ class Learned(Position):
         known = list(dict.fromkeys((*METHODS, *GRID_METHODS)))
         if self.method is not None and self.method not in known:
             raise OptionError(f"Learned: method must be one of {', '.join(known)}, not {self.method!r}.")
+        if self.rows is not None and self.rows != ALL and (type(self.rows) is not int or self.rows < 1):
+            raise OptionError(f"Learned: rows must be a positive integer or {ALL!r}, not {self.rows!r:.40}.")
+        if self.keep not in KEEPS:
+            raise OptionError(f"Learned: keep must be one of {', '.join(KEEPS)}, not {self.keep!r:.40}.")
+        if self.repeats and (self.method not in (None, METHODS[0]) or self.image_size is not None):
+            raise OptionError(
+                f"Learned: rows and keep are for a sequence's table that is extended (method={METHODS[0]})."
+            )
         if self.image_size is None:
             return
         if isinstance(self.image_size, list):  # JSON has no tuples
@@ -74,6 +96,30 @@ class Learned(Position):
         if self.max_positions is not None:
             raise OptionError("Learned: image_size and max_positions both say how large the table is: choose one.")
         self.grid_method()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it says which rows of a sequence's table are repeated."""
+        return self.rows is not None or self.keep != KEEPS[0]
+
+    def repeated(self, old: int) -> int:
+        """How many rows of a table of `old` positions are repeated.
+
+        Raises:
+            OptionError: the table has fewer than `rows`.
+        """
+        if not isinstance(self.rows, int):
+            return old
+        if self.rows > old:
+            raise OptionError(f"Learned: rows={self.rows} are more than the {old} positions of the table.")
+        return self.rows
+
+    def equal_up_to(self, old: int) -> int:
+        """The longest inputs for which a table of `old` positions gives the same outputs as before; 0 if stretched."""
+        new = self.max_positions or old
+        if self.line_method() == "linear":
+            return new if new == old else 0
+        return min(new, old if self.keep == KEEPS[0] else self.repeated(old))
 
     def line_method(self) -> str:
         """The method for the table of a sequence.
@@ -100,26 +146,31 @@ class Learned(Position):
         """What resizing a table of `old` positions doesn't preserve; None if every position keeps its row."""
         if self.line_method() == "linear":
             return f"its {old} positions are stretched over {self.max_positions}"
-        if self.max_positions is not None and self.max_positions < old:
-            return f"inputs beyond {self.max_positions} tokens are refused"
-        return None
+        equal, new = self.equal_up_to(old), self.max_positions or old
+        changed = f"rows {equal} to {min(new, old) - 1} are replaced by the first ones" if equal < min(new, old) else ""
+        refused = f"inputs beyond {new} tokens are refused" if new < old else ""
+        return "; ".join(filter(None, (changed, refused))) or None
 
     def note(self, old: int) -> str | None:
-        """Where the rows come from that a table of `old` positions hadn't; None if it had them all."""
-        new = self.max_positions or old
-        if new <= old:
+        """Where new rows of a table of `old` positions come from, and what they leave equal; None if none are new."""
+        equal, new = self.equal_up_to(old), self.max_positions or old
+        if new <= old and equal == new:
             return None
         if self.line_method() == "linear":
-            return "interpolated rows were never trained"
-        return f"rows {old} to {new - 1} repeat the first ones, and were never trained"
+            return "interpolated rows were never trained" if new > old else None
+        rows, first = self.repeated(old), min(equal, old)
+        which = "the first ones" if rows == old else f"rows 0 to {rows - 1}"
+        return f"rows {first} to {new - 1} repeat {which}; inputs up to {equal} tokens stay equal, bit for bit"
 
     def resize(self, table: Tensor) -> Tensor:
         """A table (rows, width) of positions as (max_positions, width), in its dtype."""
         old, new = len(table), self.max_positions or len(table)
-        if old == new:
+        if new == self.equal_up_to(old) == old:
             return table.clone()
         if self.line_method() == "tile":
-            return table.repeat(-(-new // old), 1)[:new]
+            places = torch.arange(new, device=table.device)
+            repeated = places % self.repeated(old)
+            return table[repeated if self.keep != KEEPS[0] else torch.where(places < old, places, repeated)]
         return _interpolate(table.T[None], new, mode="linear", align_corners=True)[0].T.contiguous()
 
     def interpolate(self, grid: Tensor, rows: int, columns: int, usual: str = "bicubic") -> Tensor:
@@ -137,7 +188,9 @@ class Learned(Position):
     def describe(self, head_dim: int) -> str:
         if self.image_size is not None:
             return f"Learned(image_size={self.image_size}{f', {self.method}' if self.method else ''})"
-        return f"Learned({self.max_positions}, {self.line_method()})"
+        options = [str(self.max_positions), self.line_method()] if self.max_positions else [self.line_method()]
+        options += [] if self.rows is None else [f"rows={self.rows}"]
+        return f"Learned({', '.join(options + ([] if self.keep == KEEPS[0] else [f'keep={self.keep}']))})"
 
 
 def _interpolate(x: Tensor, size: int | tuple[int, int], **options: Any) -> Tensor:

@@ -101,6 +101,10 @@ class Norm(Scheme):
         return f"is {facts.kind} already" if facts.kind == self.name else None
 
     @property
+    def turn(self) -> int:
+        return 0 if self.centring else 1
+
+    @property
     def centring(self) -> str | None:
         """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None for not at all."""
         return None

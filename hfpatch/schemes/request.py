@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from ..core.globs import as_globs
+from ..core.globs import as_globs, both
 from ..core.scheme import Scheme
 from ..errors import OptionError
 from ..runtime.edits import Edit, parse_edits
@@ -19,6 +19,11 @@ from .placements import Placement
 from .positions import Position
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
+# one scheme, or several of which each is for the modules that a glob matches; None keeps them
+NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
+PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
+MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
+KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
 EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
 NOT_MEASURED = "as planned, not measured"  # basis of an outcome
@@ -146,43 +151,79 @@ class Request:
     """Arguments of one `patch_model` call: schemes, where, and how new Parameters are initialised.
 
     Attributes:
-        parts: one for each kind of scheme, in the order of planning.
+        parts: those of each kind of scheme, in the order of planning. There are several where a mapping has several
+            schemes, each with the globs that earlier ones of the mapping leave to it.
+        only, keep: the user's globs over module names, which hold for all parts.
+        mapped: by kind, the globs of a mapping in their order, those that keep modules included.
     """
 
-    parts: dict[str, SchemeRequest]
+    parts: dict[str, tuple[SchemeRequest, ...]]
+    only: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    mapped: Mapping[str, Mapping[str, Scheme | None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
         """Return the request that arguments of `plan_patch` make.
 
         Args:
-            schemes: scheme, its name or None, by kind.
+            schemes: scheme, its name, a mapping of globs to such, or None, by kind.
             only, keep, init: as in `plan_patch`.
 
         Raises:
             OptionError, UnknownNameError: one of them is invalid.
         """
-        resolved = {kind: scheme.resolve(schemes.get(kind)) for kind, scheme in KINDS.items()}
-        if not any(resolved.values()):
+        resolved = {kind: _resolve(kind, schemes.get(kind)) for kind in KINDS}
+        if not any(scheme for by_glob in resolved.values() for scheme in by_glob.values()):
             raise OptionError(
                 f"no change was requested: pass {', '.join(f'{kind}=' for kind in KINDS)} or several of them, such as "
                 "norm='rms', pos='rope'."
             )
         if init not in INITS:
             raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
-        globs = as_globs("only", only), as_globs("keep", keep)
-        return cls(
-            {
-                kind: SchemeRequest(one.with_defaults(init), *globs, init)
-                for kind, one in resolved.items()
-                if one is not None
-            }
-        )
+        only, keep = as_globs("only", only), as_globs("keep", keep)
+        parts = {kind: _parts(by_glob, only, keep, init) for kind, by_glob in resolved.items() if any(by_glob.values())}
+        mapped = {kind: resolved[kind] for kind in parts if isinstance(schemes.get(kind), Mapping)}
+        return cls(parts, only, keep, mapped)
 
     @property
     def length(self) -> int | None:
-        """The positions that it sets; None if it sets none."""
-        return self.parts["pos"].scheme.max_positions if "pos" in self.parts else None
+        """The positions that it sets, the fewest of any part; None if it sets none."""
+        lengths = [part.scheme.max_positions for part in self.parts.get("pos", ())]
+        return min((length for length in lengths if length is not None), default=None)
+
+
+def kind_of(scheme: Scheme) -> str:
+    """Return the kind of a scheme, which is the name of `patch_model`'s argument: "norm", "pos", ..."""
+    return next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
+
+
+def _resolve(kind: str, value: object) -> dict[str, Scheme | None]:
+    """The scheme for each glob, in their order: of a mapping (but for placements), or one scheme for all modules.
+
+    Raises:
+        OptionError, UnknownNameError: a glob or a scheme is invalid.
+    """
+    resolve = KINDS[kind].resolve
+    if not isinstance(value, Mapping) or kind == "placement":
+        return {"*": resolve(value)}
+    return {
+        glob: resolve(None if one == KEEP else one)
+        for glob, one in zip(as_globs(kind, value), value.values(), strict=True)
+    }
+
+
+def _parts(
+    by_glob: Mapping[str, Scheme | None], only: tuple[str, ...], keep: tuple[str, ...], init: str
+) -> tuple[SchemeRequest, ...]:
+    """A request for each glob with a scheme, which leaves out what earlier globs match, in the order of their turns."""
+    globs = list(by_glob)
+    parts = [
+        SchemeRequest(scheme.with_defaults(init), both(only, globs[i]), (*keep, *globs[:i]), init)
+        for i, scheme in enumerate(by_glob.values())
+        if scheme is not None
+    ]
+    return tuple(sorted(parts, key=lambda part: part.scheme.turn))
 
 
 @dataclass(frozen=True)
@@ -206,46 +247,60 @@ class Record:
     any_length: bool = False
     foreign: tuple[str, ...] = ()
 
-    def has(self, kind: str, part: SchemeRequest) -> bool:
-        """Return whether the newest request of this kind is the same."""
-        return getattr(self, kind)[-1:] == (part,)
+    def newest(self, kind: str, count: int) -> tuple[SchemeRequest, ...]:
+        """Return the newest requests of a kind, so many of them."""
+        return getattr(self, kind)[-count:]
 
-    def with_request(self, kind: str, part: SchemeRequest) -> Record:
-        """Return the record with one more request."""
-        return replace(self, **{kind: (*getattr(self, kind), part)})  # type: ignore[arg-type]
+    def has(self, kind: str, parts: tuple[SchemeRequest, ...]) -> bool:
+        """Return whether the newest requests of this kind are the same."""
+        return self.newest(kind, len(parts)) == parts
 
-    def with_outcomes(self, outcomes: Mapping[str, Outcome]) -> Record:
-        """Return the record with the outcome of the newest request of each of these kinds."""
+    def with_requests(self, kind: str, parts: tuple[SchemeRequest, ...]) -> Record:
+        """Return the record with more requests of a kind."""
+        return replace(self, **{kind: (*getattr(self, kind), *parts)})  # type: ignore[arg-type]
+
+    def with_outcomes(self, outcomes: Mapping[str, Sequence[Outcome]]) -> Record:
+        """Return the record with outcomes of the newest requests of each of these kinds."""
         found = {}
-        for kind, outcome in outcomes.items():
-            *earlier, newest = getattr(self, kind)
-            found[kind] = (*earlier, replace(newest, outcome=outcome.printable()))
+        for kind, new in outcomes.items():
+            parts = getattr(self, kind)
+            judged = [
+                replace(part, outcome=outcome.printable())
+                for part, outcome in zip(self.newest(kind, len(new)), new, strict=True)
+            ]
+            found[kind] = (*parts[: len(parts) - len(new)], *judged)
         return replace(self, **found)  # type: ignore[arg-type]
 
     def with_repair(self, original: Record, result: Outcome) -> Record:
         """Return the record with a repair's result as the outcome of the kinds that it repaired."""
-        kinds = [kind for kind in KINDS if getattr(self, kind) not in ((), getattr(original, kind))]
-        planned = {kind: getattr(self, kind)[-1].outcome or Outcome("") for kind in kinds}
-        lossy = {kind: outcome for kind, outcome in planned.items() if outcome.verdict != EXACT}
-        return self.with_outcomes(
-            {kind: replace(result, lost=outcome.lost, kept=outcome.kept) for kind, outcome in lossy.items()}
-        )
+        found = {}
+        for kind in KINDS:
+            parts, before = getattr(self, kind), getattr(original, kind)
+            if parts in ((), before):
+                continue
+            planned = [part.outcome or Outcome("") for part in self.newest(kind, max(len(parts) - len(before), 1))]
+            found[kind] = [
+                one if one.verdict == EXACT else replace(result, lost=one.lost, kept=one.kept) for one in planned
+            ]
+        return self.with_outcomes(found)
 
     @property
     def requests(self) -> list[tuple[str, SchemeRequest]]:
         """Every request with its kind."""
         return [(kind, part) for kind in KINDS for part in getattr(self, kind)]
 
-    def outcomes(self, newest_of: Iterable[str] = ()) -> dict[str, Outcome]:
-        """Outcomes by request, as arguments of `patch_model`; of all, or of the newest of these kinds."""
-        parts = [(kind, getattr(self, kind)[-1]) for kind in newest_of] or self.requests
+    def outcomes(self, newest: Mapping[str, int] | None = None) -> dict[str, Outcome]:
+        """Outcomes by request, as arguments of `patch_model`; of all, or of so many of the newest of these kinds."""
+        few = [(kind, part) for kind, count in (newest or {}).items() for part in self.newest(kind, count)]
+        parts = few or self.requests
         return {part.to_text(kind): part.outcome or Outcome("not recorded") for kind, part in parts}
 
     def with_edits(self, edits: Iterable[Edit]) -> Record:
-        """Return the record with further edits; earlier ones that they overwrite are left out."""
-        later = list(edits)
-        kept = [one for one in self.edits if not any(one.is_replaced_by(other) for other in later)]
-        return replace(self, edits=(*kept, *later))
+        """Return the record with further edits; those that a later one overwrites are left out."""
+        found = list(self.edits)
+        for later in edits:
+            found = [*(one for one in found if not one.is_replaced_by(later)), later]
+        return replace(self, edits=tuple(found))
 
     def to_json(self) -> dict[str, Any]:
         requests = [
@@ -269,7 +324,7 @@ class Record:
         record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
         for index, item in enumerate(stored["request"]):
             kind, part = _read_request(item, f"{where}: request {index} of its patch record")
-            record = record.with_request(kind, part)
+            record = record.with_requests(kind, (part,))
         return record
 
     def require_readable(self) -> None:

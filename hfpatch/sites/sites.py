@@ -22,10 +22,13 @@ class Sites:
     Args:
         model: any module tree.
         example_inputs: keyword arguments of one forward, where small models of its class are run; None generates them.
+        text_length: of the longest texts that a sentence encoder was trained for, in tokens; None where it isn't known.
     """
 
-    def __init__(self, model: Any, example_inputs: Mapping[str, Any] | None = None) -> None:
-        self.model, self.example_inputs = model, example_inputs
+    def __init__(
+        self, model: Any, example_inputs: Mapping[str, Any] | None = None, text_length: int | None = None
+    ) -> None:
+        self.model, self.example_inputs, self.text_length = model, example_inputs, text_length
 
     @cached_property
     def names(self) -> Names:

@@ -53,6 +53,11 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     Raises:
         UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
     """
+    if scheme.repeats:
+        raise UnsupportedError(
+            f"{item.table_name}: rows= and keep= are for the table of a sequence, and this one is a grid of patches, "
+            "which is interpolated. Leave them out, or choose another part by only=."
+        )
     if scheme.image_size is None and scheme.max_positions is None and not fresh:
         row.reason = "pass image_size= to resize it"
         return Change(row)

@@ -10,9 +10,8 @@ from ..core.plan_table import Change
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
-from ..schemes.request import KINDS, SchemeRequest
+from ..schemes.request import SchemeRequest, kind_of
 from ..sites.sites import Sites
-from .config_diff import ConfigDiff
 
 
 @dataclass
@@ -24,7 +23,6 @@ class PlannerResult:
         changes: one per module: its table row, edits and new values; empty if the model is patched this way already.
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
         lengths: (config, attribute, new value) where the request sets max_positions or image_size.
-        derived: attributes and buffers that the model's class computes from those config values.
 
     Raises:
         UnsupportedError: something isn't preserved, and the request is init="exact".
@@ -34,7 +32,16 @@ class PlannerResult:
     changes: list[Change]
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
-    derived: ConfigDiff = field(default_factory=ConfigDiff)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its scheme: "norm", "pos", "mlp" or "placement"."""
+        return kind_of(self.part.scheme)
+
+    @property
+    def losses(self) -> list[str]:
+        """What it doesn't preserve, without repetition; empty if exact."""
+        return list(dict.fromkeys(text for change in self.changes for text in change.row.losses))
 
     def inexact(self, measured: str) -> PlannerResult:
         """Return the result without its exact conversion, which failed its check: only norms change.
@@ -53,8 +60,9 @@ class PlannerResult:
 
 def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
     """Return the error that a module's change isn't exact, with what it doesn't preserve."""
-    kind = next(kind for kind, base in KINDS.items() if isinstance(scheme, base))
-    return UnsupportedError(f"{name}: {kind}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that.")
+    return UnsupportedError(
+        f"{name}: {kind_of(scheme)}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
+    )
 
 
 class Planner(Protocol):

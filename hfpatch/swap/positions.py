@@ -13,7 +13,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
-from ..schemes.learned import Learned
+from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
 from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
@@ -21,26 +21,24 @@ from ..sites.architectures.refused import REFUSED
 from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
-from .config_diff import Setting, derive
+from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, plan_native, settings_of_rotations
 from .planners import PlannerResult
-from .tables import loses_order, removal, table_change
+from .tables import loses_order, removal, table_change, with_trained_rows
 
 LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
 def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> PlannerResult:
     """Plan a position scheme: changes of modules and of configs."""
-    part = _with_table_length(sites, part)
-    if Record.of(sites.model.config).has("pos", part):
+    part = _with_rows(sites, _with_table_length(sites, part))
+    if Record.of(sites.model.config).has("pos", (part,)):
         return PlannerResult(part, [])
     changes = plan_positions(sites, part)
     if not any(change.changes for change in changes):
         return PlannerResult(part, changes)
-    lengths = _config_lengths(sites, part)
-    derived = derive(sites.model, lengths, [edit for change in changes for edit in change.edits])
-    return PlannerResult(part, changes, lengths=lengths, derived=derived)
+    return PlannerResult(part, changes, lengths=_config_lengths(sites, part))
 
 
 def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
@@ -190,6 +188,23 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
             "one stack at a time (only=), or give original_max_positions."
         )
     return replace(part, scheme=scheme.for_lengths(lengths))
+
+
+def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
+    """The request with the rows that a longer table repeats, if not all: those of an earlier patch, or trained ones."""
+    scheme = part.scheme
+    if not isinstance(scheme, Learned) or scheme.rows is not None or scheme.method not in (None, METHODS[0]):
+        return part
+    affected = _affected(sites.tables, part, sites.names)
+    lengths = [max_positions(item) for item in affected if item.stack.grid is None]
+    if scheme.keep == KEEPS[0] and not any((scheme.max_positions or 0) > length for length in lengths):
+        return part
+    for earlier in reversed(Record.of(sites.model.config).pos):
+        rows = getattr(earlier.scheme, "rows", None)
+        of_the_same = (earlier.only, earlier.keep) == (part.only, part.keep)
+        if of_the_same and rows is not None and (rows == ALL or rows <= min(lengths)):
+            return replace(part, scheme=replace(scheme, rows=rows))
+    return replace(part, scheme=with_trained_rows(affected, scheme, sites.text_length))
 
 
 def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
+from ..measure.trained_rows import count_trained_rows
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
@@ -149,7 +150,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
-    elif new in (None, old) and not fresh:
+    elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
         row.reason = (
             f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
         )
@@ -183,6 +184,28 @@ class _Resize:
 
     def __str__(self) -> str:
         return f"rows of x by {self.scheme}"
+
+
+def with_trained_rows(tables: list[FoundStack], scheme: Learned, text_length: int | None) -> Learned:
+    """Return the scheme with the rows that it repeats: those that were trained, as far as that is known; else as it is.
+
+    Args:
+        tables: of the stacks that it changes; those of images are left out.
+        scheme: that says nothing of it.
+        text_length: of the longest texts that the model was trained for, in tokens.
+    """
+    found = {}
+    for item in tables:
+        table = item.table()
+        if isinstance(table, nn.Embedding) and not (isinstance(table, ComputedPositions) or _is_grid(item, table)):
+            weight = table.weight[first_row(item) :]
+            found[item.table_name] = len(weight), count_trained_rows(weight)
+    if len({*found.values()}) != 1:  # tables that differ, or none
+        return scheme
+    ((rows, trained),) = {*found.values()}
+    if text_length is not None and len(found) == 1:
+        trained = min(trained, text_length)
+    return scheme if trained == rows else replace(scheme, rows=trained)
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:

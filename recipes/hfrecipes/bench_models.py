@@ -6,6 +6,7 @@ of the model isn't in it.
 """
 
 import copy
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,20 +17,21 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, StaticCache
 
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.export.native import native_model
 from hfpatch.extend import NORMS
-from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError, first_line
+from hfpatch.patch import outcomes, patch_model
+from hfpatch.runtime.errors import PatchError, describe_error, first_line
 
 from .methods import switch_off_dropout
-from .settings import CONTROL, parse_variant
+from .settings import CONTROL, parse_variants
 from .timing import Case, Entrant
 
 UNPATCHED, NATIVE = "unpatched", "rope, native"
 TRAINING, FORWARD, DECODING = "training step", "forward", "decoding"
+TOKEN = "token"  # one step of decoding, without what `generate` does around it
 
 
 @dataclass(frozen=True)
@@ -78,21 +80,23 @@ MODELS = {
 }
 
 
-def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrainedModel | PatchError]:
+def subjects(name: str, config: Any, device: torch.device) -> dict[str, PreTrainedModel | Exception]:
     """Models of one set of weights, in eval mode; in place of one that can't be made, why."""
     plain = MODELS[name].model(config, device)
-    found: dict[str, PreTrainedModel | PatchError] = {UNPATCHED: plain}
+    found: dict[str, PreTrainedModel | Exception] = {UNPATCHED: plain}
     for patch in config.patches:
-        request, model = parse_variant(patch), copy.deepcopy(plain)
-        if getattr(NORMS.get(request.get("norm", "").partition(":")[0]), "needs_calibration", False):
-            request["init"] = "reset"  # another function, too, and no data to repair it on
+        model = copy.deepcopy(plain)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NotPreservedWarning)  # another function, as fast as a repaired one
-                found[patch] = patch_model(model, **request) if request else model
+            for request in parse_variants(patch):
+                if getattr(NORMS.get(request.get("norm", "").partition(":")[0]), "needs_calibration", False):
+                    request["init"] = "reset"  # another function, too, and no data to repair it on
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", NotPreservedWarning)  # another function, as fast as a repaired one
+                    patch_model(model, **request)
+            found[patch] = model
             if patch == "rope" and MODELS[name].decodes:
                 found[NATIVE] = native_model(found[patch])
-        except PatchError as error:
+        except Exception as error:  # of a device, too: the others are measured all the same
             found[NATIVE if patch in found else patch] = error
     return found
 
@@ -122,6 +126,29 @@ def decoding(model: Any, prompt: torch.Tensor, new_tokens: int, static: bool) ->
     return partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **settings)
 
 
+def token_step(model: Any, prompt: torch.Tensor) -> Callable[[], Any]:
+    """The forward of one token behind a prompt that is in a static cache, which is set back once it is full."""
+    length = prompt.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=2 * length)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # until 5.23
+    given = {name: cache, "use_cache": True}
+    with torch.no_grad():
+        model(prompt, **given)
+    token, done = prompt[:, -1:].contiguous(), 0
+
+    @torch.no_grad()
+    def once() -> Any:
+        nonlocal done
+        if done == length:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(length)
+            done = 0
+        done += 1
+        return model(token, **given)
+
+    return once
+
+
 def entrants(name: str, work: str, config: Any, device: torch.device, mode: str) -> Iterator[Entrant]:
     """Every subject; compiled are its blocks or, for decoding, the whole model."""
     precision = getattr(torch, config.precision)
@@ -133,15 +160,25 @@ def entrants(name: str, work: str, config: Any, device: torch.device, mode: str)
         given = {"input_ids": ids} | ({"use_cache": False} if MODELS[name].decodes else {})
     graphs = "reduce-overhead" if device.type == "cuda" else None
     for subject, model in subjects(name, config, device).items():
-        if isinstance(model, PatchError):
-            yield Entrant(subject, failed=first_line(model))
-        elif work == TRAINING:
-            yield Entrant(subject, training_step(model, given, config), model)
-        elif work == FORWARD:
-            yield Entrant(subject, torch.no_grad()(partial(model.to(precision), **given)), model)
-        else:
-            once = decoding(model.to(precision), ids[:, : config.new_tokens], config.new_tokens, mode == "compiled")
-            yield Entrant(subject, once, model, {"regions": "model", "mode": graphs})
+        how: dict[str, Any] = {}
+        try:
+            if isinstance(model, Exception):
+                raise model
+            if work == TRAINING:
+                once = training_step(model, given, config)
+            elif work == FORWARD:
+                once = torch.no_grad()(partial(model.to(precision), **given))
+            elif work == DECODING:
+                once = decoding(model.to(precision), ids[:, : config.new_tokens], config.new_tokens, mode == "compiled")
+                how = {"regions": "model", "mode": graphs}
+            else:
+                once = token_step(model.to(precision), ids[:1, : config.new_tokens])
+                how = {"regions": "model", "mode": graphs, "dynamic": False}
+        except Exception as error:
+            yield Entrant(subject, failed=first_line(error) if isinstance(error, PatchError) else describe_error(error))
+            continue
+        outcome = "; ".join(outcomes(model).values()) if subject not in (UNPATCHED, NATIVE, CONTROL) else None
+        yield Entrant(subject, once, model, how, outcome=outcome)
 
 
 def cases(config: Any, device: torch.device, made: Callable[..., Iterable[Entrant]] = entrants) -> Iterator[Case]:

@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from .corpus import HeldOutBlocks, Objective, RecipeError, encode, fingerprint, split_documents, train_tokenizer
 from .settings import COUNT, at_least, multiple_of, option
 from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole, longest_input
 from .texts import TextConfig, read_texts
+
+TOKENS = 16384  # of held-out text at each of other lengths, the same ones
 
 
 @dataclass
@@ -37,6 +40,7 @@ class LanguageModelling(Task):
 
     name = "lm"
     Config = LanguageModellingConfig
+    by = ("perplexity", "position")  # what at_length has of parts of an input, and what parts they are
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config = c = config
@@ -74,7 +78,7 @@ class LanguageModelling(Task):
 
     def baseline(self) -> transformers.PreTrainedModel:
         c = self.config
-        model = self.load(c.model) if c.model else self.small_gpt2()
+        model = self.load(c.model) if c.model else self.small_model()
         longest = min(longest_input(model) or math.inf, self.tokenizer.model_max_length)
         if c.block_size > longest:
             raise RecipeError(
@@ -85,7 +89,7 @@ class LanguageModelling(Task):
             raise RecipeError(f"the tokenizer of {c.model} has more tokens ({len(self.tokenizer)}) than the model")
         return model
 
-    def small_gpt2(self) -> transformers.GPT2LMHeadModel:
+    def small_model(self) -> transformers.PreTrainedModel:
         c, end = self.config, self.tokenizer.eos_token_id
         gpt2 = transformers.GPT2Config(
             vocab_size=len(self.tokenizer),
@@ -110,14 +114,21 @@ class LanguageModelling(Task):
         start = random.integers(len(self.train_tokens) - self.block.content + 1)
         return self.block(self.train_tokens[start : start + self.block.content], seed=int(random.integers(2**31)))
 
+    def answers(self, model: nn.Module, batch: Batch) -> Terms:
+        """Logits (B, T, vocabulary) of the tokens that are predicted, and those tokens, (B, T); -100: none."""
+        logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
+        return (logits, batch["labels"]) if self.masked else (logits[:, :-1], batch["labels"][:, 1:])
+
+    def nats(self, model: nn.Module, batch: Batch) -> Terms:
+        """Of each token that is predicted the negative log-likelihood in nats, (B, T), and whether it counts."""
+        logits, labels = self.answers(model, batch)
+        nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return nats.view_as(labels), labels != -100
+
     def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Per block the summed negative log-likelihood in nats, and the number of tokens that it is over."""
-        logits = model(input_ids=batch["input_ids"], **({} if self.masked else {"use_cache": False})).logits.float()
-        labels = batch["labels"]
-        if not self.masked:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-        return nats.view_as(labels).sum(1), (labels != -100).sum(1)
+        nats, counts = self.nats(model, batch)
+        return nats.sum(1), counts.sum(1)
 
     def figures(self, model: nn.Module, loader: DataLoader, gather: Gather) -> Figures:
         """Loss in nats a token, perplexity and, for causal models, bits a byte of the text predicted."""
@@ -126,9 +137,37 @@ class LanguageModelling(Task):
         loss = nats / sum(count.sum().item() for _, count in seen)
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),
+            "perplexity": perplexity(loss),
             "bits_per_byte": None if self.masked else nats / math.log(2) / loader.dataset.sizes.sum(),
         }
+
+    def at_length(self, model: nn.Module, length: int, parts: list[tuple[int, int]]) -> dict[str, Any]:
+        """Loss and perplexity on inputs of another length, and perplexity by parts of them; or the reason for none."""
+        objective, text = self.objective(length), self.heldout.tokens[:TOKENS]
+        if len(text) < objective.content:
+            return {"reason": f"the sweep has only {len(text)} tokens"}
+        blocks = text[: len(text) // objective.content * objective.content].reshape(-1, objective.content)
+        sums = counts = torch.zeros((), dtype=torch.double)  # of each position
+        for seed, block in enumerate(blocks):
+            batch = default_collate([objective(block, seed=seed)])
+            nats, counted = self.nats(model, {key: tensor.to(model.device) for key, tensor in batch.items()})
+            sums, counts = sums + nats[0].double().cpu(), counts + counted[0].double().cpu()
+        if not sums.isfinite().all():
+            return {"reason": f"loss is {sums.sum().item()}"}
+        loss, first = (
+            (sums.sum() / counts.sum()).item(),
+            length - len(sums),
+        )  # a causal model's first token isn't predicted
+        by = {}
+        for begin, end in parts:
+            own = slice(max(0, begin - first), end - first)
+            if counts[own].sum():
+                by[f"{begin + 1:,}-{end:,}"] = perplexity((sums[own].sum() / counts[own].sum()).item())
+        return {"loss": loss, "perplexity": perplexity(loss), "by": by}
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))
 
 
 def is_masked(config: transformers.PreTrainedConfig) -> bool:

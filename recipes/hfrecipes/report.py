@@ -69,6 +69,12 @@ def provenance(results: Results) -> list[str]:
     return [data_line(results["data"]), f"`{results['command']}`", machine(results)]
 
 
+def paragraphs(parts: list[list[str]], results: Results) -> str:
+    """Tables and lines one under the other, and what they were measured on."""
+    parts = [*parts, [data_line(results["data"]), machine(results), f"`{results['command']}`"]]
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
 def settings_line(results: Results) -> str:
     """One line: what models begin as, and what they are trained on for how long."""
     c = results["config"]

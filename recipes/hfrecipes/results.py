@@ -78,7 +78,7 @@ class OutputFolder:
             before = read_results(path)
             fixed = config.keys() - free_to_change
             changed = [name for name in config if name in fixed and before["config"].get(name) != config[name]]
-            if before["data"]["sha256"] != more["data"]["sha256"]:
+            if before.get("data", {}).get("sha256") != more.get("data", {}).get("sha256"):
                 changed.append("data (its content)")
             if changed:
                 raise RecipeError(f"can't resume {self.out} with other settings: {', '.join(changed)} changed")

@@ -203,6 +203,11 @@ def parse_variant(name: str) -> dict[str, str]:
     return request
 
 
+def parse_variants(names: str) -> list[dict[str, str]]:
+    """Those of patches one after the other: "rms then folded". None of the control, which isn't patched."""
+    return [request for name in names.split(" then ") if (request := parse_variant(name))]
+
+
 def check(config: Any) -> None:
     """Refuse what can't work before anything is read, trained or written: by the `check` of each of its dataclasses.
 

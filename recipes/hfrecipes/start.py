@@ -35,7 +35,8 @@ class Baseline:
 
     def __init__(self, task: Task, config: Any, seed: int, variants: list[str]) -> None:
         self.task, self.config, self.seed = task, config, seed
-        self.steps = config.baseline_steps if config.baseline_steps is not None else 0 if config.model else 900
+        default = 0 if config.model else task.from_scratch
+        self.steps = default if config.baseline_steps is None else config.baseline_steps
         self.source = config.model
         set_seed(seed)
         self.model: PreTrainedModel | None = task.baseline()

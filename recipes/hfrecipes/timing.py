@@ -1,6 +1,8 @@
 """Times alternatives in turn, so that disturbances of the machine affect all of them alike."""
 
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,12 +15,16 @@ from scipy.stats import quantile_test
 from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
-from hfpatch.compile import compile_model, compiled_calls
+from hfpatch.compile import Region, compile_model, compiled_calls
 from hfpatch.runtime.errors import describe_error
 
 MODES = ("eager", "compiled")
 Case = tuple[str, str, Callable[[str], Iterable["Entrant"]]]  # its name, the work, what is timed in a mode
 AT_LEAST = 0.003  # seconds that one sample lasts: shorter work is repeated within it
+FEWEST = 3  # samples that are taken even if the time is over
+NO_TIME = "out of time"
+# what is counted of compiled code
+GRAPHS, REGIONS, BREAKS = "graphs", "regions", "graph breaks"
 
 
 @dataclass
@@ -28,55 +34,98 @@ class Entrant:
     subject: str  # as "rope" or "LayerNorm"
     once: Callable[[], Any] | None = None  # does the work once
     model: nn.Module | None = None  # whose weights the work reads; compiled, if the mode says so
-    compile: dict[str, Any] = field(default_factory=dict)  # how it is compiled
+    compile: dict[str, Any] | None = field(default_factory=dict)  # how it is compiled; None: never
+    traffic: int | None = None  # bytes that the work has to read and write at the least
+    outcome: str | None = None  # of a patch: how exact it is
     inside: dict[str, float] = field(default_factory=dict)  # seconds of parts of the work, by name, to which it adds
     modules: int | None = None  # that are timed inside
     seconds: list[float] = field(default_factory=list)  # measured, of the work done once, sample after sample
     inside_seconds: dict[str, list[float]] = field(default_factory=dict)  # likewise of the parts
     first_seconds: float | None = None  # of the first call, compilation included
+    counts: Counter[str] = field(default_factory=Counter)  # of compiled graphs, and what a caller counts
     failed: str | None = None  # why there is nothing else
 
     def measured(self) -> dict[str, Any]:
-        names = ("subject", "modules", "seconds", "inside_seconds", "first_seconds", "failed")
-        return {name: getattr(self, name) for name in names}
+        unmeasured = ("once", "model", "compile", "inside")
+        return {name: value for name, value in vars(self).items() if name not in unmeasured}
 
 
-def time_in_turn(entrants: Iterable[Entrant], mode: str, repeats: int) -> list[dict[str, Any]]:
+def time_in_turn(
+    entrants: Iterable[Entrant],
+    mode: str,
+    repeats: int,
+    *,
+    backend: str | None = None,
+    until: float = math.inf,
+    count: Callable[[Entrant], dict[str, int]] | None = None,
+) -> list[dict[str, Any]]:
     """Time things that do the same work, in turn after runs that warm them up, each round in an order of its own.
 
     The first is what the others are compared with. One that fails is left out, with the reason.
+
+    Args:
+        backend: torch.compile's; None: its default.
+        until: when, by `time.perf_counter`, no further subject is taken, and no further sample once there are a few.
+        count: what else to find out of each, behind its samples.
     """
     torch.compiler.reset()
     order, memory, running = random.Random(0), SharedMemory(), []
     entrants = list(entrants)
     for entrant in entrants:
+        if not entrant.failed and time.perf_counter() > until:
+            entrant.failed = NO_TIME
         if entrant.failed:
             continue
         try:
-            with memory.holding(entrant.model):
-                once = first_runs(entrant, mode)
+            with memory.holding(entrant.model), counting_graphs(entrant):
+                once = first_runs(entrant, mode, backend)
             running.append((entrant, max(1, round(AT_LEAST / once))))
         except Exception as error:  # of a kernel, a compiler or a device: the others are measured all the same
             entrant.failed = describe_error(error)
-    for _ in range(repeats):
+    for taken in range(repeats):
+        if taken >= FEWEST and time.perf_counter() > until:
+            break
         for entrant, times in order.sample(running, len(running)):
             before = dict(entrant.inside)
-            with memory.holding(entrant.model):
+            with memory.holding(entrant.model), counting_graphs(entrant):
                 entrant.seconds.append(clock(entrant.once, times))
             for name, seconds in entrant.inside.items():
                 entrant.inside_seconds.setdefault(name, []).append((seconds - before[name]) / times)
+    for entrant, _ in running if count else ():
+        try:
+            with memory.holding(entrant.model):
+                entrant.counts.update(count(entrant))
+        except Exception as error:  # of a profiler, or for want of memory: the times hold all the same
+            entrant.failed = f"not counted: {describe_error(error)}"
     return [entrant.measured() for entrant in entrants]
 
 
-def first_runs(entrant: Entrant, mode: str) -> float:
+def first_runs(entrant: Entrant, mode: str, backend: str | None) -> float:
     """Compile and warm up. Returns the seconds of a warm run."""
-    if mode == "compiled":
-        compile_model(entrant.model, **entrant.compile)
+    compiles = mode == "compiled" and entrant.compile is not None
+    if compiles:
+        compile_model(entrant.model, **({"backend": backend} if backend else {}), **entrant.compile)
+        regions = (part for part in entrant.model.modules() if isinstance(part._compiled_call_impl, Region))
+        kinds = {tuple((name, type(inside)) for name, inside in part.named_modules()) for part in regions}
+        entrant.counts[REGIONS] = len(kinds)  # blocks that hold the same modules are compiled once
     entrant.first_seconds = clock(entrant.once)
     once = min(clock(entrant.once) for _ in range(2))
-    if mode == "compiled" and not all(compiled_calls(entrant.model).values()):
+    if compiles and not all(compiled_calls(entrant.model).values()):
         raise RuntimeError("its compiled code isn't called")
     return once
+
+
+@contextmanager
+def counting_graphs(entrant: Entrant) -> Iterator[None]:
+    """Inside, the graphs that dynamo compiles, and the breaks in them, count as the entrant's."""
+    counters = torch._dynamo.utils.counters
+
+    def found() -> dict[str, int]:
+        return {GRAPHS: counters["stats"]["unique_graphs"], BREAKS: sum(counters["graph_break"].values())}
+
+    before = found()
+    yield
+    entrant.counts.update({name: number - before[name] for name, number in found().items()})
 
 
 def clock(run: Callable[[], Any], times: int = 1) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from sentence_encoders import TEXTS, embedded, sentence_encoder
-from tiny_models import patch
+from tiny_models import patch, tiny
 from transformers import AutoModel
 from typer.testing import CliRunner
 
-from hfpatch.checkpoint.sentence_modules import with_modules
+from hfpatch.checkpoint import sentence_modules
+from hfpatch.checkpoint.sentence_modules import text_length_of, with_modules
 from hfpatch.cli import app
 from hfpatch.export import holders
 from hfpatch.hub.folder import checkpoint_of, read_checkpoint
@@ -124,3 +126,25 @@ def test_lists_of_modules_that_are_refused(content: Any, says: str, plain: Path,
     result = CliRunner().invoke(app, ["patch", str(plain), str(tmp_path / "out"), "--norm", "rms"])
     assert result.exit_code == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_length_of_texts_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model by its Hub id, in the commit that it was opened from; without a cached folder nothing is known."""
+    model = tiny("bert")
+    model.config._name_or_path, model.config._commit_hash = "someone/encoder", "c0ffee"
+    monkeypatch.setattr(
+        sentence_modules,
+        "try_to_load_from_cache",
+        functools.partial(sentence_modules.try_to_load_from_cache, cache_dir=tmp_path),
+    )
+    assert text_length_of(model) is None
+    folder = tmp_path / "models--someone--encoder" / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert text_length_of(model) is None
+    (folder / "sentence_roberta_config.json").write_text('{"max_seq_length": 24}')
+    assert text_length_of(model) == 24
+    model.config._name_or_path = "no/id/at/all"
+    assert text_length_of(model) is None
+    model.config._name_or_path = ""
+    assert text_length_of(model) is None

@@ -1,6 +1,6 @@
 """Patched models on a GPU: compiled and eager against float64 on the CPU, CUDA graphs, caches, precision, no waiting.
 
-pytest -m gpu
+pytest -m gpu: what is quick comes first, for runs that are stopped.
 """
 
 from __future__ import annotations
@@ -63,67 +63,26 @@ def spread(found: list[torch.Tensor]) -> float:
     return max(float(x.std()) for x in found)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
-def test_eager_and_compiled_against_float64(family: str, request_: dict[str, str]) -> None:
-    model, given = made(family, request_)
-    expected = truth(model, given)
-    eager = outputs(model, **given)
-    compiled = outputs(compile_model(model, example_inputs=given), **given)
-    assert min(compiled_calls(model).values()) >= 2
-    assert difference(eager, expected) < 1e-4 * spread(expected)
-    assert difference(compiled, expected) < 1e-4 * spread(expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_autocast(family: str, request_: dict[str, str], dtype: torch.dtype) -> None:
-    """Eager and compiled alike are as near to float32 as the dtype allows; the unpatched model is the measure."""
-    plain, given = made(family, {}, initializer_range=0.05)
-    model, _ = made(family, request_, initializer_range=0.05)
-
-    def off(one: Any) -> float:
-        expected = outputs(one, **given)
-        with torch.autocast(DEVICE, dtype):
-            return difference(outputs(one, **given), expected) / spread(expected)
-
-    allowed = max(4 * off(plain), 16 * HALF[dtype])
-    assert off(model) < allowed
-    expected = outputs(model, **given)
-    compile_model(model)
-    with torch.autocast(DEVICE, dtype):
-        found = outputs(model, **given)
-    assert difference(found, expected) / spread(expected) < allowed
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
-def test_gradients_of_compiled_code(family: str, request_: dict[str, str]) -> None:
-    model, given = made(family, request_)
-    labels = given["input_ids"] if "input_ids" in given else torch.zeros(2, dtype=torch.long, device=DEVICE)
-
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        model(**given, labels=labels).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    eager = gradients()
-    compile_model(model)
-    for name, gradient in gradients().items():
-        assert float((gradient - eager[name]).abs().max()) <= 1e-3 * float(eager[name].abs().max()) + 1e-6, name
-
-
-@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
-def test_cuda_graphs(request_: dict[str, str]) -> None:
-    """With mode="reduce-overhead" every replay reads its own inputs: none answers with an earlier one's positions."""
-    model, given = made("gpt2", request_)
-    batches = [{**given, "input_ids": torch.roll(given["input_ids"], i, 1)} for i in range(4)]
-    expected = [outputs(model, **batch) for batch in batches]
-    compile_model(model, "model", mode="reduce-overhead", dynamic=False)
-    for batch, wanted in [*zip(batches, expected, strict=True)] * 2:
-        torch.compiler.cudagraph_mark_step_begin()
-        assert difference(outputs(model, **batch), wanted) < 1e-4 * spread(wanted)
+def test_a_forward_never_waits_for_the_gpu(family: str, request_: dict[str, str]) -> None:
+    """Where the unpatched model doesn't, that is: no .item(), no copy to or from the host."""
+    plain, given = made(family, {})
+    model, _ = made(family, request_)
+    for one in (plain, model):
+        outputs(one, **given)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.no_grad():
+                one(**given)
+        except RuntimeError as error:
+            if one is plain:
+                pytest.skip(f"the unpatched model waits: {error}")
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="captures a CUDA graph")
@@ -160,23 +119,64 @@ def test_compiled_decoding_with_a_static_cache(request_: dict[str, str]) -> None
     assert torch.equal(found, expected)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
+@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
+def test_cuda_graphs(request_: dict[str, str]) -> None:
+    """With mode="reduce-overhead" every replay reads its own inputs: none answers with an earlier one's positions."""
+    model, given = made("gpt2", request_)
+    batches = [{**given, "input_ids": torch.roll(given["input_ids"], i, 1)} for i in range(4)]
+    expected = [outputs(model, **batch) for batch in batches]
+    compile_model(model, "model", mode="reduce-overhead", dynamic=False)
+    for batch, wanted in [*zip(batches, expected, strict=True)] * 2:
+        torch.compiler.cudagraph_mark_step_begin()
+        assert difference(outputs(model, **batch), wanted) < 1e-4 * spread(wanted)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
-def test_a_forward_never_waits_for_the_gpu(family: str, request_: dict[str, str]) -> None:
-    """Where the unpatched model doesn't, that is: no .item(), no copy to or from the host."""
-    plain, given = made(family, {})
-    model, _ = made(family, request_)
-    for one in (plain, model):
-        outputs(one, **given)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.no_grad():
-                one(**given)
-        except RuntimeError as error:
-            if one is plain:
-                pytest.skip(f"the unpatched model waits: {error}")
-            raise
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+def test_eager_and_compiled_against_float64(family: str, request_: dict[str, str]) -> None:
+    model, given = made(family, request_)
+    expected = truth(model, given)
+    eager = outputs(model, **given)
+    compiled = outputs(compile_model(model, example_inputs=given), **given)
+    assert min(compiled_calls(model).values()) >= 2
+    assert difference(eager, expected) < 1e-4 * spread(expected)
+    assert difference(compiled, expected) < 1e-4 * spread(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
+def test_gradients_of_compiled_code(family: str, request_: dict[str, str]) -> None:
+    model, given = made(family, request_)
+    labels = given["input_ids"] if "input_ids" in given else torch.zeros(2, dtype=torch.long, device=DEVICE)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(**given, labels=labels).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    eager = gradients()
+    compile_model(model)
+    for name, gradient in gradients().items():
+        assert float((gradient - eager[name]).abs().max()) <= 1e-3 * float(eager[name].abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("request_", SCHEMES, ids=case_name)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast(family: str, request_: dict[str, str], dtype: torch.dtype) -> None:
+    """Eager and compiled alike are as near to float32 as the dtype allows; the unpatched model is the measure."""
+    plain, given = made(family, {}, initializer_range=0.05)
+    model, _ = made(family, request_, initializer_range=0.05)
+
+    def off(one: Any) -> float:
+        expected = outputs(one, **given)
+        with torch.autocast(DEVICE, dtype):
+            return difference(outputs(one, **given), expected) / spread(expected)
+
+    allowed = max(4 * off(plain), 16 * HALF[dtype])
+    assert off(model) < allowed
+    expected = outputs(model, **given)
+    compile_model(model)
+    with torch.autocast(DEVICE, dtype):
+        found = outputs(model, **given)
+    assert difference(found, expected) / spread(expected) < allowed

@@ -33,7 +33,7 @@ def plan() -> Plan:
         Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
         Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", why_exact="its input has no mean"),
     ]
-    return Plan("Model", Record("gpt2"), {"norm": PlannerResult(SchemeRequest(DyT()), [Change(row) for row in rows])})
+    return Plan("Model", Record("gpt2"), (PlannerResult(SchemeRequest(DyT()), [Change(row) for row in rows]),))
 
 
 def repair_report() -> RepairReport:

@@ -2,17 +2,19 @@
 
 import itertools
 import json
+import time
 from functools import partial
 
 import benchmark
 import pytest
 import torch
-from benchmark import against_basis
-from hfrecipes import bench_micro, timing
+from hfrecipes import bench_micro, bench_models, timing
+from hfrecipes.bench_report import against_basis
 from hfrecipes.timing import Entrant
 from torch import nn
 
 from hfpatch.compile import compile_model
+from hfpatch.errors import OptionError
 
 SMALL = ["--layers", "1", "--width", "64", "--vocab_size", "50", "--new_tokens", "2", "--block_size", "8"]
 QUICK = [*SMALL, "--repeats", "2", "--widths", "64", "--modes", "eager"]
@@ -23,12 +25,12 @@ def run(out, *flags):
     return json.loads((out / "results.json").read_text()), (out / "results.md").read_text()
 
 
-def raced(works, mode="eager", repeats=2):
+def raced(works, mode="eager", repeats=2, **more):
     """Measurements of some functions, or of entrants."""
     entrants = [Entrant(*work) if isinstance(work, tuple) else work for work in works]
     for entrant in entrants:
         entrant.model = entrant.model or nn.Identity()
-    return timing.time_in_turn(entrants, mode, repeats)
+    return timing.time_in_turn(entrants, mode, repeats, **more)
 
 
 class TestRun:
@@ -69,6 +71,19 @@ class TestRun:
         for race in run(tmp_path, *flags)[0]["races"]:
             found = {one["subject"]: (len(one["seconds"]), one["failed"]) for one in race["timings"]}
             assert found == dict.fromkeys(("unpatched", "fixed", "none"), (2, None))
+
+
+def test_a_subject_that_cant_be_made_spoils_no_other(monkeypatch):
+    """Whatever the reason: on a device where nothing has run yet it may be any."""
+
+    def refuse(model, **request):
+        raise RuntimeError("no kernel") if request["norm"] == "rms" else OptionError("no such norm")
+
+    config = benchmark.BenchmarkConfig(layers=1, width=64, vocab_size=50, patches=["control", "rms", "dyt"])
+    monkeypatch.setattr(bench_models, "patch_model", refuse)
+    found = bench_models.entrants("gpt2", bench_models.FORWARD, config, torch.device("cpu"), "eager")
+    told = {one.subject: one.failed for one in found}
+    assert told == {"unpatched": None, "control": None, "rms": "RuntimeError: no kernel", "dyt": "no such norm"}
 
 
 def test_modules_are_those_of_patched_models_and_agree_with_their_references():
@@ -115,6 +130,33 @@ class TestRace:
         assert "".join(order[:6]) == "aaabbb"
         rounds = ["".join(order[i : i + 2]) for i in range(6, 22, 2)]
         assert set(rounds) == {"ab", "ba"}, "who comes first changes"
+
+    def test_time_that_is_over(self):
+        """Nothing begins then; what has begun has a few samples."""
+        late, *_ = raced([("a", lambda: None)], until=0.0)
+        assert (late["failed"], late["seconds"]) == (timing.NO_TIME, [])
+        soon = time.perf_counter() + 0.5
+        slow, late = raced([("a", lambda: time.sleep(0.3)), ("b", lambda: None)], repeats=9, until=soon)
+        assert (len(slow["seconds"]), late["failed"]) == (timing.FEWEST, timing.NO_TIME)
+
+    def test_what_is_counted(self):
+        """Graphs by subject; what a caller counts; that it can't be counted, with the times."""
+        model = nn.Linear(2, 2)
+        sizes = iter([3, *range(4, 20)])  # a second size is compiled again
+
+        def once():
+            return model(torch.ones(next(sizes), 2))
+
+        how = {"regions": "model", "dynamic": False}
+        settings = {"backend": "eager", "count": lambda entrant: {"runs": 7}}
+        found, _ = raced(
+            [Entrant("a", once, model, how), Entrant("b", lambda: None, compile=None)], "compiled", **settings
+        )
+        assert found["counts"]["graphs"] > found["counts"]["regions"] == 1
+        assert (found["counts"]["runs"], found["failed"]) == (7, None)
+        (broken,) = raced([("a", lambda: None)], count=lambda entrant: 1 / 0)
+        assert broken["failed"] == "not counted: ZeroDivisionError: division by zero"
+        assert len(broken["seconds"]) == 2
 
 
 class TestFigures:

@@ -84,7 +84,10 @@ class TestLanguageModels:
         ids = torch.from_numpy(tokens[: len(tokens) // 64 * 64]).long().view(-1, 64)
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(finished / "rms+rope").eval()(ids).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+        nats = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), 63)
+        near, far = (part.mean().exp().item() for part in (nats[:, :15], nats[:, 15:]))
+        assert rope[1].pop("by") == pytest.approx({"1-16": near, "17-64": far}, rel=1e-4)
+        loss = nats.mean().item()
         assert rope[1] == pytest.approx({"tokens": 64, "loss": loss, "perplexity": math.exp(loss)}, rel=1e-4)
 
     def test_masked(self, bert, files, tmp_path):
@@ -98,13 +101,13 @@ class TestLanguageModels:
     @pytest.mark.parametrize("longest", [32, 1])
     def test_what_overflows_is_no_figure(self, finished, text, tmp_path, capsys, monkeypatch, longest):
         """Beyond the trained length it is the row's reason; on the held-out data it is refused."""
-        loss = lm.LanguageModelling.loss
+        nats = lm.LanguageModelling.nats
 
         def overflowing(self, model, batch):
-            sums, counts = loss(self, model, batch)
-            return sums + (math.inf if batch["input_ids"].shape[1] > longest else 0), counts
+            terms, counted = nats(self, model, batch)
+            return terms + (math.inf if batch["input_ids"].shape[1] > longest else 0), counted
 
-        monkeypatch.setattr(lm.LanguageModelling, "loss", overflowing)
+        monkeypatch.setattr(lm.LanguageModelling, "nats", overflowing)
         flags = ["--models", finished / "rms+rope", "--text", text, "--block_size", 16, "--lengths", 16, 64]
         assert run(tmp_path, *flags) == (0 if longest == 32 else 2)
         if longest == 32:

@@ -27,7 +27,7 @@ def write_sources(folder):
     return sorted(map(str, folder.iterdir()))
 
 
-def make_tokenizer(texts):
+def make_tokenizer(texts, positions=POSITIONS):
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -37,14 +37,14 @@ def make_tokenizer(texts):
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=positions, **names)
 
 
-def write_bert(kind, out, files):
+def write_bert(kind, out, files, positions=POSITIONS):
     """A tiny BERT with dropout (`kind` is its class), and its tokenizer; the folder as a string."""
-    tokenizer = make_tokenizer([Path(f).read_text() for f in files])
+    tokenizer = make_tokenizer([Path(f).read_text() for f in files], positions)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, initializer_range=0.4, **sizes)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=positions, initializer_range=0.4, **sizes)
     model = randomise(kind(config))
     for name, parameter in model.named_parameters():
         if name.endswith("LayerNorm.bias"):  # a large shift, equal for all texts, would make them all alike

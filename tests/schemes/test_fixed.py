@@ -91,6 +91,16 @@ def test_hosts_read_the_dtype_of_their_norms_weight(tmp_path: Any) -> None:
         assert one(**given).last_hidden_state.isfinite().all()
 
 
+def test_norms_of_any_size_are_kept() -> None:
+    """They have no shape that a gain, which holds the constant, could take."""
+    model, given = zoo.tiny("muse_spark_text")
+    kept = {row.module: row.reason for row in plan_patch(model, norm="fixed").rows if row.action == "keep"}
+    assert any("inputs of any size" in reason for reason in kept.values())
+    patch(model, norm="fixed", calibration=[given] * 2)
+    assert norms_of(model, FixedNorm)
+    assert not kept.keys() & {*norms_of(model, FixedNorm)}
+
+
 def test_options_and_names() -> None:
     assert Norm.resolve("none:shift=false") == WithoutNorms(shift=False)
     assert Norm.resolve("fixed") == Fixed() != WithoutNorms()

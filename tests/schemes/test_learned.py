@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from position_checks import patched, tokens
-from position_families import make
+from position_families import inputs, logits, make
+from tiny_models import tiny
 from torch import nn
+from transformers import BertModel
 
 from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.errors import NothingToPatchError, OptionError
@@ -17,6 +20,8 @@ from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.schemes.learned import Learned
+from hfpatch.schemes.request import Record
+from hfpatch.sites.stacks import find_stacks, first_row
 
 TABLE = torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]) + torch.tensor([[0.0, 7.0]])
 
@@ -35,13 +40,37 @@ def test_methods() -> None:
     assert rows("tile", 5) == rows("linear", 5) == [0, 1, 2, 3, 4]
 
 
+def test_which_rows_are_repeated() -> None:
+    """keep="table": w[i] for i < N, then w[i mod n]; keep="rows": w[i mod n]; so many inputs are equal."""
+
+    def rows(number: int | None, **options: Any) -> tuple[list[float], int]:
+        scheme = Learned(max_positions=number, **options)
+        return scheme.resize(TABLE)[:, 0].tolist(), scheme.equal_up_to(len(TABLE))
+
+    assert rows(12, rows=3) == ([0, 1, 2, 3, 4, 2, 0, 1, 2, 0, 1, 2], 5)
+    assert rows(12, rows=3, keep="rows") == ([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], 3)
+    assert rows(4, rows=3, keep="rows") == ([0, 1, 2, 0], 3)
+    assert rows(None, rows=2, keep="rows") == ([0, 1, 0, 1, 0], 2)
+    assert rows(2, rows=3, keep="rows") == ([0, 1], 2)
+    assert rows(7, rows="all", keep="rows") == rows(7) == ([0, 1, 2, 3, 4, 0, 1], 5)
+    assert rows(9, method="linear")[1] == 0
+    with pytest.raises(OptionError, match="rows=6 are more than the 5"):
+        rows(12, rows=6)
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "note", "loss"),
     [
-        ("64", "rows 32 to 63 repeat the first ones, and were never trained", None),
+        ("64", "rows 32 to 63 repeat the first ones; inputs up to 32 tokens stay equal, bit for bit", None),
+        ("64,rows=8", "rows 32 to 63 repeat rows 0 to 7; inputs up to 32 tokens stay equal, bit for bit", None),
+        (
+            "64,rows=8,keep=rows",
+            "rows 8 to 63 repeat rows 0 to 7; inputs up to 8 tokens stay equal, bit for bit",
+            "rows 8 to 31 are replaced by the first ones",
+        ),
         ("64,method=linear", "interpolated rows were never trained", "its 32 positions are stretched over 64"),
         ("16", None, "inputs beyond 16 tokens are refused"),
     ],
@@ -82,6 +111,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"pos": "learned:max_positions=-1"}, OptionError, "max_positions"),
     ({}, {"pos": "learned:max_positions=1.5"}, OptionError, "max_positions"),
     ({}, {"pos": "learned:max_positions=true"}, OptionError, "max_positions"),
+    ({}, {"pos": "learned:max_positions=64,rows=0"}, OptionError, "rows must be"),
+    ({}, {"pos": "learned:max_positions=64,rows=true"}, OptionError, "rows must be"),
+    ({}, {"pos": "learned:max_positions=64,rows=kept"}, OptionError, "rows must be"),
+    ({}, {"pos": "learned:max_positions=64,keep=all"}, OptionError, "keep must be one of table, rows"),
+    ({}, {"pos": "learned:max_positions=64,rows=33"}, OptionError, "rows=33 are more than the 32"),
+    ({}, {"pos": "learned:max_positions=64,rows=8,method=linear"}, OptionError, "method=tile"),
+    ({}, {"pos": "learned:image_size=64,rows=8"}, OptionError, "a sequence's table"),
+    ({}, {"pos": "learned:rows=8"}, NothingToPatchError, "max_positions"),
+    ({}, {"pos": "learned:max_positions=64,rows=8,keep=rows", "init": "exact"}, UnsupportedError, "rows 8 to 31"),
 ]
 
 
@@ -92,6 +130,87 @@ def test_what_is_refused(
     model = patched(make("gpt2"), **earlier) if earlier else make("gpt2")
     with pytest.raises(error, match=message):
         plan_patch(model, **request_)
+
+
+def test_rows_of_a_grid_are_refused() -> None:
+    for pos in ("learned:max_positions=64,rows=4", "learned:keep=rows"):
+        with pytest.raises(UnsupportedError, match=r"rows= and keep= are for the table of a sequence.*grid"):
+            plan_patch(make("vit"), pos=pos)
+
+
+def test_a_table_whose_config_tells_no_length_is_refused() -> None:
+    model, _ = zoo.tiny("fsmt")
+    with pytest.raises(UnsupportedError, match="max_positions can't be written to its config"):
+        plan_patch(model, pos="learned:max_positions=256")
+
+
+TEXT = ["gpt2", "opt", "gpt_neo", "bert", "roberta", "distilbert", "bart"]
+
+
+@pytest.mark.parametrize("family", TEXT)
+@pytest.mark.parametrize(("keep", "equal"), [("table", 32), ("rows", 12)])
+def test_inputs_that_stay_equal(family: str, keep: str, equal: int, tmp_path: Path) -> None:
+    """Bit for bit up to the promised length, also with rows before position 0. A control: not beyond with keep=rows."""
+    original, model = make(family), patched(make(family), pos=f"learned:max_positions=64,rows=12,keep={keep}")
+    assert torch.equal(logits(model, inputs(family, equal)), logits(original, inputs(family, equal)))
+    if equal < 32:
+        assert not torch.equal(logits(model, inputs(family, 32)), logits(original, inputs(family, 32)))
+    (item, *_) = find_stacks(model)
+    table, first = item.table().weight.detach(), first_row(item)
+    assert torch.equal(table[first + 48 : first + 60], table[first : first + 12])
+    longer = logits(model, inputs(family, 64))
+    model.save_pretrained(tmp_path)
+    loaded = patched_model_class(type(original)).from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, inputs(family, 64)), longer)
+    assert f"rows=12{',keep=rows' if keep == 'rows' else ''}" in str(Record.of(loaded.config).pos[0].scheme)
+
+
+def test_the_rows_of_an_earlier_patch_are_repeated_again() -> None:
+    model = patched(make("gpt2"), pos="learned:max_positions=64,rows=8")
+    before = model.transformer.wpe.weight.clone()
+    patched(model, pos="learned:max_positions=64,rows=8")  # the same again
+    assert torch.equal(model.transformer.wpe.weight, before)
+    table = patched(model, pos="learned:max_positions=96").transformer.wpe.weight
+    assert torch.equal(table, torch.cat((before, before[:8].repeat(4, 1))))
+
+
+def test_rows_that_were_never_trained_arent_repeated() -> None:
+    """A control: with rows="all" they are, and where nothing was trained nothing is left out."""
+    tables = {}
+    for options in ("", ",rows=all"):
+        model = tiny("gpt2", n_embd=64)
+        table = model.wpe.weight.detach()
+        table.copy_(0.02 * torch.randn(table.shape, generator=torch.Generator().manual_seed(0)))
+        assert plan_patch(model, pos="learned:max_positions=96").rows[0].becomes == "Learned(96, tile)"
+        table[:20] *= 3
+        old = table.clone()
+        tables[options] = patched(model, pos=f"learned:max_positions=96{options}").wpe.weight
+    assert torch.equal(tables[""][64:], old[[place % 20 for place in range(64, 96)]])
+    assert torch.equal(tables[",rows=all"][64:], old[:32])
+    assert all(torch.equal(table[:64], old) for table in tables.values())
+
+
+def test_rows_that_a_sentence_encoder_was_trained_for(tmp_path: Path) -> None:
+    """Its folder says so, by whatever the model was opened; without that file all rows are repeated."""
+    tiny("bert").save_pretrained(tmp_path)
+    file = tmp_path / "sentence_bert_config.json"
+    for text, becomes in (
+        ('{"max_seq_length": 24}', "Learned(128, tile, rows=24)"),
+        ('{"max_seq_length": 512}', "Learned(128, tile)"),
+        ('{"max_seq_length": null}', "Learned(128, tile)"),
+        ('{"max_seq_length": true}', "Learned(128, tile)"),
+        ("[24", "Learned(128, tile)"),
+        ("", "Learned(128, tile)"),
+    ):
+        file.write_text(text) if text else file.unlink()
+        model = BertModel.from_pretrained(tmp_path)
+        assert plan_patch(model, pos="learned:max_positions=128").rows[0].becomes == becomes
+    file.write_text('{"max_seq_length": 24}')
+    model = BertModel.from_pretrained(tmp_path)
+    all_rows = plan_patch(model, pos="learned:max_positions=128,rows=all").rows[0]
+    assert all_rows.becomes == "Learned(128, tile, rows=all)"
+    assert plan_patch(model, pos="learned:max_positions=32").rows[0].becomes == "Learned(32, tile)"  # none are new
+    assert plan_patch(model, pos="learned:max_positions=128,method=linear").rows[0].becomes == "Learned(128, linear)"
 
 
 def test_resized_twice_and_taken_back(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def with_wider_gains(model: nn.Module) -> nn.Module:
 
 
 def without_a_norm(plan: Any) -> Any:
-    plan.by_kind["norm"].pop()
+    plan.planned[0].changes.pop()
     return plan
 
 

@@ -1,0 +1,290 @@
+"""Extend the position tables of every family that hfpatch knows, and see which inputs stay equal, bit for bit.
+
+    python tests/sweeps/tables.py                   # all families; writes tables.json and tables.md beside itself
+    python tests/sweeps/tables.py gpt2 opt          # these; prints what it found
+
+Tables that a class knows of are extended to twice their N rows, of which the first n = N / 2 are repeated. With
+`keep=table` inputs of N tokens must give the same outputs (*N*), with `keep=rows` those of n tokens (*n*); a control:
+with `keep=rows` inputs of N tokens give others (*beyond*). The last two are asked where the class reads a text, whose
+length can be chosen. Equal is: every bit of every floating output of the model and of the class. A class is *supported*
+if that holds, *refused* if a plan gives the reason, *wrong* if it was changed and something doesn't hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import site
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+
+import proof
+import torch
+import transformers
+import workers
+import zoo
+from rope_proof import Outputs, floating_tensors
+from tiny_models import patch
+
+from hfpatch.errors import NothingToPatchError
+from hfpatch.runtime.errors import PatchError
+from hfpatch.sites.stacks import FoundStack, find_stacks, first_row, max_positions
+
+
+@dataclass
+class Seen:
+    """A class that owns a table, in one model type.
+
+    Attributes:
+        old, rows: N and n of the module's docstring.
+        offset: rows before that of position 0.
+        length: n, where inputs of other lengths can be made; else None.
+        equal: whether inputs of N, and of n, gave the same outputs.
+        beyond: whether inputs of N gave others with keep=rows.
+        wrong: what doesn't hold.
+        refused: the reason that a plan gave.
+    """
+
+    owner: str
+    old: int = 0
+    rows: int = 0
+    offset: int = 0
+    length: int | None = None
+    equal: list[bool] = field(default_factory=list)
+    beyond: bool | None = None
+    wrong: str | None = None
+    refused: str | None = None
+
+
+@dataclass
+class Result:
+    """What the sweep found in one model type; `status` is "ok", or says why it wasn't run."""
+
+    model_type: str
+    status: str = "ok"
+    seen: list[Seen] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Result:
+        return cls(**{**row, "seen": [Seen(**one) for one in row.get("seen", [])]})
+
+
+# --- one model type ---------------------------------------------------------------------------------------------------
+
+
+def examine(model_type: str) -> Result:
+    """Build a model, extend its tables, and compare; see the module's docstring."""
+    result = Result(model_type)
+    try:
+        model, inputs = proof.tiny(model_type)
+    except zoo.Unbuildable as error:
+        result.status = f"not built: {error.reason}"
+        return result
+    lines: list[FoundStack] = []
+    for item in find_stacks(model):
+        reason = _refusal(model, item)
+        if reason is None:
+            lines.append(item)
+        elif item.stack.owner not in [seen.owner for seen in result.seen]:
+            result.seen.append(Seen(item.stack.owner, refused=reason))
+    groups: dict[int, list[FoundStack]] = {}  # tables of one length may share its setting
+    for item in lines:
+        groups.setdefault(max_positions(item), []).append(item)
+    for old, items in groups.items():
+        result.seen += _compare(model, inputs, items, old)
+    return result
+
+
+def _refusal(model: Any, item: FoundStack) -> str | None:
+    """Why a plan refuses to extend one stack's table; None where it doesn't, or where others must be with it."""
+    try:
+        patch(copy.deepcopy(model), pos=_request(max_positions(item) or 64, "table"), only=list(item.attentions))
+    except NothingToPatchError as error:
+        return str(error)
+    except PatchError as error:
+        return None if "the shape also depends on" in str(error) else str(error)
+    return None
+
+
+def _request(old: int, keep: str) -> str:
+    return f"learned:max_positions={2 * old},rows={old // 2},keep={keep}"
+
+
+def _compare(model: Any, inputs: dict[str, Any], items: list[FoundStack], old: int) -> list[Seen]:
+    found = {item.stack.owner: Seen(item.stack.owner, old, old // 2, first_row(item)) for item in items}
+    inputs = {name: value for name, value in inputs.items() if name not in ("position_ids", "labels")}
+    try:
+        whole, half = (_outputs(model, _of_length(inputs, length), items) for length in (old, old // 2))
+        _extend(model, inputs, items, found, old, "table", whole)
+        chosen = [item for item in items if _shapes(whole, item) != _shapes(half, item)]  # others don't read the text
+        if chosen:
+            _extend(model, inputs, chosen, found, old, "rows", half, whole)
+    except PatchError as error:
+        return [Seen(owner, refused=str(error)) for owner in found]
+    except Exception as error:
+        return [Seen(owner, wrong=f"it fails: {zoo.last_line(error)}") for owner in found]
+    return list(found.values())
+
+
+def _extend(
+    model: Any,
+    inputs: dict[str, Any],
+    items: list[FoundStack],
+    found: dict[str, Seen],
+    old: int,
+    keep: str,
+    before: Outputs,
+    longer: Outputs | None = None,
+) -> None:
+    """Compare a copy with longer tables of these stacks; `longer` are the outputs of inputs that must differ."""
+    length = old if longer is None else old // 2
+    extended = copy.deepcopy(model)
+    patch(extended, pos=_request(old, keep), only=[name for item in items for name in item.attentions])
+    given = _of_length(inputs, length)
+    after = _outputs(extended, given, items)
+    moved = {} if longer is None else _differing(longer, _outputs(extended, _of_length(inputs, old), items))
+    for item in items:
+        seen = found[item.stack.owner]
+        differs = [name for name in _differing(before, after) if keep == "table" or name.startswith(f"{item.name}: ")]
+        seen.equal.append(not differs)
+        if differs:
+            seen.wrong = seen.wrong or f"keep={keep}: inputs of {length} tokens differ in {differs[0]}"
+        if longer is not None:
+            seen.length = length
+            seen.beyond = any(name.startswith(f"{item.name}: ") for name in moved)
+
+
+def _shapes(outputs: Outputs, item: FoundStack) -> list[Any]:
+    return [value.shape for name, value in outputs.items() if name.startswith(f"{item.name}: ")]
+
+
+def _of_length(inputs: dict[str, Any], length: int) -> dict[str, Any]:
+    """The inputs with text of so many tokens; the same where they have none."""
+    text = proof.text_inputs(inputs)
+    longer = proof.lengthened(inputs, -(-length // 4)) if text else None
+    return inputs if longer is None else {**longer, **{name: longer[name][:, :length] for name in text}}
+
+
+def _outputs(model: Any, inputs: dict[str, Any], items: list[FoundStack]) -> Outputs:
+    """Every floating output of the model and of the stacks' owners."""
+    found: Outputs = {}
+    hooks = [
+        model.get_submodule(item.name).register_forward_hook(
+            lambda module, args, output, name=item.name: found.update(
+                (f"{name}: {key}", value.clone()) for key, value in floating_tensors(output)
+            )
+        )
+        for item in items
+    ]
+    try:
+        found.update(floating_tensors(proof.run(model, inputs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _differing(before: Outputs, after: Outputs) -> dict[str, Any]:
+    same = {
+        name: name in after and before[name].shape == after[name].shape and _same(before[name], after[name])
+        for name in before
+    }
+    return {name: before[name] for name, equal in same.items() if not equal}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One class over all model types."""
+
+    owner: str
+    families: list[str] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        wrong = next((one.wrong for one in self.seen if one.wrong), None)
+        refused = next((one.refused for one in self.seen if one.refused), None)
+        if wrong:
+            return f"wrong: {wrong}"
+        return "supported" if any(one.equal for one in self.seen) else f"refused: {refused}"
+
+    @property
+    def proved(self) -> Seen:
+        """Where the length of inputs could be chosen, if anywhere."""
+        return max(self.seen, key=lambda one: (one.beyond or False, one.length or 0))
+
+
+def rows(results: list[Result]) -> list[Row]:
+    """One row for each class, sorted."""
+    found: dict[str, Row] = {}
+    for result in results:
+        for seen in result.seen:
+            row = found.setdefault(seen.owner, Row(seen.owner))
+            row.families.append(result.model_type)
+            row.seen.append(seen)
+    return sorted(found.values(), key=lambda row: row.owner.lower())
+
+
+def totals(results: list[Result]) -> dict[str, int]:
+    """How many classes are supported, refused and wrong; at how many of the first the control held."""
+    statuses = [row.status.partition(":")[0] for row in rows(results)]
+    count = {kind: statuses.count(kind) for kind in ("supported", "refused", "wrong")}
+    return {**count, "of chosen length": sum(bool(row.proved.beyond) for row in rows(results))}
+
+
+def to_markdown(results: list[Result]) -> str:
+    count = totals(results)
+    lines = [
+        "# Extended position tables: which inputs stay equal to the bit",
+        "",
+        "Written by `python tests/sweeps/tables.py`; its docstring says what is compared. Tiny random models, float32.",
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: **{count['supported']} "
+        f"classes are supported**, {count['refused']} refused with a reason, **{count['wrong']} wrong**. Of "
+        f"{count['of chosen length']} the inputs could be given any length, and the control holds.",
+        "",
+        *workers.table(
+            "class | status | >rows before | >N | N equal | >n | n equal | beyond differs | model types",
+            map(_cells, rows(results)),
+        ),
+    ]
+    not_run = [(result.model_type, result.status) for result in results if result.status != "ok"]
+    lines += ["", "## Not run", "", *workers.table("model type | reason", not_run)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    best = row.proved
+    equal = [*("yes" if one else "no" for one in best.equal), "", ""]
+    beyond = {None: "", True: "yes", False: "no"}[best.beyond]
+    figures = (str(best.offset), str(best.old), equal[0], str(best.rows), equal[1], beyond) if best.old else ("",) * 6
+    shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
+    return f"`{row.owner}`", row.status, *figures, shown
+
+
+def every_type() -> list[str]:
+    """The model types, parts and variants that the classes are proved on."""
+    return sorted({proof.HOMES[owner] for owner in proof.here()})
+
+
+SWEEP = workers.Sweep(
+    every=every_type,
+    examine=examine,
+    failed=Result,
+    read=Result.from_json,
+    to_markdown=to_markdown,
+    totals=totals,
+    batch=40,
+    seconds=180,
+)
+if __name__ == "__main__":
+    SWEEP.main()
