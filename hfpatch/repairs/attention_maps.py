@@ -7,24 +7,27 @@ averaged over heads and over queries that aren't padding, by Adam on the module'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
 from ..measure.copies import copy_of
 from ..measure.hooks import CallArguments, first_tensor
 from ..measure.quiet_forward import use_attention
+from ..sites.linear_maps import is_linear_map
 from .report import FittedValues
 
 FITS = ("qk", "bias")
 STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
 RATE = 2.0  # of Adam, divided by the width of what is projected
+_LITTLE, _PATIENCE = 0.005, 2  # after so many looks that found no value lower by this share, it stops
 _LEAST = 1e-9  # a probability, for its logarithm
 _SUMS_TO_ONE = 1e-2
 
@@ -37,19 +40,25 @@ class Example:
         call: how the module is called.
         target: the original's maps (B, H, T, S).
         fitted, held_out: queries (B, T) that are fitted to, and those that judge.
+        information: of the target, sum of p log p over the last axis.
     """
 
     call: CallArguments
     target: Tensor
     fitted: Tensor
     held_out: Tensor
+    information: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.target = self.target.float()
+        self.information = torch.xlogy(self.target, self.target).sum(-1)
 
     def divergence(self, module: nn.Module, rows: Tensor) -> Tensor:
         """Return the mean KL(target || the module's map) over heads and the chosen queries (B, T)."""
         present = map_of(module, self.call)
         assert present is not None
         logarithm = present.float().clamp_min(_LEAST).log()
-        divergence = F.kl_div(logarithm, self.target.float(), reduction="none").sum(-1)  # (B, H, T)
+        divergence = self.information - (self.target * logarithm).sum(-1)  # (B, H, T)
         return divergence.transpose(1, 2)[rows].mean()
 
 
@@ -116,7 +125,28 @@ def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn
     moving = {name: p for (name, p), g in zip(parameters.items(), gradients, strict=True) if g is not None and g.any()}
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in moving)
+    _leave_out_maps(work, example, moving)
     return moving
+
+
+def _leave_out_maps(work: nn.Module, example: Example, moving: Collection[str]) -> None:
+    """Let linear maps behind the attention map (values, output) give zeros, which takes no time."""
+    own = {name.rpartition(".")[0] for name in moving}
+    idle = [module for name, module in work.named_modules() if name not in own and is_linear_map(module)]
+    with torch.no_grad():
+        before = map_of(work, example.call)
+        for module in idle:
+            vars(module)["forward"] = partial(
+                _zeros, width=module.nf if isinstance(module, Conv1D) else module.out_features
+            )
+        after = map_of(work, example.call)
+    if before is None or after is None or not torch.equal(before, after):
+        for module in idle:
+            del vars(module)["forward"]
+
+
+def _zeros(x: Tensor, width: int) -> Tensor:
+    return x.new_zeros(()).expand(*x.shape[:-1], width)
 
 
 def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter], note: str) -> FittedValues:
@@ -127,6 +157,7 @@ def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Para
     width = first_tensor(examples[0].call).shape[-1]
     optimizer = torch.optim.Adam(chosen.values(), lr=RATE / width, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    idle = 0
     for step in range(STEPS):
         example = fitted[step % len(fitted)]
         with torch.enable_grad():
@@ -138,8 +169,11 @@ def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Para
         schedule.step()
         if (step + 1) * LOOKS // STEPS > step * LOOKS // STEPS:
             error = held_out_divergence(work, examples)
+            idle = 0 if error < (1 - _LITTLE) * after else idle + 1
             if error < after:
                 after, best = error, {name: p.detach().clone() for name, p in chosen.items()}
+            if idle == _PATIENCE:
+                break
     return FittedValues(before, after, best, note)
 
 

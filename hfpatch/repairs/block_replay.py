@@ -3,6 +3,9 @@
 A block is an element of an `nn.ModuleList` that runs once in a forward. To record activations inside one, the model's
 own forward is run with every earlier block replaced by its cached output, and is left by an exception as soon as all
 requested activations are recorded. So masks, position tables and heads are the model's own code, in any family.
+
+Parts of a block (an attention, a linear map) are replaced likewise as soon as nothing in them or before them will
+change any more, so that each is run about twice, however many fits the block has.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..core.staging import save_temporary
 from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from ..sites.linear_maps import holds_maps, is_linear_map
-from .calibration import Batches, rows_of, to_cpu
+from .calibration import Batches, rows_of
+from .scratch import Scratch
+
+_SAVED = object()  # marks activations that aren't outputs to replay
+_ROOM = 4  # times a part's first output: what all that it returns may take, if it is to be stored
 
 
 class _AllObserved(BaseException):
@@ -39,11 +46,13 @@ class Segment:
         block: name of the block; None outside blocks.
         stack: name of the `nn.ModuleList` that the block is in.
         modules: names of the norms and linear maps inside, in the order in which they run.
+        parts: names of the modules inside the block that can be replaced by what they returned.
     """
 
     block: str | None = None
     stack: str | None = None
     modules: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
 
 class BlockReplay:
@@ -52,12 +61,14 @@ class BlockReplay:
     Args:
         model: is run unchanged on its own device, inside the caller's `quiet`.
         batches: the inputs.
-        folder: where activations are stored.
+        folder: for temporary files of the caller.
 
     Attributes:
         modules: all modules of the model, by name.
         forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
         ends: the last such block of each stack.
+        parts: parts of the current block that are stored once they are settled, which is when they end before
+            `unsettled` runs: the first module that will still change.
         replays_ends: whether the outputs of `ends` give the model's outputs without the other blocks; None: not tried.
     """
 
@@ -67,8 +78,11 @@ class BlockReplay:
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
         self.ends: list[str] = []
+        self.parts: list[str] = []
+        self.unsettled: str | None = None
         self.replays_ends: bool | None = None
         self.folder.mkdir()
+        self._stored = Scratch()
 
     # Forwards
 
@@ -124,7 +138,7 @@ class BlockReplay:
 
         names = {name for _, name in missing}
         hooks = self.observe_calls(names, partial(record, "in"), partial(record, "out"))
-        with hooks, self._replaying(index), contextlib.suppress(_AllObserved):
+        with self._storing_parts(index), hooks, self._replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
         return recorded
 
@@ -144,18 +158,43 @@ class BlockReplay:
     def freeze(self, block: str, index: int | str, returned: Any = None) -> None:
         """Store a block's output for a batch (`returned`, or computed here), which later forwards return."""
         value = self.observe(int(index), outputs=[block])["out", block] if returned is None else returned
-        output = to_cpu(value) if isinstance(value, Tensor) else tuple(map(to_cpu, value))
-        save_temporary(output, self._path(block, index))
+        self._stored.put((block, index), value if isinstance(value, Tensor) else tuple(value))
+
+    @contextlib.contextmanager
+    def _storing_parts(self, index: int) -> Iterator[None]:
+        """Context of a forward of a batch in which outputs of settled parts are stored."""
+        settled = self.unsettled is not None
+
+        def end(name: str, value: Any) -> None:
+            if settled and (name, index) not in self._stored and _is_small(value):
+                self.freeze(name, index, value)
+                for inner in self.parts:
+                    if inner.startswith(f"{name}."):
+                        self._stored.drop((inner, index))
+
+        def unsettle(name: str, call: CallArguments) -> None:
+            nonlocal settled
+            settled = False
+
+        later = () if self.unsettled is None else (self.unsettled,)
+        with self.observe_calls(self.parts, on_result=end), self.observe_calls(later, on_call=unsettle):
+            yield
+
+    def release_parts(self) -> None:
+        """Let the stored parts of the current block run again, since it is done."""
+        for part in self.parts:
+            self.release(part)
+        self.parts, self.unsettled = [], None
 
     def discard(self, block: str) -> None:
         """Delete a frozen block's outputs once nothing reads them: it then passes its input through."""
         for index in range(len(self.batches)):
-            self._path(block, index).write_bytes(b"")
+            self._stored.put((block, index), None)
 
     def release(self, block: str) -> None:
         """Let a frozen or discarded block run again."""
         for index in range(len(self.batches)):
-            self._path(block, index).unlink(missing_ok=True)
+            self._stored.drop((block, index))
 
     def free_weights(self, block: str) -> None:
         """Free a frozen block's own weights, so that it can't run again; shared ones are kept."""
@@ -168,16 +207,14 @@ class BlockReplay:
 
     @contextlib.contextmanager
     def _replaying(self, index: int | str, ends: bool = False) -> Iterator[None]:
-        """Context in which blocks that are frozen or discarded for a batch don't run; with `ends` no block does."""
+        """Context in which what is frozen or discarded for a batch doesn't run; with `ends` no block does."""
         replaced: list[tuple[dict[str, Any], Any]] = []
         try:
-            for name, form in self.forms.items():
-                path = self._path(name, index)
-                if ends or path.exists():
+            for name, form in (*self.forms.items(), *((part, None) for part in self.parts if not ends)):
+                if ends or (name, index) in self._stored:
                     attributes = self.modules[name].__dict__
                     replaced.append((attributes, attributes.get("forward")))  # an instance may have one of its own
-                    is_discarded = (ends and name not in self.ends) or not path.stat().st_size
-                    output = None if is_discarded else torch.load(path, weights_only=True, map_location=self.device)
+                    output = None if ends and name not in self.ends else self._load(name, index)
                     attributes["forward"] = _returning(output, form)
             yield
         finally:
@@ -190,19 +227,21 @@ class BlockReplay:
 
     def save(self, name: str, index: int, value: Tensor) -> None:
         """Store a tensor of a batch under a name."""
-        save_temporary(to_cpu(value), self._path(f"value {name}", index))
+        self._stored.put((_SAVED, name, index), value)
 
     def load_saved(self, name: str, index: int) -> Tensor:
         """Return the tensor that `save` stored."""
-        return torch.load(self._path(f"value {name}", index), weights_only=True).to(self.device)
+        return self._load(_SAVED, name, index)
 
     def delete_saved(self) -> None:
         """Delete all tensors that `save` stored."""
-        for path in self.folder.glob("value *"):
-            path.unlink()
+        for key in self._stored:
+            if key[0] is _SAVED:
+                self._stored.drop(key)
 
-    def _path(self, name: str, index: int | str) -> Path:
-        return self.folder / f"{name}-{index}.pt"
+    def _load(self, *key: Any) -> Any:
+        value = self._stored.get(key)
+        return recursively_apply(lambda tensor: tensor.to(self.device), value)
 
 
 def _place(index: int, row: Tensor | None) -> str:
@@ -232,14 +271,22 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
     blocks = listed_modules(replay.model)
     others = {name for name, module in replay.modules.items() if name not in norms and holds_maps(module)}
     found = {name for name, module in replay.modules.items() if is_linear_map(module)} | set(norms) | others
+    parts = {name for one in found - set(norms) for name in _parents(one, blocks)}
     order: list[tuple[str, str]] = []
     returned: dict[str, Any] = {}
     shapes: dict[str, torch.Size] = {}
     unfit: set[str] = set()
+    called: dict[str, list[tuple[Tensor, int]]] = {}
 
     def record(kind: str, name: str, value: Any) -> None:
         order.append((kind, name))
         tensors = [one for one in _values(value) if isinstance(one, Tensor)]
+        if kind == "in":
+            called[name] = [(one, one._version) for one in tensors if not one.is_inference()]
+        elif _form(value) is None and not isinstance(value, Tensor):
+            parts.discard(name)
+        elif any(one._version != version for one, version in called[name]):
+            parts.discard(name)  # it writes to what it is given, which a stored output doesn't
         if name in found and not (tensors and tensors[0].is_floating_point()):
             unfit.add(name)
         elif kind == "in" and tensors:
@@ -249,13 +296,14 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if kind == "out" and name in blocks:
             returned[name] = value if isinstance(value, Tensor) else _form(value)
 
-    with replay.observe_calls({*blocks, *found}, partial(record, "in"), partial(record, "out")):
+    with replay.observe_calls({*blocks, *found, *parts}, partial(record, "in"), partial(record, "out")):
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = {name for name in found if entered.count(name) > 1}
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())
+    parts = {name for name in parts if entered.count(name) == 1}
     segments = [Segment()]
     for kind, name in order:
         block = segments[-1].block
@@ -263,10 +311,26 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
             continue  # an expert, which is called with some of the tokens
         if name in replayable:
-            segments.append(Segment(name, blocks[name]) if kind == "in" else Segment())
+            inside = [part for part in parts if part.startswith(f"{name}.")]
+            segments.append(Segment(name, blocks[name], parts=inside) if kind == "in" else Segment())
         elif kind == "in" and name in found and name not in several | unfit:
             segments[-1].modules.append(name)
     return [segment for segment in segments if segment.block or segment.modules], several
+
+
+def _parents(name: str, blocks: Collection[str]) -> Iterable[str]:
+    """A module in a block, and what it is part of there, by name; none outside of blocks."""
+    found = []
+    while name and name not in blocks:
+        found.append(name)
+        name = name.rpartition(".")[0]
+    return found if name else []
+
+
+def _is_small(returned: Any) -> bool:
+    """Whether what a part returned takes little more room than its first tensor: no attention maps, say."""
+    tensors = [one for one in _values(returned) if isinstance(one, Tensor)]
+    return sum(one.numel() for one in tensors) <= _ROOM * tensors[0].numel()
 
 
 def _values(value: Any) -> Iterable[Any]:

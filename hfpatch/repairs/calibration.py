@@ -25,10 +25,12 @@ from ..schemes.norms import Norm
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
 from .sample import SELF, require_generates
+from .scratch import Scratch
 
 _ENOUGH = "some hundred make a good repair."
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
-_ROWS = 512  # of activations that are converted at once
+_ROWS = 1024  # of activations that are converted at once
+_TOKENS = 1024  # that a CPU runs at once: more would be no faster, take more room, and make steps of maps longer
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 
 
@@ -58,6 +60,7 @@ class Batches:
         self.folder = folder
         self.sequences = self.distinct = self.tokens = 0
         self.longest: int | None = None
+        self._inputs = Scratch()
         self._counts: list[int] = []
         self._judges: list[bool] = []
         self._masks: list[dict[str, Tensor]] = []
@@ -80,7 +83,7 @@ class Batches:
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, raw, main_input(model))
+        self._divide(keys, raw, main_input(model), model.device.type == "cpu")
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
@@ -93,7 +96,7 @@ class Batches:
         masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count
         return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
 
-    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str) -> None:
+    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str, on_cpu: bool) -> None:
         """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
         self.distinct = count_distinct(keys)
         require_distinct(self.distinct, self.sequences)
@@ -111,8 +114,11 @@ class Batches:
                 if not len(rows):
                     continue
                 count = count_sequences(inputs, main)
-                part = rows_of(inputs, rows, count) if is_divisible(inputs, count) else inputs
-                self._add(part, main, bool(judges))
+                if not is_divisible(inputs, count):
+                    self._add(inputs, main, bool(judges))
+                    continue
+                for few in rows.split(_sequences_at_once(inputs.get(main)) if on_cpu else _MOST):
+                    self._add(rows_of(inputs, few, count), main, bool(judges))
             place += parts
             path.unlink()
 
@@ -121,7 +127,7 @@ class Batches:
         self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
         self._counts.append(count_sequences(inputs, main))
         self._judges.append(judges)
-        save_temporary(inputs, self._path(len(self) - 1))
+        self._inputs.put((len(self) - 1,), inputs)
         if not judges:
             mask, first = self._masks[-1].get("attention_mask"), inputs.get(main)
             like = mask if mask is not None else first if isinstance(first, Tensor) else torch.ones(self._counts[-1])
@@ -130,12 +136,9 @@ class Batches:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"inputs-{index}.pt"
-
     def inputs(self, index: int) -> dict[str, Any]:
         """Return the keyword arguments of a forward of one batch, on the CPU."""
-        return {**torch.load(self._path(index), weights_only=True), **self._always}
+        return {**self._inputs.get((index,)), **self._always}
 
     def count_of(self, index: int) -> int:
         """Return how many sequences a stored batch holds."""
@@ -184,8 +187,14 @@ class Batches:
         valid = self.rows(index, values[0].shape, decoder).to(device)
         flat = [value.to(device).flatten(0, -2) for value in values]
         for chosen, *parts in zip(*(one.split(_ROWS) for one in (valid, *flat)), strict=True):
-            rows = [part[chosen] for part in parts]
+            rows = parts if bool(chosen.all()) else [part[chosen] for part in parts]
             yield tuple(row if row.dtype == torch.float64 else row.float() for row in rows)
+
+
+def _sequences_at_once(first: Any) -> int:
+    """How many sequences of token ids a CPU runs at once; images and sound, as they are."""
+    tokens = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
+    return max(1, _TOKENS // first.shape[1]) if tokens else _MOST
 
 
 def read_calibration(

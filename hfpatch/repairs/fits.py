@@ -31,7 +31,7 @@ from .norm_fit import fit_norm
 from .report import FittedValues, RepairReport, Step
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
-_MAP_SEQUENCES, _MAP_NUMBERS = 256, 2**27  # at most: sequences whose attention maps are fitted, numbers in the maps
+_MAP_QUERIES, _MAP_NUMBERS = 2**14, 2**27  # at most: queries whose attention maps are fitted, numbers in the maps
 _CHANNELS = 4096  # of a module's output, or input, that are compared at most
 _NO_MAP, _NO_SPREAD = "it returns no attention map", "its input isn't finite or has no spread"
 _SEVERAL_AXES, _SHARED = "normalises several axes", "shares its parameters with another module"
@@ -72,10 +72,14 @@ class Fitter:
         if not self.roles.owns_parameters(name):
             return self.skip(name, "norm", _SHARED)
         decoder, output = self.roles.in_decoder(name), f"{name} output"
+        judge = _Judge(self, {name: output}, decoder, (name,))
         for i in range(len(self.batches)):
-            self.new.save(name, i, _channels_last(module, self.new.run(i, inputs=[name])[name]))
+            seen = self.new.observe(i, [name], [name] if self.batches.judges(i) else ())
+            self.new.save(name, i, _channels_last(module, first_tensor(seen["in", name])))
             with torch.no_grad():
                 self.old.save(output, i, _channels_last(module, original(self.old.load_saved(name, i))))
+            if ("out", name) in seen:
+                judge.see(i, {name: seen["out", name]})
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
@@ -92,7 +96,7 @@ class Fitter:
         fit = fit_norm(module, rows)
         if name in self.scales:
             fit.note = str(self.scales[name])
-        self._keep_if_nearer(name, "norm", fit, write, self._error({name: output}, decoder, (name,)))
+        self._keep_if_nearer(name, "norm", fit, write, judge.share(), judge.measure)
         return self.new.delete_saved()
 
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
@@ -107,7 +111,9 @@ class Fitter:
         """
         module, decoder, point = self.new.modules[name], self.roles.in_decoder(name), roles.writers[name]
         outputs, axes = {point} & {block}, roles.writes.get(name)
-        fit = self._ridge(name, point, outputs, axes is None and module.bias is not None, decoder, reads=axes is None)
+        judge = _Judge(self, {point: point}, decoder, outputs, {point} - outputs)
+        bias = axes is None and module.bias is not None
+        fit = self._ridge(name, point, outputs, bias, decoder, judge, reads=axes is None)
 
         def write(values: Mapping[str, Tensor]) -> None:
             if axes is None:
@@ -115,8 +121,7 @@ class Fitter:
             for parameter, axis in axes or ():
                 self._transform(module, parameter, axis, values["weight"], reads=False)
 
-        error = self._error({point: point}, decoder, outputs, {point} - outputs)
-        self._keep_if_nearer(name, "projection", fit, write, error, _NO_SPREAD)
+        self._keep_if_nearer(name, "projection", fit, write, judge.share(), judge.measure, _NO_SPREAD)
 
     def readers(self, first: str, roles: BlockRoles) -> None:
         """Fit the maps that read one tensor x: W <- W + M W, with x + x M + b fitted to the original's x.
@@ -133,13 +138,14 @@ class Fitter:
         judged = [name for name in group if name not in roles.writes]
         if not judged:
             return
-        fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder)
         for i in self.batches.held_out_batches():
             x = self.old.load_saved(first, i)
             for name in judged:
                 with torch.no_grad():
                     output = first_tensor(modules[name](x.to(next(modules[name].parameters()).dtype)))
                 self.old.save(f"{name} output", i, _some(output))
+        judge = _Judge(self, {name: f"{name} output" for name in judged}, decoder, judged)
+        fit = self._ridge(first, first, frozenset(), biases or shift is not None, decoder, judge)
 
         def write(values: Mapping[str, Tensor]) -> None:
             change, constant = values["weight"], values["bias"]
@@ -156,15 +162,14 @@ class Fitter:
                 solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
                 self.transaction.write(self.new.modules[norm], WeightChange(attribute, "add", solved))
 
-        error = self._error({name: f"{name} output" for name in judged}, decoder, judged)
-        self._keep_if_nearer(first, "readers", fit, write, error, _NO_SPREAD)
+        self._keep_if_nearer(first, "readers", fit, write, judge.share(), judge.measure, _NO_SPREAD)
 
     def save_maps(self, name: str, original: str) -> None:
         """Save the original's attention maps of batches, up to the limits above, including held-out sequences."""
-        sequences = numbers = held_out = fitted = 0
+        queries = numbers = held_out = fitted = 0
         self.mapped[name] = 0
         for i in range(len(self.batches)):
-            if held_out and fitted and (sequences >= _MAP_SEQUENCES or numbers >= _MAP_NUMBERS):
+            if held_out and fitted and (queries >= _MAP_QUERIES or numbers >= _MAP_NUMBERS):
                 break
             with use_attention("eager", self.old.model):
                 call = self.old.observe(i, inputs=[original]).get(("in", original))
@@ -173,7 +178,7 @@ class Fitter:
                 break
             self.old.save(f"{name} map", i, target)
             self.mapped[name] += 1
-            sequences, numbers = sequences + self.batches.count_of(i), numbers + target.numel()
+            queries, numbers = queries + target[:, 0, :, 0].numel(), numbers + target.numel()
             held_out, fitted = held_out + self.batches.judges(i), fitted + (not self.batches.judges(i))
 
     def maps(self, name: str) -> None:
@@ -202,12 +207,20 @@ class Fitter:
             with use_attention("eager", work):
                 return held_out_divergence(work, examples)
 
-        return self._keep_if_nearer(name, "maps", fit, write, error, _NOTHING_MOVES)
+        before = error() if fit else math.nan
+        return self._keep_if_nearer(name, "maps", fit, write, before, error, _NOTHING_MOVES)
 
     # What they share
 
     def _ridge(
-        self, name: str, point: str, outputs: Iterable[str], bias: bool, decoder: bool, reads: bool = True
+        self,
+        name: str,
+        point: str,
+        outputs: Iterable[str],
+        bias: bool,
+        decoder: bool,
+        judge: _Judge,
+        reads: bool = True,
     ) -> FittedValues | None:
         """Ridge regression of (the original's activation - this model's) at a point on a map's input, or its output.
 
@@ -216,6 +229,7 @@ class Fitter:
             point: the module whose input is compared with the original's; if it is in `outputs`, its output.
             bias: whether to fit a constant.
             decoder: whether the rows are a decoder's.
+            judge: sees what the model, as it is, gives on held-out sequences.
             reads: whether it is the map's input; else it is its output.
         """
         outputs = {*outputs} if reads else {*outputs, name}
@@ -223,16 +237,20 @@ class Fitter:
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
-                seen = self.new.run(i, inputs, outputs)
-                target = self.old.load_saved(point, i).to(seen[point])
-                values = seen[name], target - seen[point], target
-                del seen, target
-                free_unused_memory()
+                run, held_out = self.new.observe, self.batches.judges(i)
+                seen = run(i, inputs | judge.inputs, outputs | judge.outputs) if held_out else run(i, inputs, outputs)
+                if held_out:
+                    judge.see(i, {one: first_tensor(seen[judge.side(one), one]) for one in judge.targets})
+                x, now = (first_tensor(seen["out" if one in outputs else "in", one]) for one in (name, point))
+                target = self.old.load_saved(point, i).to(now)
+                values = x, target - now, target
+                del seen, x, now, target
+                if i == 0:
+                    free_unused_memory()  # before the sums are made
                 for x, missing, target in self.batches.row_pieces(i, decoder, *values):
                     yield x, missing, target, self._judge(i, x)
                     del x, missing, target
                 del values
-                free_unused_memory()
 
         return fit_ridge(rows(), bias)
 
@@ -240,53 +258,27 @@ class Fitter:
         """Whether each of some rows of a batch is for judging."""
         return torch.full((len(rows),), self.batches.judges(index), device=rows.device)
 
-    def _error(
-        self, targets: Mapping[str, str], decoder: bool, outputs: Iterable[str], inputs: Iterable[str] = ()
-    ) -> Callable[[], float]:
-        """Function that measures how far the model, as it then is, is from saved activations on held-out sequences.
-
-        It returns the mean squared difference as a share of the target's variance over the rows, averaged over modules.
-
-        Args:
-            targets: module -> name under which the original's activation is saved.
-            decoder: whether the rows are a decoder's.
-            outputs, inputs: of which modules the output, and of which the input is compared.
-        """
-        outputs, inputs = list(outputs), list(inputs)
-
-        def measure() -> float:
-            moments: dict[str, _Moments] = {name: _Moments() for name in targets}
-            for i in self.batches.held_out_batches():
-                seen = self.new.run(i, inputs, outputs)
-                for name, saved in targets.items():
-                    y = _channels_last(self.new.modules[name], seen[name]) if name in outputs else seen[name]
-                    pair = y, self.old.load_saved(saved, i)
-                    for y, target in self.batches.row_pieces(i, decoder, *map(_some, pair)):
-                        moments[name].add(y, target)
-            return sum(found.share() for found in moments.values()) / len(moments)
-
-        return measure
-
     def _keep_if_nearer(
         self,
         name: str,
         kind: str,
         fit: FittedValues | None,
         write: Callable[[Mapping[str, Tensor]], None],
+        before: float,
         error: Callable[[], float],
         otherwise: str = "",
     ) -> None:
-        """Write fitted values and measure the error again; take them back if it isn't lower. Reports the step.
+        """Write fitted values and measure the error; take them back if it isn't lower than before. Reports the step.
 
         Args:
             name, kind: as in `Step`.
             fit: the values; None where nothing could be fitted, because of `otherwise`.
             write: writes them to the model.
-            error: measures the model as it is, on held-out sequences.
+            before: the error of the model on held-out sequences, without these values.
+            error: measures it with them.
         """
         if fit is None:
             return self.skip(name, kind, otherwise)
-        before = error()
         if before <= _NOISE:
             return None
         mark = len(self.transaction)
@@ -316,6 +308,56 @@ def _channels_last(module: nn.Module, activations: Tensor) -> Tensor:
     """A norm's input or output with the channels last, where they are at axis 1 in images."""
     first = isinstance(module, AffineNorm) and module.facts.channels_first
     return activations.movedim(1, -1) if first else activations
+
+
+class _Judge:
+    """Measures how far the model, as it then is, is from saved activations of the original on held-out sequences.
+
+    Args:
+        fitter: of the two models.
+        targets: module -> name under which the original's activation is saved.
+        decoder: whether the rows are a decoder's.
+        outputs, inputs: of which modules the output, and of which the input is compared.
+    """
+
+    def __init__(
+        self,
+        fitter: Fitter,
+        targets: Mapping[str, str],
+        decoder: bool,
+        outputs: Iterable[str],
+        inputs: Iterable[str] = (),
+    ):
+        self.fitter, self.targets, self.decoder = fitter, targets, decoder
+        self.outputs, self.inputs = {*outputs}, {*inputs}
+        self.moments: dict[str, _Moments] = {name: _Moments() for name in targets}
+
+    def side(self, name: str) -> str:
+        """Return whether it is a module's input or its output, as in `BlockReplay.observe`."""
+        return "out" if name in self.outputs else "in"
+
+    def see(self, index: int, seen: Mapping[str, Tensor]) -> None:
+        """Add what the model gives for a batch."""
+        fitter = self.fitter
+        for name, saved in self.targets.items():
+            y = _channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
+            pair = y, fitter.old.load_saved(saved, index)
+            for y, target in fitter.batches.row_pieces(index, self.decoder, *map(_some, pair)):
+                self.moments[name].add(y, target)
+
+    def share(self) -> float:
+        """Return the mean squared difference of what was seen, as a share of the target's variance over the rows.
+
+        Averaged over modules. What is seen from now on is measured by itself.
+        """
+        found, self.moments = self.moments, {name: _Moments() for name in self.targets}
+        return sum(one.share() for one in found.values()) / len(found)
+
+    def measure(self) -> float:
+        """Run the model on the held-out batches and return the share."""
+        for i in self.fitter.batches.held_out_batches():
+            self.see(i, self.fitter.new.run(i, self.inputs, self.outputs))
+        return self.share()
 
 
 class _Moments:

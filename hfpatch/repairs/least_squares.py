@@ -16,6 +16,7 @@ from ..runtime.float64 import float64_device, in_float64
 from .report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
+_SUMS = 64  # of the outputs, by which a penalty is chosen
 _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
@@ -48,22 +49,23 @@ class Ridge:
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
-        """Add rows X (n, in) and R (n, out), which are overwritten; `held_out` (n,) marks rows for judging."""
+        """Add rows X (n, in) and R (n, out); `held_out` (n,) marks rows for judging."""
         if not len(x):
             return
         x, r, held_out = (one.to(self.x.device) for one in (x, r, held_out))
         if self.origin is None:
             self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
-        x -= self.origin[0]
-        r -= self.origin[1]
+        if self.bias:
+            x, r = x - self.origin[0], r - self.origin[1]
         if held_out.any():
             self.held_out.append((self.disk.store(x[held_out]), self.disk.store(r[held_out])))
             x, r = x[~held_out], r[~held_out]
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
-        for products, left in ((self.xx, x), (self.rx, r)):
-            for sums, columns in zip(products.split(_ROWS_AT_ONCE), left.T.split(_ROWS_AT_ONCE), strict=True):
-                sums += columns @ x  # a sum of two precisions makes a copy
+        for i in range(0, len(self.xx), _ROWS_AT_ONCE):  # on and above the diagonal; below it nothing is read
+            self.xx[i : i + _ROWS_AT_ONCE, i:] += x[:, i : i + _ROWS_AT_ONCE].T @ x[:, i:]
+        for sums, columns in zip(self.rx.split(_ROWS_AT_ONCE), r.T.split(_ROWS_AT_ONCE), strict=True):
+            sums += columns @ x  # a sum of two precisions makes a copy
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
@@ -92,31 +94,46 @@ class Ridge:
             return None
         # column-major, as LAPACK wants it: the factor and the solution then take the places of X'X and R'X
         factor, weight, failed = xx.mT, self.rx.mT, torch.empty((), dtype=torch.int32, device=xx.device)
-        stored = self.disk.store(factor), self.disk.store(weight)
-        before = self._error(None, -mean_r)
-        found: tuple[Tensor, Tensor, float, float] | None = None
+        stored = self.disk.store(factor)
+        some = _Sketch(self.held_out, len(self.r), self.disk)
+        part, total = some.mix(weight), some.mix(self.r)
+        before = some.error(None, -some.mix(mean_r))
+        errors: dict[float, float] = {}
         best = math.inf
-        for penalty in PENALTIES:
-            self._put_back(factor, stored[0])
-            self._put_back(weight, stored[1])
+
+        def solve(penalty: float, right: Tensor) -> bool:
+            """Overwrite X'X with its factor and a right side with the solution, unless X'X is singular."""
+            self._put_back(factor, stored)
             xx.diagonal().copy_(diagonal + penalty * scale)
             torch.linalg.cholesky_ex(factor, out=(factor, failed))
             if int(failed):
+                return False
+            torch.linalg.solve_triangular(factor, right, upper=False, out=right)
+            torch.linalg.solve_triangular(factor.mT, right, upper=True, out=right)
+            return True
+
+        def constant(solution: Tensor, total: Tensor) -> Tensor:
+            return (total - solution.T @ self.x) / self.count if self.bias else torch.zeros_like(total)
+
+        for penalty in PENALTIES:
+            solution = part.mT.clone(memory_format=torch.contiguous_format).mT
+            if not solve(penalty, solution):
                 continue
-            torch.linalg.solve_triangular(factor, weight, upper=False, out=weight)
-            torch.linalg.solve_triangular(factor.mT, weight, upper=True, out=weight)
-            bias = (self.r - weight.T @ self.x) / self.count if self.bias else torch.zeros_like(self.r)
-            error = self._error(weight, bias)
+            error = some.error(solution, constant(solution, total))
             most = min((1 + _ALLOWED_LOSS) * best, best + _ALLOWED_LOSS * (before - best))
-            if found is not None and not error <= max(best, most):
+            if errors and not error <= max(best, most):
                 break
             if math.isfinite(error):
-                found = self.disk.store(weight), bias + mean_r - weight.T @ mean_x, error, penalty
+                errors[penalty] = error
                 best = min(best, error)
-        if found is None:
+        if not errors:
             return None
-        self._put_back(weight, found[0])
-        return FittedValues(before, found[2], {"weight": weight, "bias": found[1]}, f"penalty {found[3]:g}")
+        chosen = [*errors][-1]
+        solve(chosen, weight)
+        bias = constant(weight, self.r)
+        before, after = _error(self.held_out, None, -mean_r), _error(self.held_out, weight, bias)
+        values = {"weight": weight, "bias": bias + mean_r - weight.T @ mean_x}
+        return FittedValues(before, after, values, f"penalty {chosen:g}")
 
     def _put_back(self, target: Tensor, stored: Tensor) -> None:
         """Fill a column-major matrix with the stored values, chunk by chunk to save memory."""
@@ -124,20 +141,44 @@ class Ridge:
             columns.copy_(old)
             self.disk.release()
 
-    def _error(self, weight: Tensor | None, bias: Tensor) -> float:
-        """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 if it is None."""
-        total, count = bias.new_zeros(()), 0
-        for stored_x, stored_r in self.held_out:
-            residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
-            if weight is not None:
-                x = stored_x.to(bias.device)
-                for missing, columns in zip(
-                    residual.split(_ROWS_AT_ONCE, 1), weight.split(_ROWS_AT_ONCE, 1), strict=True
-                ):
-                    missing -= x @ columns.to(x.dtype)
-            total += residual.double().square().sum()
-            count += residual.numel()
-        return float(total) / max(count, 1)
+
+class _Sketch:
+    """Some random sums of a regression's outputs, by whose errors a penalty is chosen as by those of all outputs.
+
+    Args:
+        held_out: rows (X, R) to judge by.
+        outputs: how many there are; few are taken as they are.
+        disk: for the sums of these rows.
+    """
+
+    def __init__(self, held_out: list[tuple[Tensor, Tensor]], outputs: int, disk: Mappings):
+        self.signs: Tensor | None = None
+        if outputs > _SUMS:
+            generator = torch.Generator().manual_seed(0)
+            self.signs = torch.randint(2, (outputs, _SUMS), generator=generator).double().mul_(2).sub_(1) / _SUMS**0.5
+        self.held_out = [(x, r if self.signs is None else disk.store(r @ self.signs.to(r))) for x, r in held_out]
+
+    def mix(self, outputs: Tensor) -> Tensor:
+        """Return the sums over the last axis."""
+        return outputs if self.signs is None else outputs @ self.signs.to(outputs)
+
+    def error(self, weight: Tensor | None, bias: Tensor) -> float:
+        """Return the mean squared residual on the rows held out."""
+        return _error(self.held_out, weight, bias)
+
+
+def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bias: Tensor) -> float:
+    """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 if it is None."""
+    total, count = bias.new_zeros(()), 0
+    for stored_x, stored_r in held_out:
+        residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
+        if weight is not None:
+            x = stored_x.to(bias.device)
+            for missing, columns in zip(residual.split(_ROWS_AT_ONCE, 1), weight.split(_ROWS_AT_ONCE, 1), strict=True):
+                missing -= x @ columns.to(x.dtype)
+        total += residual.double().square().sum()
+        count += residual.numel()
+    return float(total) / max(count, 1)
 
 
 def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> FittedValues | None:
@@ -179,17 +220,18 @@ class ChannelAffine:
 
     def add(self, hs: Iterable[Tensor], y: Tensor, held_out: Tensor) -> None:
         """Add rows (n, d): each candidate's h, and the target y."""
-        parts = [(rows, in_float64(y[rows])) for rows in (~held_out, held_out)]
-        for part, (_, b) in enumerate(parts):
+        parts = [(part, rows) for part, rows in enumerate((~held_out, held_out)) if rows.any()]
+        targets = [in_float64(y if rows.all() else y[rows]) for _, rows in parts]
+        for (part, _), b in zip(parts, targets, strict=True):
             self.count[part] += len(b)
             self.y[part] += b.sum(0)
             self.yy[part] += b.square().sum(0)
         for candidate, h in enumerate(hs):
-            for part, (rows, b) in enumerate(parts):
-                a = in_float64(h[rows])
+            for (part, rows), b in zip(parts, targets, strict=True):
+                a = in_float64(h if rows.all() else h[rows])
                 self.h[part, candidate] += a.sum(0)
-                self.hh[part, candidate] += a.square().sum(0)
                 self.hy[part, candidate] += (a * b).sum(0)
+                self.hh[part, candidate] += a.square().sum(0)
 
     def solve(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gain (k, d), shift (k, d) and held-out mean squared error (k,) for each candidate."""

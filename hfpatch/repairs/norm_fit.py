@@ -15,7 +15,7 @@ from .least_squares import ChannelAffine
 from .report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
-_SEARCH_ROWS = 4096  # rows that a search of scalars looks at
+_SEARCH_ROWS, _SEARCH_NUMBERS = 1024, 3 * 2**17  # that a search of scalars looks at: whichever is more
 
 Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
@@ -35,11 +35,12 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
     present = {name: float(getattr(module, name)) for name in module.scalars}
     spread, count = _root_mean_square(u for u, _, _ in rows())
     best = present
+    step = max(1, count // max(_SEARCH_ROWS, _SEARCH_NUMBERS // next(iter(rows()))[0].shape[-1]))
     for trials in (module.trials(spread), None):  # coarsely, then around the best
         trials = module.finer(best) if trials is None else trials
         if trials:
             settings = [best, *trials]
-            errors = _sums(module, rows, settings, max(1, count // _SEARCH_ROWS)).solve()[2]
+            errors = _sums(module, rows, settings, step).solve()[2]
             best = settings[int(errors.argmin())]
     sums = _sums(module, rows, [present, best])
     gains, shifts, errors = sums.solve()

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,8 @@ def repair(
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
-    activations; streams of all batches, and what is needed to undo it, lie in temporary files.
+    activations (on a CPU 1,024 tokens, or one sequence); the activations of a block for all batches, and what is needed
+    to undo it, lie in temporary files.
 
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
@@ -218,19 +221,13 @@ class _Repairer:
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
         self._save_original(segment, roles, attentions)
-        for name in segment.modules:
-            if name in self.norms:
-                self._show(f"norm {name}")
-                self.fitter.norm(name)
-            if name in roles.readers:
-                self._show(f"readers {name}")
-                self.fitter.readers(name, roles)
-            if name in roles.writers:
-                self._show(f"projection {name}")
-                self.fitter.projection(name, roles, segment.block)
-            if name in attentions:
-                self._show(f"maps {attentions[name]}")
-                self.fitter.maps(attentions[name])
+        steps = list(self._steps(segment, roles, attentions))
+        self.new.parts = segment.parts
+        for i, (what, fit, _) in enumerate(steps):
+            self._show(what)
+            self.new.unsettled = _first((changed for _, _, changed in steps[i:]), segment.modules)
+            fit()
+        self.new.unsettled = None
         self.old.delete_saved()
         if segment.block:
             if not roles.complete:
@@ -240,6 +237,22 @@ class _Repairer:
         first = next(name for name in segment.modules if name in self.norms)
         if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
             self.fitter.skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
+
+    def _steps(
+        self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]
+    ) -> Iterator[tuple[str, Callable[[], None], str]]:
+        """Yield the steps of a segment: what is shown, the fit, and the first module that it changes."""
+        fitter = self.fitter
+        for name in segment.modules:
+            if name in self.norms:
+                yield f"norm {name}", partial(fitter.norm, name), name
+            if name in roles.readers:
+                shifted = roles.shifts[name][0] if name in roles.shifts else name
+                yield f"readers {name}", partial(fitter.readers, name, roles), shifted
+            if name in roles.writers:
+                yield f"projection {name}", partial(fitter.projection, name, roles, segment.block), name
+            if name in attentions:
+                yield f"maps {attentions[name]}", partial(fitter.maps, attentions[name]), attentions[name]
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
         """Run the original's segment once and save the activations that the patched one is fitted to."""
@@ -261,6 +274,7 @@ class _Repairer:
         """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
+        self.new.release_parts()
         if self.gives_up and self.old.replays_ends:
             self.old.free_weights(block)
         if stack in self.latest:
@@ -277,3 +291,8 @@ class _Repairer:
     def _show(self, what: str) -> None:
         """Show the current step on the progress bar."""
         self.bar.set_postfix_str(what)
+
+
+def _first(names: Iterable[str], order: list[str]) -> str:
+    """The one of some modules that runs first, or holds the first that runs, in an order of modules."""
+    return min(names, key=lambda name: next(i for i, one in enumerate(order) if f"{one}.".startswith(f"{name}.")))

@@ -91,6 +91,34 @@ def test_errors_are_those_on_the_rows_held_out_and_the_penalty_the_largest_that_
     assert not larger or larger[0] > most * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("chunk", [2, 3, 256])
+def test_sums_in_chunks_are_the_closed_form(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of X'X the half is summed."""
+    monkeypatch.setattr(least_squares, "_ROWS_AT_ONCE", chunk)
+    x, r, held_out = problem(1)
+    fit = ridge(x, r, held_out, True, 3)
+    w, b = closed_form(x[~held_out], r[~held_out], fit.penalty, True)
+    torch.testing.assert_close(fit.weight, w, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(fit.bias, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 5.0])
+def test_sums_of_outputs_choose_a_penalty_that_is_nearly_best(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many outputs; the errors that are reported are those of all."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 60, generator=generator, dtype=torch.float64)
+    r = x @ torch.randn(60, 200, generator=generator, dtype=torch.float64) / 8
+    r += noise * torch.randn(r.shape, generator=generator, dtype=torch.float64)
+    held_out = torch.arange(400) % 8 == 7
+    fit = ridge(x, r, held_out, True)
+    direct = (r[held_out] - x[held_out] @ fit.weight - fit.bias).square().mean()
+    assert (fit.before, fit.after) == pytest.approx((float(r[held_out].square().mean()), float(direct)))
+    monkeypatch.setattr(least_squares, "_SUMS", 200)
+    every = ridge(x, r, held_out, True)
+    assert abs(PENALTIES.index(fit.penalty) - PENALTIES.index(every.penalty)) <= 1
+    assert fit.after <= 1.1 * every.after
+
+
 @pytest.mark.parametrize("mean", [30.0, 1000.0])
 def test_a_large_mean_costs_no_accuracy_in_float32(mean: float) -> None:
     """Channels of a residual stream have means far above their spread; centred sums would cancel."""

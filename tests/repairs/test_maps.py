@@ -84,6 +84,63 @@ def test_only_what_moves_the_maps_is_fitted() -> None:
     assert fit_maps(attention, [example], "bias", own - {"c_attn.bias"}) is None
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_values_and_output_take_no_time_and_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the copy that is fitted; a copy in which more were left out than may be runs as it is."""
+    original = tiny(family, LM)
+    name, attention = next((n, m) for n, m in original.named_modules() if n.endswith(("attn", "attention")))
+    states = torch.randn(4, 10, original.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with use_attention("eager", original), torch.no_grad():
+        target = map_of(attention, CallArguments((states + 0.5,), {}))
+    rows = torch.ones(4, 10, dtype=torch.bool)
+    example = Example(CallArguments((states,), {}), target, rows, rows)
+    own = {one for one, _ in attention.named_parameters()}
+    left_out: list[int] = []
+    inner = maps._zeros
+
+    def counted(x: Tensor, width: int) -> Tensor:
+        left_out.append(width)
+        return inner(x, width)
+
+    monkeypatch.setattr(maps, "_zeros", counted)
+    fast = fit_maps(attention, [example], "qk", own)
+    assert len(left_out) > maps.STEPS // 2, name
+    monkeypatch.setattr(maps, "_leave_out_maps", lambda *_: None)
+    whole = fit_maps(attention, [example], "qk", own)
+    assert fast.after == whole.after < whole.before
+    assert all(torch.equal(fast.values[one], whole.values[one]) for one in whole.values)
+
+
+def test_all_that_makes_a_map_runs_where_biases_alone_are_fitted() -> None:
+    """Control: a linear map whose weights aren't fitted, and that makes the map, isn't left out."""
+    original = tiny("gpt2", LM)
+    attention = original.transformer.h[0].attn
+    attention.c_attn.bias.requires_grad_(False)
+    states = torch.randn(2, 6, original.config.hidden_size)
+    rows = torch.ones(2, 6, dtype=torch.bool)
+    with use_attention("eager", original), torch.no_grad():
+        target = map_of(attention, CallArguments((states,), {}))
+        example = Example(CallArguments((states,), {}), target, rows, rows)
+        maps._leave_out_maps(attention, example, [])
+        assert torch.equal(map_of(attention, example.call), target)
+    assert "forward" not in vars(attention.c_attn)
+
+
+def test_it_stops_where_it_gains_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tiny("gpt2", LM)
+    attention = original.transformer.h[0].attn
+    states = torch.randn(2, 6, original.config.hidden_size)
+    rows = torch.ones(2, 6, dtype=torch.bool)
+    with use_attention("eager", original), torch.no_grad():
+        target = map_of(attention, CallArguments((states,), {}))
+    example = Example(CallArguments((states,), {}), target, rows, rows)  # nothing is to be gained
+    looks: list[float] = []
+    inner = maps.held_out_divergence
+    monkeypatch.setattr(maps, "held_out_divergence", lambda *a: looks.append(inner(*a)) or looks[-1])
+    fit_maps(attention, [example], "qk", {name for name, _ in attention.named_parameters()})
+    assert len(looks) == 1 + maps._PATIENCE < maps.LOOKS
+
+
 def test_biases_alone() -> None:
     original = tiny("opt", LM, num_hidden_layers=1)
     _, weights = repaired(original, pos="rope")

@@ -76,6 +76,47 @@ def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) ->
     assert not torch.equal(walk.run(1, outputs=["h.1"])["h.1"], other)
 
 
+def test_a_settled_part_runs_once_and_gives_the_same_bits(tmp_path: Path) -> None:
+    """What ends before the first module that will still change is stored; a part that holds others replaces them."""
+    model = tiny("gpt2")
+    walk = walk_of(model, tmp_path)
+    plain = BlockReplay(model, walk.batches, tmp_path / "plain")
+    block = next(segment for segment in segments_of(walk, norms_in(model))[0] if segment.block)
+    assert {"h.0.attn", "h.0.attn.c_attn", "h.0.mlp.c_fc"} <= set(block.parts)
+    assert not {"h.0", "h.0.ln_1", "h.0.attn.attn_dropout"} & set(block.parts)
+    ran: list[str] = []
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc"):
+        module = model.h[0].get_submodule(name)
+        module.forward = lambda x, name=name, inner=module.forward: ran.append(name) or inner(x)  # type: ignore[func-returns-value]
+    walk.parts = block.parts
+
+    def replay(first: str | None, point: str) -> list[str]:
+        walk.unsettled = first
+        ran.clear()
+        found, calls = walk.run(0, inputs=[point])[point], list(ran)
+        assert torch.equal(found, plain.run(0, inputs=[point])[point])
+        return calls
+
+    assert replay("h.0.ln_1", "h.0.ln_2") == ["attn.c_attn", "attn.c_proj"]  # control: nothing is settled
+    assert replay("h.0.attn.c_proj", "h.0.ln_2") == ["attn.c_attn", "attn.c_proj"]
+    assert replay("h.0.ln_2", "h.0.ln_2") == ["attn.c_proj"]
+    assert replay("h.0.ln_2", "h.0.ln_2") == []
+    assert replay("h.0.mlp.c_proj", "h.0.mlp.c_proj") == ["mlp.c_fc"]
+    assert {key[0] for key in walk._stored} == {"h.0.attn", "h.0.mlp.c_fc"}
+    walk.release_parts()
+    assert replay(None, "h.0.ln_2") == ["attn.c_attn", "attn.c_proj"]
+
+
+def test_a_part_that_writes_to_its_input_isnt_stored(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    inner = model.h[0].mlp.forward
+    model.h[0].mlp.forward = lambda x: inner(x.mul_(1))
+    walk = walk_of(model, tmp_path)
+    first, second = (one for one in segments_of(walk, norms_in(model))[0] if one.block)
+    assert "h.0.mlp" not in first.parts
+    assert "h.1.mlp" in second.parts
+
+
 def test_linear_maps() -> None:
     assert is_linear_map(nn.Linear(3, 4))
     assert is_linear_map(Conv1D(3, 4))
@@ -104,6 +145,14 @@ def test_sequences_held_out(tmp_path: Path) -> None:
         assert torch.equal(torch.cat(sides[True]), ids[held])
         assert torch.equal(torch.cat(sides[False]), torch.stack([row for i, row in enumerate(ids) if i not in held]))
         assert (data.sequences, data.distinct, data.tokens) == (sum(sizes),) * 2 + (6 * (sum(sizes) - len(held)),)
+
+
+def test_many_sequences_are_run_some_at_a_time(tmp_path: Path) -> None:
+    model = tiny("gpt2", n_positions=512)
+    ids = torch.randint(5, 90, (40, 300))
+    data = Batches([ids], model, tmp_path)
+    assert [data.count_of(i) for i in range(len(data))] == [3] * 11 + [2] + [3, 2]
+    assert torch.equal(torch.cat([data.inputs(i)["input_ids"] for i in data.held_out_batches()]), ids[7::8])
 
 
 def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
