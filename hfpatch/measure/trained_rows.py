@@ -36,7 +36,7 @@ def count_trained_rows(table: Tensor) -> int:
     rows, width = table.shape
     if table.is_meta or rows < 2 * _FEWEST or width < _CHANNELS:
         return rows
-    values = table.detach().double().cpu()
+    values = table.detach().cpu().double()  # some devices have no float64
     lengths = values.norm(dim=1)
     usual = lengths[-_FEWEST:].mean()
     differs = (lengths - usual).abs() > _SIGMAS / (2 * width) ** 0.5 * usual

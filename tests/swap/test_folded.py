@@ -135,7 +135,7 @@ def test_after_an_exact_conversion_to_rms_norm() -> None:
     patch(model, norm="folded")
     assert error(original, model, given) <= 1e-12
     assert "RMSNorm without gain and shift" not in str(model)
-    assert [type(model.get_submodule(name)).__name__ for name in bare(model)] == ["RMSNorm"] * 4
+    assert [type(model.get_submodule(name)).__name__ for name in bare(model)] == ["UnscaledRMSNorm"] * 4
 
 
 def test_before_an_exact_conversion_to_rms_norm() -> None:
