@@ -31,6 +31,7 @@ from fuzz_models import (
 from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 
+from hfpatch.core.registry import NORMS
 from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model, unpatch_model
@@ -65,10 +66,25 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Schemes of a kind by globs; None keeps what its glob matches."""
+
+    kind: str
+    by_glob: tuple[tuple[str, Choice | None], ...]
+
+    @property
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(option for _, choice in self.by_glob if choice is not None for option in choice.options)
+
+    def value(self) -> Any:
+        return {glob: None if choice is None else choice.value() for glob, choice in self.by_glob}
+
+
+@dataclass(frozen=True)
 class Request:
     """The arguments of one `patch_model`."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice | Several, ...]
     only: tuple[str, ...] | None = None
     keep: tuple[str, ...] | None = None
     init: str = "auto"
@@ -76,6 +92,13 @@ class Request:
     def arguments(self) -> dict[str, Any]:
         schemes = {choice.kind: choice.value() for choice in self.choices}
         return {**schemes, "only": self.only, "keep": self.keep, "init": self.init}
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a patch needs calibration, which a plan can't know of."""
+        found = [one for choice in self.choices for one in getattr(choice, "by_glob", ((None, choice),))]
+        names = [choice.name for _, choice in found if choice is not None and choice.kind == "norm"]
+        return self.init != "reset" and any(NORMS[name].needs_calibration for name in names)
 
 
 @dataclass(frozen=True)
@@ -153,10 +176,22 @@ def globs(draw: st.DrawFn, names: list[str]) -> tuple[str, ...] | None:
 
 
 @st.composite
+def several(draw: st.DrawFn, kind: str, names: list[str]) -> Several:
+    """A mapping: some of the model's modules, and mostly the rest."""
+    name = draw(st.sampled_from(names))
+    some = draw(st.sampled_from([name, re.sub(r"\d+", "*", name), f"*{name.rpartition('.')[2]}"]))
+    rest = draw(st.sampled_from(["*", "*", "*", "nothing.*"]))
+    mapping = {glob: draw(st.one_of(choices(kind), choices(kind), st.none())) for glob in (some, rest)}
+    return Several(kind, tuple(mapping.items()))
+
+
+@st.composite
 def requests(draw: st.DrawFn, names: list[str]) -> Request:
     kinds = draw(st.lists(st.sampled_from(_USUAL), min_size=1, max_size=2, unique=True))
     init = draw(st.sampled_from(["auto"] * 8 + list(INITS) * 4 + ["exakt"]))
-    return Request(tuple(draw(choices(kind)) for kind in kinds), draw(globs(names)), draw(globs(names)), init)
+    by_glob = [kind != "placement" and draw(st.integers(0, 5)) == 5 for kind in kinds]
+    found = (draw(several(kind, names) if many else choices(kind)) for kind, many in zip(kinds, by_glob, strict=True))
+    return Request(tuple(found), draw(globs(names)), draw(globs(names)), init)
 
 
 @st.composite
@@ -261,7 +296,7 @@ class Run:
         except PatchError as error:
             require_unchanged(f"the refused request ({describe_error(error)})", before, self.model)
             if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
-                allowed = isinstance(error, VerificationError) or "calibration" in more
+                allowed = isinstance(error, VerificationError) or "calibration" in more or request.needs_data
                 if not allowed:
                     raise Finding(
                         "plan", f"plan_patch took what patch_model refuses: {describe_error(error)}"
