@@ -21,7 +21,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -328,8 +328,7 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
     requested = {kind: parts for kind, parts in request.parts.items() if not record.has(kind, parts)}
     require_same_init(request.parts, record)
     require_order(requested, record)
-    text_length = text_length_of(model) if "pos" in requested else None
-    sites, results = Sites(model, example_inputs, text_length), list[PlannerResult]()
+    sites, results = Sites(model, example_inputs, partial(text_length_of, model)), list[PlannerResult]()
     for kind, parts in requested.items():
         found = [planner_of(part.scheme)(sites, part) for part in parts]
         results += [] if record.has(kind, tuple(one.part for one in found)) else found  # as planners complete them

@@ -18,6 +18,7 @@ from .report import FittedValues
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
 _SUMS = 64  # of the outputs, by which a penalty is chosen
 _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
+_PUT_BACK = 32  # columns that are read from disk at once, while everything else is in memory
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
@@ -55,11 +56,11 @@ class Ridge:
         x, r, held_out = (one.to(self.x.device) for one in (x, r, held_out))
         if self.origin is None:
             self.origin = x.mean(0) * self.bias, r.mean(0) * self.bias
-        if self.bias:
-            x, r = x - self.origin[0], r - self.origin[1]
         if held_out.any():
-            self.held_out.append((self.disk.store(x[held_out]), self.disk.store(r[held_out])))
+            judged_x, judged_r = self._centred(x[held_out], r[held_out])
+            self.held_out.append((self.disk.store(judged_x), self.disk.store(judged_r)))
             x, r = x[~held_out], r[~held_out]
+        x, r = self._centred(x, r)
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
         for i in range(0, len(self.xx), _ROWS_AT_ONCE):  # on and above the diagonal; below it nothing is read
@@ -68,6 +69,11 @@ class Ridge:
             sums += columns @ x  # a sum of two precisions makes a copy
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
+
+    def _centred(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows about the first ones' mean, if there is a bias."""
+        assert self.origin is not None
+        return (x - self.origin[0], r - self.origin[1]) if self.bias else (x, r)
 
     def solve(self) -> FittedValues | None:
         """Return the best "weight" (in, out) and "bias" (out,); callable once, since the sums are overwritten.
@@ -137,7 +143,7 @@ class Ridge:
 
     def _put_back(self, target: Tensor, stored: Tensor) -> None:
         """Fill a column-major matrix with the stored values, chunk by chunk to save memory."""
-        for columns, old in zip(target.split(_ROWS_AT_ONCE, 1), stored.split(_ROWS_AT_ONCE, 1), strict=True):
+        for columns, old in zip(target.split(_PUT_BACK, 1), stored.split(_PUT_BACK, 1), strict=True):
             columns.copy_(old)
             self.disk.release()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,11 +22,15 @@ class Sites:
     Args:
         model: any module tree.
         example_inputs: keyword arguments of one forward, where small models of its class are run; None generates them.
-        text_length: of the longest texts that a sentence encoder was trained for, in tokens; None where it isn't known.
+        text_length: tells how long the texts were that a sentence encoder was trained for, in tokens; None where that
+            isn't known.
     """
 
     def __init__(
-        self, model: Any, example_inputs: Mapping[str, Any] | None = None, text_length: int | None = None
+        self,
+        model: Any,
+        example_inputs: Mapping[str, Any] | None = None,
+        text_length: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.model, self.example_inputs, self.text_length = model, example_inputs, text_length
 

@@ -67,10 +67,11 @@ def _require_each_counts(names: Names, kind: str, by_glob: Mapping[str, Scheme |
     left = list(rows)
     for glob, scheme in by_glob.items():
         where = f"{kind}={{{glob!r}: {None if scheme is None else str(scheme)!r}}}"
-        if not any(names.matches(glob, (row.module, *row.aliases)) for row in rows):
+        named = {id(row) for row in rows if names.matches(glob, (row.module, *row.aliases))}
+        if not named:
             raise no_match(where, glob, rows)
-        own = [row for row in left if names.matches(glob, (row.module, *row.aliases))]
-        left = [row for row in left if not names.matches(glob, (row.module, *row.aliases))]
+        own = [row for row in left if id(row) in named]
+        left = [row for row in left if id(row) not in named]
         if not own:
             raise NoMatchError(f"{where} matches only modules that earlier globs match. Put it before them.")
         if scheme is None and all(row.action == "replace" for row in own):

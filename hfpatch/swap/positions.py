@@ -204,7 +204,7 @@ def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Pos
         of_the_same = (earlier.only, earlier.keep) == (part.only, part.keep)
         if of_the_same and rows is not None and (rows == ALL or rows <= min(lengths)):
             return replace(part, scheme=replace(scheme, rows=rows))
-    return replace(part, scheme=with_trained_rows(affected, scheme, sites.text_length))
+    return replace(part, scheme=with_trained_rows(affected, scheme, sites.text_length()))
 
 
 def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:

@@ -87,15 +87,9 @@ class Embedding(Task):
     higher_is_better = True
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
-        self.config, self.device = config, accelerator.device
-        encoder = open_encoder(config.model)
-        self.tokenizer = encoder.tokenizer
-        if self.tokenizer.pad_token_id is None:
-            raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
-        longest = longest_input(encoder[0].auto_model) or math.inf
+        longest = self.open(config, accelerator) or math.inf
         if config.max_length > longest:
             raise RecipeError(f"--max_length {config.max_length} is beyond the {longest} positions of {config.model}")
-        self.head = nn.Sequential(*list(encoder)[1:]).to(self.device).requires_grad_(False)  # pooling, and what follows
         source, documents = read_texts(config)
         train, heldout = split_documents(documents)
         self.corpus = Corpus(train)
@@ -116,6 +110,16 @@ class Embedding(Task):
             "pairs": {"train": len(self.corpus.pairs), "heldout": len(self.heldout_corpus.pairs)},
             "baselines": {"chance": {"mrr": sum(chance) / len(chance)}} if chance else {},
         }
+
+    def open(self, config: Any, accelerator: Accelerator) -> int | None:
+        """Take the tokenizer of `config.model`, and what follows its model. Returns how many tokens that reads."""
+        self.config, self.device = config, accelerator.device
+        encoder = open_encoder(config.model)
+        self.tokenizer = encoder.tokenizer
+        if self.tokenizer.pad_token_id is None:
+            raise RecipeError(f"the tokenizer of {config.model} has no padding token, which batches of texts need")
+        self.head = nn.Sequential(*list(encoder)[1:]).to(self.device).requires_grad_(False)  # pooling, what follows
+        return longest_input(encoder[0].auto_model)
 
     def hold_out(self) -> None:
         """Texts behind the figures as token ids: passages from the shortest to the longest, queries, their targets."""

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .corpus import Document, RecipeError, fingerprint, split_documents
-from .embed import SCALE, Embedding, EmbeddingConfig, length_at, open_encoder
+from .embed import SCALE, Embedding, EmbeddingConfig, length_at
 from .lengths import refusal
-from .retrieval import TITLE, TOP, drop_words, split_sentences
+from .retrieval import TOP, drop_words, require_spans, split_articles, split_sentences, token_spans
 from .settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
 from .tasks import Batch, Figures, Gather, Terms, longest_input
 from .texts import read_texts
@@ -72,17 +72,13 @@ class LongDocuments(Embedding):
     higher_is_better = True
 
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
-        self.config, self.device = config, accelerator.device
-        encoder = open_encoder(config.model)
-        self.tokenizer = encoder.tokenizer
-        self.original = longest_input(encoder[0].auto_model) or config.max_length
-        self.head = nn.Sequential(*list(encoder)[1:]).to(self.device).requires_grad_(False)
+        self.original = self.open(config, accelerator) or config.max_length
+        require_spans(self.tokenizer, config.model)
         self.content = config.max_length - self.tokenizer.num_special_tokens_to_add()
         self.reaches: WeakKeyDictionary = WeakKeyDictionary()
         self.frozen: nn.Module | None = None
         source, documents = read_texts(config)
-        parts = [Document(f"{d.name}:{i}", text) for d in documents for i, text in enumerate(TITLE.split(d.text))]
-        train, heldout = split_documents([part for part in parts if part.text.strip()])
+        train, heldout = split_documents(split_articles(documents))
         self.articles, self.heldout_articles = (self.take_apart(part) for part in (train, heldout))
         self.windows = sum(len(article.starts) // self.content for article in self.articles)
         self.order = lru_cache(maxsize=2)(self.draw_order)
@@ -101,12 +97,10 @@ class LongDocuments(Embedding):
 
     def take_apart(self, documents: list[Document]) -> list[Article]:
         """Documents that fill a window."""
-        options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "verbose"), False)
         articles = []
         for document in documents:
             text = document.text
-            spans = self.tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]
-            starts = np.asarray(spans).reshape(-1, 2)[:, 0]
+            starts = token_spans(text, self.tokenizer)[:, 0]
             sentences = [(slice(a, b), *np.searchsorted(starts, (a, b)).tolist()) for a, b in split_sentences(text)]
             if len(starts) >= self.content and sentences:
                 articles.append(Article(text, starts, sentences))

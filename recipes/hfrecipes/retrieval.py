@@ -84,12 +84,11 @@ class Retrieval:
     def __init__(self, config: Any, accelerator: Accelerator, out: Path) -> None:
         self.config, self.lengths = config, sorted(set(config.lengths or LENGTHS))
         tokenizer = open_encoder(config.models[0]).tokenizer
-        if not tokenizer.is_fast:
-            raise RecipeError(f"the tokenizer of {config.models[0]} can't tell where its tokens lie in the text")
+        require_spans(tokenizer, config.models[0])
         size = self.lengths[-1] - tokenizer.num_special_tokens_to_add()
         self.places = [place for place in PLACES if place[1] <= size - LAST] + [(max(0, size - LAST), size)]
         source, documents = read_texts(config)
-        parts = [Document(d.name, text) for d in documents for text in TITLE.split(d.text)]
+        parts = split_articles(documents)
         articles = [self.read_windows(part.text, tokenizer, size)[: config.windows] for part in parts]
         self.windows = [window for windows in articles for window in windows][: config.documents]
         if len(self.windows) <= TOP:
@@ -226,10 +225,31 @@ class Retrieval:
 # -- texts
 
 
+def split_articles(documents: list[Document]) -> list[Document]:
+    """Documents, and in their place what stands under WikiText's titles, if they have any."""
+    parts = [(f"{d.name}:{i}", text) for d in documents for i, text in enumerate(TITLE.split(d.text))]
+    return [Document(name, text) for name, text in parts if text.strip()]
+
+
+def token_spans(text: str, tokenizer: Any) -> np.ndarray:
+    """The characters of each token of a text, from and to: (tokens, 2)."""
+    options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "verbose"), False)
+    return np.asarray(tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]).reshape(-1, 2)
+
+
+def require_spans(tokenizer: Any, source: str) -> None:
+    """Refuse a tokenizer that has no such characters.
+
+    Raises:
+        RecipeError: it is a slow one.
+    """
+    if not tokenizer.is_fast:
+        raise RecipeError(f"the tokenizer of {source} can't tell where its tokens lie in the text")
+
+
 def pieces(text: str, tokenizer: Any, size: int) -> list[np.ndarray]:
     """A text cut after every `size` tokens: of each piece the characters where its tokens begin, and its end."""
-    options = dict.fromkeys(("add_special_tokens", "return_attention_mask", "verbose"), False)
-    spans = np.asarray(tokenizer(text, return_offsets_mapping=True, **options)["offset_mapping"]).reshape(-1, 2)
+    spans = token_spans(text, tokenizer)
     cuts = [spans[start : start + size] for start in range(0, len(spans), size)]
     return [np.append(cut[:, 0], cut[-1, 1]) for cut in cuts]
 

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import transformers
-from zoo import last_line
+from zoo import Unbuildable, last_line
 
 GIGABYTES = 8  # per process
 KILLED = "killed: time or memory limit"
@@ -27,6 +27,24 @@ def no_totals(results: list[Any]) -> dict[str, Any]:
     return {}
 
 
+@dataclass
+class ClassesResult:
+    """What a sweep found in the classes of one model type; `status` is "ok", or says why it wasn't run.
+
+    Attributes:
+        of: the dataclass of what was seen of a class.
+    """
+
+    model_type: str
+    status: str = "ok"
+    seen: list[Any] = field(default_factory=list)
+    of: ClassVar[type]
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Self:
+        return cls(**{**row, "seen": [cls.of(**one) for one in row.get("seen", [])]})
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A script that examines model types, and writes what it found beside itself, as JSON and as Markdown.
@@ -34,7 +52,7 @@ class Sweep:
     Attributes:
         every: the names of all types.
         examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
-        failed: the same of one that can't be examined, from the type's name and the reason.
+        failed: the same of one that can't be built or examined, from the type's name and the reason.
         read: the same from JSON.
         to_markdown: the page, from all results.
         totals: what the JSON says of all results together.
@@ -109,6 +127,8 @@ class Sweep:
         for model_type in model_types:
             try:
                 found = self.examine(model_type)
+            except Unbuildable as error:
+                found = self.failed(model_type, f"not built: {error.reason}")
             except Exception as error:
                 found = self.failed(model_type, f"failed: {last_line(error)}")
             print(json.dumps(as_json(found)), file=out, flush=True)

@@ -70,17 +70,8 @@ class Seen:
     length: int | None = None
 
 
-@dataclass
-class Result:
-    """What the sweep found in one model type; `status` is "ok", or says why it wasn't run."""
-
-    model_type: str
-    status: str = "ok"
-    seen: list[Seen] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Result:
-        return cls(**{**row, "seen": [Seen(**one) for one in row.get("seen", [])]})
+class Result(workers.ClassesResult):
+    of = Seen
 
 
 # --- one model type ---------------------------------------------------------------------------------------------------
@@ -89,11 +80,7 @@ class Result:
 def examine(model_type: str) -> Result:
     """Build, patch and prove; see the module's docstring for what is checked."""
     result = Result(model_type)
-    try:
-        model, _ = proof.tiny(model_type)
-    except zoo.Unbuildable as error:
-        result.status = f"not built: {error.reason}"
-        return result
+    model, _ = proof.tiny(model_type)
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     result.seen = [Seen(name, False, refused=REFUSED[name]) for name in sorted(names & REFUSED.keys())]
     found = {item.stack.owner for item in find_stacks(model)}

@@ -58,17 +58,8 @@ class Seen:
     refused: str | None = None
 
 
-@dataclass
-class Result:
-    """What the sweep found in one model type; `status` is "ok", or says why it wasn't run."""
-
-    model_type: str
-    status: str = "ok"
-    seen: list[Seen] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Result:
-        return cls(**{**row, "seen": [Seen(**one) for one in row.get("seen", [])]})
+class Result(workers.ClassesResult):
+    of = Seen
 
 
 # --- one model type ---------------------------------------------------------------------------------------------------
@@ -77,11 +68,7 @@ class Result:
 def examine(model_type: str) -> Result:
     """Build a model, extend its tables, and compare; see the module's docstring."""
     result = Result(model_type)
-    try:
-        model, inputs = proof.tiny(model_type)
-    except zoo.Unbuildable as error:
-        result.status = f"not built: {error.reason}"
-        return result
+    model, inputs = proof.tiny(model_type)
     lines: list[FoundStack] = []
     for item in find_stacks(model):
         reason = _refusal(model, item)
