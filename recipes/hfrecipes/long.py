@@ -154,39 +154,40 @@ class LongDocuments(Embedding):
         return [place for i in random.permutation(len(groups)) for place in groups[i]]
 
     def collate(self, items: list[Any]) -> Batch:
-        """Short texts as input_ids and attention_mask: all queries, then all short passages; windows as window_..."""
+        """Short passages as input_ids and attention_mask, queries as query_..., windows as window_..."""
         if isinstance(items[0], list):  # held out
             return self.pad(items)
-        texts = [query for item in items for query in item["queries"]] + [item["short"] for item in items]
-        batch = self.pad([self.encode(text, SHORT) for text in texts])
-        windows = self.pad([self.encode(item["window"], self.config.max_length) for item in items])
-        return batch | {f"window_{name}": tensor for name, tensor in windows.items()}
+        batch = self.pad([self.encode(item["short"], SHORT) for item in items])
+        queries = [self.encode(query, SHORT) for item in items for query in item["queries"]]
+        windows = [self.encode(item["window"], self.config.max_length) for item in items]
+        for part, texts in (("query", queries), ("window", windows)):  # each padded to its own longest
+            batch |= {f"{part}_{name}": tensor for name, tensor in self.pad(texts).items()}
+        return batch
 
     def inputs(self, batch: Batch) -> Batch:
         """What the original can read."""
         return {name: batch[name][:, : self.original] for name in ("input_ids", "attention_mask")}
 
     def size(self, batch: Batch) -> int:
-        return sum(int(batch[name].sum()) for name in ("attention_mask", "window_attention_mask"))
+        return sum(int(mask.sum()) for name, mask in batch.items() if name.endswith("attention_mask"))
 
     def loss(self, model: nn.Module, batch: Batch) -> Terms:
         """Per window: the mean over its sentences of -log softmax of 20 times the cosines to the batch's windows, and
         the anchor: 1 - cosine to the original's embeddings of the batch's short texts.
         """
-        windows = {name: batch[f"window_{name}"] for name in ("input_ids", "attention_mask")}
         if model.training and self.reach(model) < self.config.max_length:
             raise RecipeError(
                 f"the patched model reads {self.reach(model)} of the {self.config.max_length} tokens of a window: give "
                 f"--patch a length, as in learned:max_positions={self.config.max_length}"
             )
-        docs, texts = self.embed(model, windows), self.embed(model, batch)
+        docs, queries, short = (self.embed(model, batch, part) for part in ("window_", "query_", ""))
         with torch.no_grad():
-            originals = self.embed(self.teacher, batch)
+            originals = torch.cat([self.embed(self.teacher, batch, part) for part in ("query_", "")])
         n = len(docs)
-        queries = texts[:-n]
         owner = torch.arange(n, device=docs.device).repeat_interleave(self.config.sentences)
         found = F.cross_entropy(SCALE * queries @ docs.T, owner, reduction="none").view(n, -1).mean(1)
-        return found + self.config.anchor * (1 - (texts * originals).sum(-1)).mean(), torch.ones_like(found)
+        moved = 1 - (torch.cat([queries, short]) * originals).sum(-1)
+        return found + self.config.anchor * moved.mean(), torch.ones_like(found)
 
     @property
     def teacher(self) -> nn.Module:
@@ -198,9 +199,9 @@ class LongDocuments(Embedding):
         """The last hidden states, (B, T, d), of what the original can read as well."""
         return model(**self.inputs(batch)).last_hidden_state
 
-    def embed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def embed(self, model: nn.Module, batch: Batch, part: str = "") -> torch.Tensor:
         """Embeddings of norm one, (B, d), of as much as the model can read."""
-        cut = {name: batch[name][:, : self.reach(model)] for name in ("input_ids", "attention_mask")}
+        cut = {name: batch[part + name][:, : self.reach(model)] for name in ("input_ids", "attention_mask")}
         return self.pool(model(**cut).last_hidden_state, cut["attention_mask"])
 
     def reach(self, model: nn.Module) -> int:

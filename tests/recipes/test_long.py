@@ -71,7 +71,7 @@ class TestData:
         assert item["short"] in item["window"]
         batch = task.collate([task.item(0, i) for i in range(4)])
         assert batch["window_input_ids"].shape == (4, LENGTH)
-        assert len(batch["input_ids"]) == 4 * 2 + 4, "queries, then short passages"
+        assert [len(batch[name]) for name in ("query_input_ids", "input_ids")] == [4 * 2, 4]
 
     def test_held_out_documents_are_others(self, task):
         texts = {article.text for article in task.articles}
@@ -89,9 +89,7 @@ class TestLoss:
         """Of the original itself the anchor is zero; the rest is the cross-entropy of cosines."""
         model, batch = task.baseline().eval(), task.collate([task.item(0, i) for i in range(4)])
         sums, counts = task.loss(model, batch)
-        texts = task.embed(model, batch)
-        windows = task.embed(model, {k: batch[f"window_{k}"] for k in ("input_ids", "attention_mask")})
-        scores = 20 * texts[:8] @ windows.T
+        scores = 20 * task.embed(model, batch, "query_") @ task.embed(model, batch, "window_").T
         expected = -scores.log_softmax(-1)[torch.arange(8), torch.arange(8) // 2].view(4, 2).mean(1)
         assert torch.allclose(sums, expected, atol=1e-5)
         assert counts.tolist() == [1.0] * 4
@@ -107,9 +105,8 @@ class TestLoss:
     def test_a_model_reads_what_it_can(self, task):
         model, batch = task.baseline().eval(), task.collate([task.item(0, i) for i in range(4)])
         assert task.reach(model) == 24
-        windows = {k: batch[f"window_{k}"] for k in ("input_ids", "attention_mask")}
-        cut = {k: tensor[:, :24] for k, tensor in windows.items()}
-        assert torch.equal(task.embed(model, windows), task.embed(model, cut))
+        cut = {name: batch[f"window_{name}"][:, :24] for name in ("input_ids", "attention_mask")}
+        assert torch.equal(task.embed(model, batch, "window_"), task.embed(model, cut))
 
 
 def run(out, encoder, prose, *more):
