@@ -47,12 +47,14 @@ class Segment:
         stack: name of the `nn.ModuleList` that the block is in.
         modules: names of the norms and linear maps inside, in the order in which they run.
         parts: names of the modules inside the block that can be replaced by what they returned.
+        shared: names of all norms that run several times, if the first of them to run is inside.
     """
 
     block: str | None = None
     stack: str | None = None
     modules: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
 
 
 class BlockReplay:
@@ -233,6 +235,10 @@ class BlockReplay:
         """Return the tensor that `save` stored."""
         return self._load(_SAVED, name, index)
 
+    def has_saved(self, name: str, index: int) -> bool:
+        """Return whether `save` stored one."""
+        return (_SAVED, name, index) in self._stored
+
     def delete_saved(self) -> None:
         """Delete all tensors that `save` stored."""
         for key in self._stored:
@@ -261,8 +267,8 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
     return forward
 
 
-def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segment], set[str]]:
-    """Return a model's segments in forward order, and the modules that run more than once (shared by layers).
+def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
+    """Return a model's segments in forward order. Linear maps that run more than once are left out.
 
     Args:
         replay: replay of the model; its `forms` and `ends` are filled in.
@@ -299,7 +305,8 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
     with replay.observe_calls({*blocks, *found, *parts}, partial(record, "in"), partial(record, "out")):
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
-    several = {name for name in found if entered.count(name) > 1}
+    several = [name for name in dict.fromkeys(entered) if name in found and entered.count(name) > 1]
+    shared = [name for name in several if name in norms]
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())
@@ -313,9 +320,12 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> tuple[list[Segme
         if name in replayable:
             inside = [part for part in parts if part.startswith(f"{name}.")]
             segments.append(Segment(name, blocks[name], parts=inside) if kind == "in" else Segment())
-        elif kind == "in" and name in found and name not in several | unfit:
+        elif kind == "in" and name in found and name not in unfit.union(several):
             segments[-1].modules.append(name)
-    return [segment for segment in segments if segment.block or segment.modules], several
+        elif shared and name == shared[0] and not any(segment.shared for segment in segments):
+            segments += [] if block else [Segment()]
+            segments[-1].shared = shared
+    return [segment for segment in segments if segment.block or segment.modules or segment.shared]
 
 
 def _parents(name: str, blocks: Collection[str]) -> Iterable[str]:

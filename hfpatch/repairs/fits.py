@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -67,17 +68,15 @@ class Fitter:
         """Fit a changed norm on its present input to the output of the original's norm."""
         module, original = self.new.modules[name], self.old.modules[name]
         assert isinstance(module, AffineNorm)
-        if len(module.facts.shape) > 1:
-            return self.skip(name, "norm", _SEVERAL_AXES)
-        if not self.roles.owns_parameters(name):
-            return self.skip(name, "norm", _SHARED)
+        if note := self.unfit_norm(name):
+            return self.skip(name, "norm", note)
         decoder, output = self.roles.in_decoder(name), f"{name} output"
         judge = _Judge(self, {name: output}, decoder, (name,))
         for i in range(len(self.batches)):
             seen = self.new.observe(i, [name], [name] if self.batches.judges(i) else ())
-            self.new.save(name, i, _channels_last(module, first_tensor(seen["in", name])))
+            self.new.save(name, i, channels_last(module, first_tensor(seen["in", name])))
             with torch.no_grad():
-                self.old.save(output, i, _channels_last(module, original(self.old.load_saved(name, i))))
+                self.old.save(output, i, channels_last(module, original(self.old.load_saved(name, i))))
             if ("out", name) in seen:
                 judge.see(i, {name: seen["out", name]})
 
@@ -88,16 +87,25 @@ class Fitter:
                 ):
                     yield u, y, self._judge(i, u)
 
-        def write(values: Mapping[str, Tensor]) -> None:
-            for parameter, value in values.items():
-                if getattr(module, parameter) is not None:
-                    self.transaction.write(module, WeightChange(parameter, "value", value))
-
         fit = fit_norm(module, rows)
         if name in self.scales:
             fit.note = str(self.scales[name])
-        self._keep_if_nearer(name, "norm", fit, write, judge.share(), judge.measure)
+        self.keep_if_nearer(name, "norm", fit, partial(self.write_norm, name), judge.share(), judge.measure)
         return self.new.delete_saved()
+
+    def unfit_norm(self, name: str) -> str:
+        """Return why a norm isn't fitted; "" if it can be."""
+        module = self.new.modules[name]
+        assert isinstance(module, AffineNorm)
+        several_axes = len(module.facts.shape) > 1
+        return _SEVERAL_AXES if several_axes else "" if self.roles.owns_parameters(name) else _SHARED
+
+    def write_norm(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Write fitted values to those Parameters that a norm has."""
+        module = self.new.modules[name]
+        for parameter, value in values.items():
+            if getattr(module, parameter) is not None:
+                self.transaction.write(module, WeightChange(parameter, "value", value))
 
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
         """Fit a map that writes to the stream, so that the stream after it is nearer to the original's.
@@ -121,7 +129,7 @@ class Fitter:
             for parameter, axis in axes or ():
                 self._transform(module, parameter, axis, values["weight"], reads=False)
 
-        self._keep_if_nearer(name, "projection", fit, write, judge.share(), judge.measure, _NO_SPREAD)
+        self.keep_if_nearer(name, "projection", fit, write, judge.share(), judge.measure, _NO_SPREAD)
 
     def readers(self, first: str, roles: BlockRoles) -> None:
         """Fit the maps that read one tensor x: W <- W + M W, with x + x M + b fitted to the original's x.
@@ -162,7 +170,7 @@ class Fitter:
                 solved, _ = torch.linalg.solve_ex((identity + change).T, constant)
                 self.transaction.write(self.new.modules[norm], WeightChange(attribute, "add", solved))
 
-        self._keep_if_nearer(first, "readers", fit, write, judge.share(), judge.measure, _NO_SPREAD)
+        self.keep_if_nearer(first, "readers", fit, write, judge.share(), judge.measure, _NO_SPREAD)
 
     def save_maps(self, name: str, original: str) -> None:
         """Save the original's attention maps of batches, up to the limits above, including held-out sequences."""
@@ -208,7 +216,7 @@ class Fitter:
                 return held_out_divergence(work, examples)
 
         before = error() if fit else math.nan
-        return self._keep_if_nearer(name, "maps", fit, write, before, error, _NOTHING_MOVES)
+        return self.keep_if_nearer(name, "maps", fit, write, before, error, _NOTHING_MOVES)
 
     # What they share
 
@@ -258,7 +266,7 @@ class Fitter:
         """Whether each of some rows of a batch is for judging."""
         return torch.full((len(rows),), self.batches.judges(index), device=rows.device)
 
-    def _keep_if_nearer(
+    def keep_if_nearer(
         self,
         name: str,
         kind: str,
@@ -304,7 +312,7 @@ class Fitter:
                 self.transaction.write(module, WeightChange(name, "add", change))
 
 
-def _channels_last(module: nn.Module, activations: Tensor) -> Tensor:
+def channels_last(module: nn.Module, activations: Tensor) -> Tensor:
     """A norm's input or output with the channels last, where they are at axis 1 in images."""
     first = isinstance(module, AffineNorm) and module.facts.channels_first
     return activations.movedim(1, -1) if first else activations
@@ -330,7 +338,7 @@ class _Judge:
     ):
         self.fitter, self.targets, self.decoder = fitter, targets, decoder
         self.outputs, self.inputs = {*outputs}, {*inputs}
-        self.moments: dict[str, _Moments] = {name: _Moments() for name in targets}
+        self.moments: dict[str, Moments] = {name: Moments() for name in targets}
 
     def side(self, name: str) -> str:
         """Return whether it is a module's input or its output, as in `BlockReplay.observe`."""
@@ -340,7 +348,7 @@ class _Judge:
         """Add what the model gives for a batch."""
         fitter = self.fitter
         for name, saved in self.targets.items():
-            y = _channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
+            y = channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
             pair = y, fitter.old.load_saved(saved, index)
             for y, target in fitter.batches.row_pieces(index, self.decoder, *map(_some, pair)):
                 self.moments[name].add(y, target)
@@ -350,7 +358,7 @@ class _Judge:
 
         Averaged over modules. What is seen from now on is measured by itself.
         """
-        found, self.moments = self.moments, {name: _Moments() for name in self.targets}
+        found, self.moments = self.moments, {name: Moments() for name in self.targets}
         return sum(one.share() for one in found.values()) / len(found)
 
     def measure(self) -> float:
@@ -360,7 +368,7 @@ class _Judge:
         return self.share()
 
 
-class _Moments:
+class Moments:
     """Sums over rows (n, d) for the mean squared difference of two tensors as a share of the second one's variance."""
 
     def __init__(self) -> None:

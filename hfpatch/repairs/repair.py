@@ -5,7 +5,8 @@ done, so that it also corrects the errors that are left of those. Except for the
 computed in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
-  scalars (alpha, s) by search;
+  scalars (alpha, s) by search. Those that run several times (layers share them) before the first of them runs, on all
+  of their calls;
 * queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
 * the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
   with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases;
@@ -53,6 +54,7 @@ from .longer import LongerSequences, positions_of
 from .reference import require_repairable
 from .report import RepairReport
 from .sample import SELF, sample_batches
+from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
@@ -176,7 +178,7 @@ class _Repairer:
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
             for segment in segments:
-                self._show(segment.block or segment.modules[0])
+                self._show(segment.block or [*segment.modules, *segment.shared][0])
                 self._repair(segment)
                 self.bar.update()
             self._show("distance after")
@@ -205,19 +207,23 @@ class _Repairer:
             if isinstance(module, AffineNorm) and type(self.old.modules.get(name)) not in (type(module), type(None))
         }
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
-        segments, several = segments_of(self.new, self.points)
+        segments = segments_of(self.new, self.points)
+        several = {name for segment in segments for name in segment.shared}
         self.old.forms, self.old.ends = self.new.forms, self.new.ends
         self.roles = Roles(self.new, segments)
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
-        for name in sorted(several & changed):
-            self.fitter.skip(name, "norm", "runs several times in a forward (layers share it)")
         self.changed, self.norms = changed, changed - several
         self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
-        return [segment for segment in segments if segment.block or self.norms & set(segment.modules)]
+        return [one for one in segments if one.block or self.changed & {*one.modules, *one.shared}]
 
     def _repair(self, segment: Segment) -> None:
         """Fit the norms, readers, projections and attention maps of one segment, in forward order."""
         free_unused_memory()
+        if shared := [name for name in segment.shared if name in self.changed]:
+            self._show(f"norm {shared[0]}")
+            fit_shared_norms(self.fitter, shared)
+        if not segment.block and not self.norms & set(segment.modules):
+            return
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
         self._save_original(segment, roles, attentions)

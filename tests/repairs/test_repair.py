@@ -21,6 +21,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from hfpatch.errors import NotPreservedWarning, OptionError, WrappedModelError
+from hfpatch.measure.hooks import observe_calls
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import fits
 from hfpatch.repairs import repair as engine
@@ -158,30 +159,49 @@ def test_norms_are_fitted_to_the_originals_output() -> None:
 # What isn't fitted says why
 
 
-def test_a_repair_that_repairs_little_says_why_and_warns() -> None:
-    """Layers that share their weights can't be fitted: the warning gives the distance that remains."""
+def test_a_repair_that_repairs_little_warns() -> None:
+    """The linear maps of layers that are one aren't fitted: the warning gives the distance that remains."""
     original = tiny("albert")
-    with pytest.warns(NotPreservedWarning, match="is repaired: .* -> "):
-        patch_model(model := copy.deepcopy(original), norm="dyt", calibration=[joined(batches(original))])
-    report = repair_report(model)
-    assert report.kept
-    assert report.recovered < 0.5
-    shared = [step for step in report.steps if "share" in step.note]
-    assert len(shared) == 2
-    assert all(step.before is None and not step.kept for step in shared)
-    assert {step.kind for step in report.steps} == {"norm", "readers"}
-    readers = [step.module for step in report.steps if step.kind == "readers"]
-    assert readers == ["encoder.embedding_hidden_mapping_in"]  # outside of the layers
+    with pytest.warns(NotPreservedWarning, match="a repair was undone, .* -> "):
+        patch_model(model := copy.deepcopy(original), pos="rope", calibration=[joined(batches(original))])
+    assert not repair_report(model).kept
+    rotated = patch_model(copy.deepcopy(original), pos="rope")
     with pytest.warns(
         NotPreservedWarning, match="AlbertModel: Repair on 16 sequences"
     ) as caught:  # by itself it does too
-        repair(swapped(original), original, batches(original))
+        repair(rotated, original, batches(original))
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():  # control
         warnings.simplefilter("error", NotPreservedWarning)
         patch_model(model := tiny("gpt2", LM), norm="dyt", calibration=[joined(batches(model))])
         repair(swapped(tiny("gpt2", LM)), tiny("gpt2", LM), batches(model))
     assert repair_report(model).recovered > 0.5
+
+
+@pytest.mark.parametrize("norm", ["dyt", "rms"])
+def test_norms_of_layers_that_are_one_are_fitted_at_all_calls(norm: str) -> None:
+    """Each was called once a layer. The errors that the report gives are those of the model that comes out."""
+    original = tiny("albert", num_hidden_layers=3)
+    for name, parameter in original.named_parameters():
+        if "LayerNorm" in name or "layer_norm" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    data, untouched = batches(original), copy.deepcopy(original)
+    report = repair(model := patch_model(original, norm=norm, init="copy"), untouched, data)
+    shared = [step for step in report.steps if "albert_layers" in step.module and step.kind == "norm"]
+    assert [step.module.rpartition(".")[2] for step in shared] == ["LayerNorm", "full_layer_layer_norm"]
+    assert all(step.kept and step.after < step.before for step in shared)
+    assert report.after < 0.5 * report.before
+    last = shared[-1]
+    held_out = joined(data)["input_ids"][7::8]
+    calls: dict[int, list[torch.Tensor]] = {}
+    for number, one in enumerate((untouched, model)):
+        seen = calls[number] = []
+        with observe_calls({"": one.get_submodule(last.module)}, on_result=lambda _, y, seen=seen: seen.append(y)):
+            one(input_ids=held_out)
+    assert len(calls[0]) == 3, "once a layer"
+    old, new = (torch.stack(one).detach().double().flatten(0, -2) for one in calls.values())
+    error = (old - new).square().sum(-1).mean() / (old - old.mean(0)).square().sum(-1).mean()
+    assert float(error) == pytest.approx(last.after, rel=1e-4)
 
 
 def test_tied_weights_arent_touched() -> None:

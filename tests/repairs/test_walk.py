@@ -35,8 +35,8 @@ def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path
     """Block after block is replaced by what it returned, the one before the last forgotten: nothing later moves."""
     model, given = zoo.tiny(family) if family not in ("whisper", "vit") else (tiny(family), inputs(tiny(family)))
     walk = walk_of(model, tmp_path, [given])
-    segments, several = segments_of(walk, norms_in(model))
-    assert not several
+    segments = segments_of(walk, norms_in(model))
+    assert not any(segment.shared for segment in segments)
     blocks = [segment for segment in segments if segment.block]
     assert len(blocks) >= 2
     want = walk.forward(0)[0]
@@ -81,7 +81,7 @@ def test_a_settled_part_runs_once_and_gives_the_same_bits(tmp_path: Path) -> Non
     model = tiny("gpt2")
     walk = walk_of(model, tmp_path)
     plain = BlockReplay(model, walk.batches, tmp_path / "plain")
-    block = next(segment for segment in segments_of(walk, norms_in(model))[0] if segment.block)
+    block = next(segment for segment in segments_of(walk, norms_in(model)) if segment.block)
     assert {"h.0.attn", "h.0.attn.c_attn", "h.0.mlp.c_fc"} <= set(block.parts)
     assert not {"h.0", "h.0.ln_1", "h.0.attn.attn_dropout"} & set(block.parts)
     ran: list[str] = []
@@ -112,7 +112,7 @@ def test_a_part_that_writes_to_its_input_isnt_stored(tmp_path: Path) -> None:
     inner = model.h[0].mlp.forward
     model.h[0].mlp.forward = lambda x: inner(x.mul_(1))
     walk = walk_of(model, tmp_path)
-    first, second = (one for one in segments_of(walk, norms_in(model))[0] if one.block)
+    first, second = (one for one in segments_of(walk, norms_in(model)) if one.block)
     assert "h.0.mlp" not in first.parts
     assert "h.1.mlp" in second.parts
 

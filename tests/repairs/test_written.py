@@ -81,7 +81,7 @@ class Witness:
         self.tolerance = 0.1 if original.dtype == torch.bfloat16 else 1e-3
         self.checked: list[str] = []
         self.groups: list[dict[str, list[str]]] = []
-        keep, add, roles_of = fits.Fitter._keep_if_nearer, fits.Fitter.__init__, fits.Roles.of
+        keep, add, roles_of = fits.Fitter.keep_if_nearer, fits.Fitter.__init__, fits.Roles.of
 
         def of(roles: Any, *args: Any) -> Any:
             self.groups.append((found := roles_of(roles, *args)).readers)
@@ -100,7 +100,7 @@ class Witness:
 
         monkeypatch.setattr(fits.Roles, "of", of)
         monkeypatch.setattr(fits.Fitter, "__init__", initialised)
-        monkeypatch.setattr(fits.Fitter, "_keep_if_nearer", kept)
+        monkeypatch.setattr(fits.Fitter, "keep_if_nearer", kept)
 
     def run(self, model: nn.Module, name: str, of: str) -> Tensor:
         """The first input or output of a module in one forward of a model, as rows without padding."""
