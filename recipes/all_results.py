@@ -1,0 +1,171 @@
+"""All runs behind docs/results, one after another, in pieces that go on where they stopped.
+
+Runs whose figures aren't of the installed hfpatch are made again, in their order in recipes/results/runs.yaml; --runs
+makes those named, whatever their figures are of. Each works in a folder of --output_dir, and what it shows goes to
+--results once it is done. Ctrl-C, or --minutes, stops the one at work with everything saved; the same command goes on.
+
+    python recipes/all_results.py --list true        # what there is, of which version, and how long each takes
+    python recipes/all_results.py --minutes 60       # an hour of it
+    python recipes/all_results.py --runs stability   # one of them
+"""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import yaml
+from hfrecipes.command import Stopped, run_recipe
+from hfrecipes.corpus import RecipeError, refusing
+from hfrecipes.report import table
+from hfrecipes.settings import POSITIVE, option, read_settings
+
+import hfpatch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = ("results.md", "*.png")  # of a run's folder
+VERSION = re.compile(r"\bhfpatch ([0-9][^\s,;]*)")
+
+
+@dataclass
+class ResultsConfig:
+    """Which runs, for how long, and where."""
+
+    runs: list[str] | None = option(None, "these runs; none: all whose figures aren't of the installed hfpatch")
+    list: bool = option(False, "say what there is, and run nothing")
+    minutes: float | None = option(None, "stop after about so long; none: when all is done", POSITIVE)
+    output_dir: str = option("runs", "the runs' folders are in it; from the repository's folder")
+    results: str = option("recipes/results", "runs.yaml is in it, and a folder for what each run shows; likewise")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of runs.yaml.
+
+    Attributes:
+        name: also of its folders.
+        minutes: that it takes on two idle cores.
+        shows: what it is for.
+        command: a recipe and its flags; `{needs}` in it is the folder of `needs`.
+        needs: a run, and a folder in its own, as in gpt2_10m/baseline.
+        keeps_figures: whether it has any; else it is there for those that need it.
+    """
+
+    name: str
+    minutes: float
+    shows: str
+    command: str
+    needs: str = ""
+    keeps_figures: bool = True
+
+    def versions(self, results: str) -> list[str]:
+        """Of hfpatch, that made its figures."""
+        page = ROOT / results / self.name / "results.md"
+        return list(dict.fromkeys(VERSION.findall(page.read_text("utf-8")))) if page.exists() else []
+
+    def is_left(self, results: str, work: str) -> bool:
+        """Whether its figures, or what others need of it, isn't there, or is of another version."""
+        if self.keeps_figures:
+            return self.versions(results) != [hfpatch.__version__]
+        return not (ROOT / work / self.name / "results.md").exists() or not self.goes_on(work)
+
+    def goes_on(self, work: str) -> bool:
+        """Whether its folder was begun by this version; what another one left isn't gone on with."""
+        path = ROOT / work / self.name / "results.json"
+        begun = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return begun.get("versions", {}).get("hfpatch") == hfpatch.__version__ and not begun.get("earlier")
+
+    def arguments(self, work: str) -> list[str]:
+        """Of the Python that runs it, in the repository's folder."""
+        recipe, *flags = shlex.split(self.command.format(needs=f"{work}/{self.needs}"))
+        resume = ["--resume"] if recipe != "benchmark.py" and self.goes_on(work) else []
+        return [f"recipes/{recipe}", *flags, "--output_dir", f"{work}/{self.name}", *resume]
+
+
+def read_runs(results: str) -> dict[str, Run]:
+    """The runs of a folder's runs.yaml, by name."""
+    path = ROOT / results / "runs.yaml"
+    with refusing(f"can't read runs from {path}"):
+        found = yaml.safe_load(path.read_text("utf-8"))
+        return {name: Run(name, **values) for name, values in found.items()}
+
+
+def make(config: ResultsConfig, command: str) -> None:
+    """List the runs, or make those that are left."""
+    results, work = config.results, config.output_dir
+    runs = read_runs(results)
+    if unknown := [name for name in config.runs or () if name not in runs]:
+        raise RecipeError(f"no run is called {', '.join(unknown)}. There are {', '.join(runs)}")
+    if config.list:
+        print(listing(runs.values(), results, work))
+        return
+    until = None if config.minutes is None else time.monotonic() + 60 * config.minutes
+    for run in runs.values():
+        if run.name in config.runs if config.runs else run.is_left(results, work):
+            needed = run.needs.partition("/")[0]
+            if needed and not (ROOT / work / run.needs).is_dir():
+                raise RecipeError(f"{run.name} needs {work}/{run.needs}, which {needed} makes: --runs {needed} first")
+            carry_out(run, results, work, until)
+
+
+def carry_out(run: Run, results: str, work: str, until: float | None) -> None:
+    """Make a run, and put what it shows into its folder of the results."""
+    print(f"{run.name}: {run.shows} (about {run.minutes:g} minutes)", flush=True)
+    process = subprocess.Popen([sys.executable, *run.arguments(work)], cwd=ROOT)
+    stopped = False
+    try:
+        while True:
+            try:
+                status = process.wait(None if until is None else max(0.0, until - time.monotonic()))
+                break
+            except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
+                stopped, until = True, None
+                if isinstance(stop, subprocess.TimeoutExpired):  # Ctrl-C reaches the process by itself
+                    process.send_signal(signal.SIGINT)
+    finally:
+        process.kill()
+    if stopped or status == 130:
+        raise Stopped(f"stopped in {run.name}; the same command goes on")
+    if status:
+        raise RecipeError(f"{run.name} failed with status {status}: see above")
+    if run.keeps_figures:
+        shown, folder = [p for one in SHOWN for p in (ROOT / work / run.name).glob(one)], ROOT / results / run.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for path in shown:
+            shutil.copyfile(path, folder / path.name)
+
+
+def listing(runs: Collection[Run], results: str, work: str) -> str:
+    """The runs as a table."""
+    left = [run for run in runs if run.is_left(results, work)]
+    rows = [
+        {
+            "run": run.name,
+            "state": "done" if run not in left else "begun" if run.goes_on(work) else "to do",
+            "figures of": ", ".join(run.versions(results)) or "-",
+            "minutes": f"{run.minutes:g}",
+            "shows": run.shows,
+        }
+        for run in runs
+    ]
+    hours = sum(run.minutes for run in left) / 60
+    told = f"Installed: hfpatch {hfpatch.__version__}. What is left takes about {hours:.1f} hours on two idle cores."
+    return "\n".join([*table(rows), "", told])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the top of this file; the exit status."""
+    return run_recipe("all_results.py", argv, __doc__, partial(read_settings, ResultsConfig), make, resumable=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
