@@ -37,7 +37,7 @@ _INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
 _LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
 _PRINTED = re.compile(r'(?s)<div class="language-text highlight"><pre><span></span><code>(.*?)</code></pre></div>')
 _RULE = re.compile(r"-+(  -+)+")  # between the headings and the rows of a table that hfpatch prints
-_CELL = re.compile(r"(?<=<td)((?: style=\"[^\"]*\")?)>([^<]*)(?=</td>)")
+_CELL = re.compile(r"(?<=<td)((?: style=\"[^\"]*\")?)>((?:[^<]|<(?!/td>))*)(?=</td>)")
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
 
@@ -87,7 +87,8 @@ def _wrapping(match: re.Match[str]) -> str:
     style, text = match.groups()
     kinds = {"steps": ".* → ", "sentence": r".{60}", "phrase": r".{20}", "figure": r"[-+.\de]+$"}
     kind = next((f' class="{name}"' for name, pattern in kinds.items() if re.match(pattern, text)), "")
-    return f"{kind}{style}>{text.replace(' → ', '&nbsp;→ ').replace('_', '_<wbr>')}"
+    wrapped = text if "<" in text else text.replace(" → ", "&nbsp;→ ").replace("_", "_<wbr>")
+    return f"{kind}{style}>{wrapped}"
 
 
 def _with_tables(match: re.Match[str]) -> str:
