@@ -25,7 +25,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from hfrecipes.methods import Method
 from hfrecipes.report import draw_curves, report
-from hfrecipes.start import Baseline
+from hfrecipes.start import Baseline, measure_copies
 from hfrecipes.training import Run, run_training
 
 
@@ -38,6 +38,7 @@ def finetune(run: Run) -> None:
     for name in c.variants:  # they go on in the data where the baseline stopped
         build = partial(baseline.patched, name)
         run.stage(name, build, c.steps, seed=c.seed, first=baseline.steps, method=method)
+    measure_copies(run, baseline, c.variants)
     run.report(report, draw_curves)
     run.accelerator.end_training()
 

@@ -29,7 +29,7 @@ from hfrecipes.corpus import RecipeError
 from hfrecipes.methods import METHODS, Method, MethodConfig, agreement
 from hfrecipes.report import draw_curves, heal_report
 from hfrecipes.settings import CONTROL, NOT_NEGATIVE, option, parse_variant
-from hfrecipes.start import Baseline, check_schedule
+from hfrecipes.start import Baseline, check_schedule, measure_copies
 from hfrecipes.training import Run, run_training
 from transformers import PreTrainedModel
 
@@ -95,6 +95,7 @@ def heal(run: Run) -> None:
         build = partial(run.task.load, str(swapped))  # the same once more, without a second repair
     run.stage(HEALED, build, c.steps, method=method, changes=changes, **options)
     compare_with_teacher(run, baseline)
+    measure_copies(run, baseline, [c.patch])
     run.report(heal_report, draw_curves)
     run.accelerator.end_training()
 

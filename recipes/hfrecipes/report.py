@@ -1,5 +1,6 @@
 """Reports of training runs: tables, curves, and what they were measured on."""
 
+import math
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
 
 Results = dict[str, Any]
+ENOUGH = 0.99  # of the original's quality, from which on a patched model needs no training
 
 
 # -- what was measured on what
@@ -120,6 +122,44 @@ def table(rows: pd.DataFrame | list[dict[str, str]]) -> list[str]:
 
 def report(results: Results) -> str:
     """The results of several variants as Markdown that is also aligned in a terminal."""
+    return "\n".join([*quality(results), "", *all_figures(results)]) + "\n"
+
+
+def quality(results: Results) -> list[str]:
+    """What each patch leaves of a model: copied, repaired, trained, and whether it needs that. None from scratch."""
+    stages, config, before = results["stages"], results["config"], results["stages"]["baseline"]["end"]
+    figure = "perplexity" if before.get("perplexity") else results["main"]
+    higher = results["higher_is_better"] and figure == results["main"]
+    original, control = before[figure], stages.get(CONTROL)
+    patches = {name: config.get("patch", name) for name in config["variants"] if name != CONTROL}
+    if config["start"] == "reset" or not original or not patches:
+        return []
+
+    def share(value: float, of: float) -> float:
+        return (value / of if higher else of / value) if value else math.nan
+
+    rows = []
+    for name, patch in patches.items():
+        start, end = (stages[name][moment][figure] for moment in ("start", "end"))
+        row = {"patch": patch, "original": show(original)}
+        if (copied := results.get("copied", {}).get(patch)) is not None:
+            row["copied"] = show(copied[figure])
+        kept, step = share(start, original), back_at(results, name)
+        after = f"more than {config['steps']} steps" if step is None else f"{step} step{'s' * (step != 1)}"
+        needed = "no" if kept >= ENOUGH else after
+        row |= {config["start"]: show(start), "kept": f"{kept:.1%}", "training required?": needed, "trained": show(end)}
+        row |= {"of the control": f"{share(end, control['end'][figure]):.1%}"} if control else {}
+        made = stages.get("swapped", stages[name])  # heal.py's copy, from which training begins
+        rows.append(row | {"seconds": f"{made['made_in_seconds']:.0f}"})
+    told = f"*copied*: weights as they were; *{config['start']}*: how training begins, made in so many *seconds*. "
+    told += f"*kept*: that part of the original's {words(figure)}{'' if higher else ', which is better if lower'}. "
+    told += f"*training required?*: no from {ENOUGH:.0%} on; else until it is the original's. "
+    told += "*of the control*: against an unpatched copy of equal budget." * bool(control)
+    return [f"Held-out {words(figure)}, before any training and after it:", "", *table(rows), "", told]
+
+
+def all_figures(results: Results) -> list[str]:
+    """Every figure of every variant at three moments, and what was run on what."""
     stages, main = results["stages"], results["main"]
     before, control = stages["baseline"]["end"], stages.get(CONTROL)
     rows = []
@@ -130,19 +170,16 @@ def report(results: Results) -> str:
         if control:
             gap = stages[name]["end"][main] - control["end"][main]
             row["vs control"] = "-" if name == CONTROL else f"{gap:+z.3f}"
-        step = back_at(results, name)
-        rows.append(row | {"back at step": "not yet" if step is None else str(step)})
-    lines = [
-        "Held-out figures: before the patch → right after it → after training.",
+        rows.append(row)
+    return [
+        "All figures: before the patch → right after it → after training.",
         "",
         *table(rows),
         "",
-        f"*vs control*: final {words(main)} against the unpatched copy's. "
-        f"*back at step*: where the curve first reaches the {words(main)} before the patch.",
+        f"*vs control*: final {words(main)} against the unpatched copy's." * bool(control),
         settings_line(results),
         *provenance(results),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def back_at(results: Results, name: str) -> int | None:

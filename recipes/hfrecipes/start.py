@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,6 +16,7 @@ from hfpatch.compile import compile_model, uncompile_model
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
+from hfpatch.runtime.errors import PatchError
 
 from .corpus import RecipeError
 from .methods import switch_off_dropout
@@ -103,6 +105,17 @@ class Baseline:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotPreservedWarning)  # what isn't preserved is what the table shows
             return patch_model(model, **options)
+
+
+def measure_copies(run: Run, baseline: Baseline, variants: list[str]) -> None:
+    """results["copied"]: the held-out figures of patched copies without a repair, where training begins with one."""
+    found, loader = run.results.setdefault("copied", {}), run.loader(run.task.heldout)
+    for variant in variants if run.config.start == "repaired" else ():
+        if variant != CONTROL and variant not in found:
+            with suppress(PatchError):  # norm="fixed" takes no weights as they are
+                model = baseline.patched(variant, "copied")
+                found[variant] = run.measure(model.to(run.accelerator.device), loader)
+                run.write_results()
 
 
 def check_schedule(run: Run, variants: list[str], schedules: list[int]) -> None:

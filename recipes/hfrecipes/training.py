@@ -82,8 +82,10 @@ class Run(OutputFolder):
             return self.results["stages"][name]
         c, accelerator, method, changes = self.config, self.accelerator, method or Method(self.task), changes or {}
         set_seed(seed)  # what a patch draws doesn't depend on the stages before it
+        begun = time.perf_counter()
         model = method.prepare(build())
         record, state = self.find_state(name)
+        record.setdefault("made_in_seconds", time.perf_counter() - begun)
         for step in (step for step in changes if step < record["step"]):
             changes[step](model)  # so that the state fits, whose weights replace these
         if c.gradient_checkpointing:

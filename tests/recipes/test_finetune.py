@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,15 +18,25 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from hfrecipes import command, lm, settings, texts
+from hfrecipes import command, lm, report, settings, texts
 from hfrecipes import corpus as data
 from run_files import ROOT, at_step, figures, read_results, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from hfpatch.patch import patch_model
+
 
 def parse(argv):
     return settings.read_run(argv, "finetune.py")
+
+
+def heldout_ids(out, text):
+    """The held-out blocks of a run, 20 of 16 tokens, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+    tokens, _ = data.encode(data.split_documents(texts.read_texts(texts.TextConfig([str(text)]))[1])[1], tokenizer)
+    starts = np.linspace(0, len(tokens) - 16, 20).astype(int)
+    return torch.stack([torch.from_numpy(tokens[start : start + 16]) for start in starts]).long(), tokenizer
 
 
 class TestFigures:
@@ -42,10 +53,7 @@ class TestFigures:
         assert not (finished / "state").exists(), "nothing is left to resume"
 
     def test_saved_models_have_the_reported_figures(self, finished, text):
-        tokenizer = AutoTokenizer.from_pretrained(finished / "tokenizer")
-        tokens, _ = data.encode(data.split_documents(texts.read_texts(texts.TextConfig([str(text)]))[1])[1], tokenizer)
-        starts = np.linspace(0, len(tokens) - 16, 20).astype(int)
-        ids = torch.stack([torch.from_numpy(tokens[start : start + 16]) for start in starts]).long()
+        ids, tokenizer = heldout_ids(finished, text)
         # Decoding is an independent way to the bytes; a character cut by a block's edge decodes to U+FFFD, 3 bytes.
         predicted = [tokenizer.decode(block[1:]).removesuffix(data.END_OF_TEXT) for block in ids]
         size = sum(len(p.encode()) for p in predicted)
@@ -57,6 +65,45 @@ class TestFigures:
             assert end["loss"] == pytest.approx(loss, abs=1e-5)
             assert end["perplexity"] == pytest.approx(math.exp(end["loss"]))
             assert end["bits_per_byte"] == pytest.approx(loss * 20 * 15 / math.log(2) / size, rel=0.01)
+
+    def test_quality_before_any_training(self, finished, text):
+        """Copied weights are measured on the same held-out data; what is left is a share of the original's."""
+        found = read_results(finished)
+        assert list(found["copied"]) == ["dyt", "rms+rope"]
+        model = AutoModelForCausalLM.from_pretrained(finished / "baseline").eval()
+        original, stages = found["stages"]["baseline"]["end"]["perplexity"], found["stages"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch_model(model, norm="dyt", init="copy")
+        ids = heldout_ids(finished, text)[0]
+        with torch.no_grad():
+            loss = model(ids, labels=ids).loss.item()
+        assert found["copied"]["dyt"]["loss"] == pytest.approx(loss, abs=1e-5)
+        told = report.quality(found)
+        columns = [cell.strip() for cell in told[2].split("|")[1:-1]]
+        assert columns[:4] == ["patch", "original", "copied", "repaired"]
+        cells = dict(zip(columns, (cell.strip() for cell in told[4].split("|")[1:-1]), strict=True))
+        repaired, trained = stages["dyt"]["start"]["perplexity"], stages["dyt"]["end"]["perplexity"]
+        assert cells["patch"] == "dyt"
+        assert cells["kept"] == f"{original / repaired:.1%}"
+        assert cells["of the control"] == f"{stages['control']['end']['perplexity'] / trained:.1%}"
+        assert not report.quality(found | {"config": found["config"] | {"start": "reset"}}), "there is no original"
+
+    @pytest.mark.parametrize(("value", "needed"), [(50.6, "no"), (49.4, "1 step"), (48.0, "more than 4 steps")])
+    def test_whether_training_is_required(self, value, needed):
+        """Of a figure that is better if higher: it starts at `value` of 50, and passes 50 after one step, or never."""
+        points = [{"step": step, "f1": value + step * (value > 49)} for step in (0, 1, 2, 4)]
+        stage = {"start": {"f1": value}, "end": {"f1": points[-1]["f1"]}, "curve": points, "made_in_seconds": 1.0}
+        before = {"end": {"f1": 50.0}, "curve": [{"step": 0, "f1": 50.0}]}
+        config = {"variants": ["rms"], "start": "auto", "steps": 4}
+        results = {
+            "stages": {"baseline": before, "rms": stage},
+            "config": config,
+            "main": "f1",
+            "higher_is_better": True,
+        }
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.quality(results)[2:5]]
+        assert dict(zip(rows[0], rows[2], strict=True))["training required?"] == needed
 
 
 def saved_step(out):
