@@ -32,6 +32,7 @@ import hfpatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("results.md", "*.png")  # of a run's folder
+WHOLE = ("benchmark.py", "evaluate.py")  # don't go on where they were stopped
 VERSION = re.compile(r"\bhfpatch ([0-9][^\s,;]*)")
 
 
@@ -86,7 +87,7 @@ class Run:
     def arguments(self, work: str) -> list[str]:
         """Of the Python that runs it, in the repository's folder."""
         recipe, *flags = shlex.split(self.command.format(needs=f"{work}/{self.needs}"))
-        resume = ["--resume"] if recipe != "benchmark.py" and self.goes_on(work) else []
+        resume = ["--resume"] if recipe not in WHOLE and self.goes_on(work) else []
         return [f"recipes/{recipe}", *flags, "--output_dir", f"{work}/{self.name}", *resume]
 
 
