@@ -144,6 +144,16 @@ class BlockReplay:
             self.forward(index)
         return recorded
 
+    def every_call(self, index: int, name: str) -> list[tuple[Any, Any]]:
+        """Return what a module gets (its first tensor) and returns at each of its calls behind frozen blocks."""
+        inputs, outputs = list[Tensor](), list[Any]()
+        hooks = self.observe_calls(
+            [name], lambda _, call: inputs.append(first_tensor(call).detach()), lambda _, value: outputs.append(value)
+        )
+        with hooks, self._replaying(index):
+            self.forward(index)
+        return list(zip(inputs, outputs, strict=True))
+
     def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
         """Return the first tensor in some modules' arguments and in others' results, by name, for one batch."""
         recorded = self.observe(index, inputs, outputs)
@@ -306,7 +316,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
         replay.forward(0, torch.zeros(1, dtype=torch.long))
     entered = [name for kind, name in order if kind == "in"]
     several = [name for name in dict.fromkeys(entered) if name in found and entered.count(name) > 1]
-    shared = [name for name in several if name in norms]
+    shared = [name for name in several if name in norms and name not in unfit]
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())

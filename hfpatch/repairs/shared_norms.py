@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..measure.hooks import first_tensor
 from ..runtime.norms import AffineNorm
 from .block_replay import BlockReplay
 from .distance import output_distance
@@ -92,11 +91,5 @@ def _errors(fitter: Fitter, names: Collection[str]) -> dict[str, float]:
 
 def _calls(replay: BlockReplay, name: str, index: int) -> list[tuple[Tensor, Tensor]]:
     """What a norm gets and returns in one forward of a batch, call by call, channels last."""
-    inputs, outputs, norm = list[Tensor](), list[Tensor](), replay.modules[name]
-    with replay.observe_calls(
-        [name],
-        lambda _, call: inputs.append(channels_last(norm, first_tensor(call).detach())),
-        lambda _, y: outputs.append(channels_last(norm, y.detach())),
-    ):
-        replay.forward(index)
-    return list(zip(inputs, outputs, strict=True))
+    norm = replay.modules[name]
+    return [(channels_last(norm, x), channels_last(norm, y)) for x, y in replay.every_call(index, name)]

@@ -328,12 +328,12 @@ def test_to_train_from_scratch_no_data_is_needed() -> None:
 
 @pytest.mark.parametrize("norm", ["fixed", "none", "dyt"])
 def test_a_norm_that_blocks_share_is_repaired_in_one_place(norm: str) -> None:
-    """The original's finished blocks are freed while it runs on, and a shared norm must stay."""
-    model = tiny("gpt2", LM)
-    model.transformer.h[1].ln_1 = model.transformer.h[0].ln_1
+    """The original's finished blocks are freed while it runs on: a shared norm must stay, and can run without them."""
+    model = tiny("gpt2", LM, n_layer=4)
+    model.transformer.h[3].ln_1 = model.transformer.h[2].ln_1
     patch(model, norm=norm, calibration=few)
-    assert model.transformer.h[1].ln_1 is model.transformer.h[0].ln_1
-    (step,) = [s for s in repair_report(model).steps if s.module == "transformer.h.0.ln_1" and s.kind == "norm"]
+    assert model.transformer.h[3].ln_1 is model.transformer.h[2].ln_1
+    (step,) = [s for s in repair_report(model).steps if s.module == "transformer.h.2.ln_1" and s.kind == "norm"]
     assert step.before is not None, "it was fitted, at both of its calls"
 
 
