@@ -68,10 +68,12 @@ class BlockReplay:
     Attributes:
         modules: all modules of the model, by name.
         forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
+        stacks: of each such block its stack, the `nn.ModuleList` that it is in.
         ends: the last such block of each stack.
         parts: parts of the current block that are stored once they are settled, which is when they end before
             `unsettled` runs: the first module that will still change.
         replays_ends: whether the outputs of `ends` give the model's outputs without the other blocks; None: not tried.
+        chains: the stacks of which the last block's output does so: what a block returns is read by the next one only.
     """
 
     def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
@@ -79,10 +81,12 @@ class BlockReplay:
         self.device = device_of(model)
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
+        self.stacks: dict[str, str] = {}
         self.ends: list[str] = []
         self.parts: list[str] = []
         self.unsettled: str | None = None
         self.replays_ends: bool | None = None
+        self.chains: set[str] = set()
         self.folder.mkdir()
         self._stored = Scratch()
 
@@ -109,15 +113,22 @@ class BlockReplay:
         with self.observe_calls(self.ends, on_result=keep):
             output = self.forward(index, row)
         if self.replays_ends is None:
-            self.replays_ends = bool(self.ends)
-            if self.ends:
-                again = self.forward_from_store(index, row)
-                self.replays_ends = max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
+            self.replays_ends = bool(self.ends) and self._gives(output, index, row, self.ends)
+            self.chains = {self.stacks[end] for end in self.ends if self._gives(output, index, row, [end])}
         return output
+
+    def _gives(self, output: Any, index: int, row: Tensor | None, ends: Collection[str]) -> bool:
+        """Return whether a model gives the same output, to the bit, without the blocks before these last ones."""
+        try:
+            with self._replaying(_place(index, row), ends):
+                again = self.forward(index, row)
+        except Exception:  # the model's own, where it reads blocks before the last one: features of several depths
+            return False
+        return max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
 
     def forward_from_store(self, index: int, row: Tensor | None) -> Any:
         """Return what `forward_and_store` returned, without running blocks if possible."""
-        replaying = self._replaying(_place(index, row), ends=True) if self.replays_ends else contextlib.nullcontext()
+        replaying = self._replaying(_place(index, row), self.ends) if self.replays_ends else contextlib.nullcontext()
         with replaying:
             return self.forward(index, row)
 
@@ -218,15 +229,17 @@ class BlockReplay:
                 parameter.data = parameter.data.new_empty(0)
 
     @contextlib.contextmanager
-    def _replaying(self, index: int | str, ends: bool = False) -> Iterator[None]:
-        """Context in which what is frozen or discarded for a batch doesn't run; with `ends` no block does."""
+    def _replaying(self, index: int | str, ends: Collection[str] = ()) -> Iterator[None]:
+        """Context in which what is frozen or discarded for a batch doesn't run, nor a block of the stacks of `ends`."""
         replaced: list[tuple[dict[str, Any], Any]] = []
+        stacks = {self.stacks[end] for end in ends}
         try:
             for name, form in (*self.forms.items(), *((part, None) for part in self.parts if not ends)):
-                if ends or (name, index) in self._stored:
+                skipped = self.stacks.get(name) in stacks
+                if skipped or (name, index) in self._stored:
                     attributes = self.modules[name].__dict__
                     replaced.append((attributes, attributes.get("forward")))  # an instance may have one of its own
-                    output = None if ends and name not in self.ends else self._load(name, index)
+                    output = None if skipped and name not in ends else self._load(name, index)
                     attributes["forward"] = _returning(output, form)
             yield
         finally:
@@ -319,6 +332,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
     shared = [name for name in several if name in norms and name not in unfit]
     replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
+    replay.stacks = {name: blocks[name] for name in replayable}
     replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())
     parts = {name for name in parts if entered.count(name) == 1}
     segments = [Segment()]

@@ -209,7 +209,7 @@ class _Repairer:
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
         segments = segments_of(self.new, self.points)
         several = {name for segment in segments for name in segment.shared}
-        self.old.forms, self.old.ends = self.new.forms, self.new.ends
+        self.old.forms, self.old.stacks, self.old.ends = self.new.forms, self.new.stacks, self.new.ends
         self.roles = Roles(self.new, segments)
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         self.changed, self.norms = changed, changed - several
@@ -283,7 +283,7 @@ class _Repairer:
         self.new.release_parts()
         if self.gives_up and self.old.replays_ends:
             self.old.free_weights(block)
-        if stack in self.latest:
+        if stack in self.latest and stack in self.old.chains:
             self.new.discard(self.latest[stack])
             self.old.discard(self.latest[stack])
         self.latest[stack] = block

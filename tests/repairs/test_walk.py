@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hfpatch.errors import OptionError
+from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
@@ -54,6 +55,38 @@ def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path
     for block in walk.forms:
         walk.release(block)
     assert torch.equal(walk.forward(0)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("family", "chains", "others"),
+    [
+        ("gpt2", {"h"}, set()),
+        ("depth_anything", {"neck.fusion_stage.layers"}, {"neck.reassemble_stage.layers", "neck.convs"}),
+        ("mask2former", {"transformer_module.decoder.layers"}, {"pixel_level_module.encoder.swin.encoder.layers"}),
+    ],
+)
+def test_a_blocks_output_is_dropped_only_where_the_next_block_alone_reads_it(
+    family: str, chains: set[str], others: set[str], tmp_path: Path
+) -> None:
+    model, given = zoo.tiny(family)
+    walk = walk_of(model, tmp_path, [given])
+    segments_of(walk, norms_in(model))
+    walk.forward_and_store(0, torch.zeros(1, dtype=torch.long))
+    assert chains <= walk.chains
+    assert others <= {*walk.stacks.values()}
+    assert not walk.chains & others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["depth_anything", "mask2former"])
+def test_models_that_read_features_of_several_depths_are_repaired(family: str) -> None:
+    model, given = zoo.tiny(family)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        noise = [torch.randn_like(given["pixel_values"]) for _ in range(8)]
+    data = [{**given, "pixel_values": given["pixel_values"] + one} for one in noise]
+    patch_model(model, norm="dyt", init="copy", calibration=data)
+    assert repair_report(model).steps
 
 
 def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) -> None:
