@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,12 +48,18 @@ def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
     KL(old || new) in nats of the distributions over the vocabulary; without logits |old - new|^2 / mean(|old|^2) of the
     first output.
     """
-    logits = old.get("logits")
-    if isinstance(logits, Tensor) and logits.dim() >= 2 and logits.shape[-1] > 1:
+    logits = logits_of(old)
+    if logits is not None and logits.dim() >= 2 and logits.shape[-1] > 1:
         return "KL divergence", _divergence(logits, new["logits"])
     a, b = (next(x for x in Outputs.of(out).floats.values() if x.dim()).float() for out in (old, new))
     size = a.square().mean().clamp_min(1e-30)
     return "relative squared error of the outputs", (a - b.to(a.device)).square().mean(-1) / size
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """Return the tensor that a model's output calls its logits; None where it is a tuple or a tensor itself."""
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _divergence(old: Tensor, new: Tensor) -> Tensor:

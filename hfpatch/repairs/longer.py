@@ -14,7 +14,7 @@ from ..measure.inputs import longest_text
 from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast, device_of
 from .calibration import Batches
-from .distance import token_distances
+from .distance import logits_of, token_distances
 from .report import is_short
 
 _TOKENS, _TIMES, _SEQUENCES = 512, 8, 4  # at most: tokens, times the longest of the calibration, sequences
@@ -79,8 +79,8 @@ class LongerSequences:
 
 def _comparable(output: Any) -> dict[str, Tensor]:
     """What is compared of a model's outputs: its logits, or else the first of them that has an axis."""
-    logits = output.get("logits")
-    found = {"logits": logits} if isinstance(logits, Tensor) else Outputs.of(output).floats
+    logits = logits_of(output)
+    found = Outputs.of(output).floats if logits is None else {"logits": logits}
     name = next(name for name, value in found.items() if value.dim())
     return {name: found[name].detach().cpu()}
 
