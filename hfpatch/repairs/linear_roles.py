@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..measure.hooks import first_tensor
+from ..measure.outputs import Outputs
 from ..measure.quiet_forward import use_attention
 from ..sites.blocks import OUTPUT, observe_blocks
 from ..sites.linear_maps import Axes, is_linear_map, reading_axes, writing_axes
@@ -179,5 +180,6 @@ class Roles:
         """Return whether a linear map of a decoder reads the encoder's output."""
         if self.encoder is None or self.encoder not in self.replay.modules:
             return False
-        seen = self.replay.run(0, inputs=[name], outputs=[self.encoder])
-        return self.encoder in seen and torch.equal(seen[name], seen[self.encoder])
+        seen = self.replay.observe(0, inputs=[name], outputs=[self.encoder])
+        read, encoded = first_tensor(seen["in", name]), Outputs.of(seen.get(("out", self.encoder))).floats
+        return any(torch.equal(read, one) for one in encoded.values())

@@ -19,6 +19,7 @@ from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
+from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
 
 
@@ -99,6 +100,15 @@ def test_models_whose_output_is_no_mapping_are_repaired(family: str) -> None:
     report = repair_report(model)
     assert report.kept
     assert report.after < 0.5 * report.before
+
+
+def test_a_model_whose_blocks_leave_something_behind_is_refused() -> None:
+    """Its decoder reads the cache that the encoder's blocks write, which a stored output doesn't."""
+    model, given = zoo.tiny("diffusion_gemma")
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match="DiffusionGemmaModel can't be repaired: its forward fails"):
+        patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+    assert not changes(before, fingerprint(model))
 
 
 @pytest.mark.slow
