@@ -10,7 +10,7 @@ import torch
 from matplotlib.ticker import NullLocator
 from transformers import PreTrainedModel
 
-from .curves import COLOURS
+from .curves import COLOURS, DASHES
 from .tasks import longest_input
 
 
@@ -53,7 +53,7 @@ def draw_lengths(results: dict[str, Any], path: Path) -> None:
     figure, parts = results["by"]
     by_length = pd.DataFrame({name: {row["tokens"]: row.get(figure) for row in own} for name, own in rows.items()})
     picture, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    by_length.astype(float).plot(ax=axes[0], marker="o", ms=4, color=COLOURS, logx=True, grid=True)
+    by_length.astype(float).plot(ax=axes[0], marker="o", ms=4, color=COLOURS, logx=True, grid=True, legend=False)
     axes[0].set_xticks(by_length.index, [f"{length:,}" for length in by_length.index])
     axes[0].xaxis.set_minor_locator(NullLocator())
     axes[0].set(xlabel="tokens of the input", ylabel=figure)
@@ -62,6 +62,10 @@ def draw_lengths(results: dict[str, Any], path: Path) -> None:
         in_longest.plot(ax=axes[1], marker="o", ms=4, color=COLOURS, grid=True, legend=False)
         axes[1].set_xticks(range(len(in_longest)), in_longest.index)
     axes[1].set(xlabel=f"{parts} in the longest input")
+    for axis in axes:
+        for number, line in enumerate(axis.lines):  # a colour that comes again is dashed
+            line.set_linestyle(DASHES[number // len(COLOURS) % len(DASHES)])
+    picture.legend(axes[0].lines, list(by_length), loc="outside lower left", frameon=False, ncols=3, handlelength=3)
     picture.savefig(path, dpi=150)
     plt.close(picture)
 
