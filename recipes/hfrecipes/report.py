@@ -146,7 +146,7 @@ def quality(results: Results) -> list[str]:
             row["copied"] = show(copied[figure])
         kept, step = share(start, original), back_at(results, name)
         after = f"more than {config['steps']} steps" if step is None else f"{step} step{'s' * (step != 1)}"
-        needed = "no" if kept >= ENOUGH else after
+        needed = "no" if round(kept, 3) >= ENOUGH else after  # as it is shown
         row |= {config["start"]: show(start), "kept": f"{kept:.1%}", "training required?": needed, "trained": show(end)}
         row |= {"of the control": f"{share(end, control['end'][figure]):.1%}"} if control else {}
         made = stages.get("swapped", stages[name])  # heal.py's copy, from which training begins
