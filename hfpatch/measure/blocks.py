@@ -33,7 +33,7 @@ def listed_modules(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{element}.") for element in found):
-            found |= {f"{name}.{child}": name for child in module._modules}
+            found |= {f"{name}.{child}": name for child, element in module._modules.items() if element is not None}
     return found
 
 

@@ -26,9 +26,9 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
-from ..runtime.errors import UnsupportedError, describe_error
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
+from .reference import refusing_failures
 from .scratch import Scratch
 
 _SAVED = object()  # marks activations that aren't outputs to replay
@@ -99,17 +99,8 @@ class BlockReplay:
         Raises:
             UnsupportedError: the model fails there, though it ran on the first batch as a whole.
         """
-        inputs = self.inputs(index, rows)
-        try:
-            with torch.no_grad():
-                return self.model(**inputs)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} can't be repaired: its forward fails on single sequences of calibration, "
-                f"or where finished blocks don't run again ({describe_error(error)}). Patch it without calibration."
-            ) from error
+        with torch.no_grad(), refusing_failures(self.model):
+            return self.model(**self.inputs(index, rows))
 
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
         """Return the keyword arguments of a forward of one batch, or of some of its sequences."""

@@ -22,7 +22,7 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
-from ..sites.linear_maps import transform_along_axis
+from ..sites.linear_maps import takes_one_input, transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
 from .input_scale import InputScale
@@ -143,7 +143,7 @@ class Fitter:
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
         modules = {name: self.new.modules[name] for name in group}
         biases = all(name not in roles.reads and module.bias is not None for name, module in modules.items())
-        judged = [name for name in group if name not in roles.writes]
+        judged = [name for name in group if name not in roles.writes and takes_one_input(modules[name])]
         if not judged:
             return
         for i in self.batches.held_out_batches():

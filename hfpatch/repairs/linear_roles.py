@@ -20,6 +20,7 @@ from ..sites.norms import describe
 from ..sites.stream import find_sum, is_read_only_by, read_same_tensor, reads_norm
 from .attention_maps import map_in
 from .block_replay import BlockReplay, Segment
+from .reference import refusing_failures
 
 _ADDEND_TOLERANCE = 1e-2  # relative: a writer's change must appear in the stream unchanged up to this
 
@@ -63,7 +64,8 @@ class Roles:
             0, torch.arange(min(2, count)) if lengths == {count} else None
         )  # images packed into one sequence can't be divided
         names = [segment.block for segment in segments if segment.block]
-        self.blocks = {block.name: block for block in observe_blocks(replay.model, few, names, foreign=False)}
+        with refusing_failures(replay.model):
+            self.blocks = {block.name: block for block in observe_blocks(replay.model, few, names, foreign=False)}
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:

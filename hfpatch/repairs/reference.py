@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..core.bare import require_unquantized
@@ -11,6 +14,7 @@ from ..errors import OptionError, WrappedModelError
 from ..measure.blocks import listed_modules
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import device_of
+from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 
@@ -62,3 +66,17 @@ def _difference(model: PreTrainedModel, reference: Any) -> str:
         return f"it has {layers} layers, and the model {expected}"
     shapes = [tuple(table.weight.shape) for one in (reference, model) if (table := input_embedding(one)) is not None]
     return f"their embeddings are {' and '.join(map(str, shapes))}" if len(set(shapes)) > 1 else ""
+
+
+@contextmanager
+def refusing_failures(model: PreTrainedModel) -> Iterator[None]:
+    """Context of a forward whose failure means that a model can't be repaired; an UnsupportedError says so."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} can't be repaired: its forward fails on single sequences of calibration, or where "
+            f"finished blocks don't run again ({describe_error(error)}). Patch it without calibration."
+        ) from error

@@ -6,6 +6,7 @@ it: with other values in them it must do what it does to another input, or give 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,13 @@ def is_linear_map(module: nn.Module) -> bool:
     """Return whether a module computes x W + b over the last axis with its own floating-point weight."""
     weight = module._parameters.get("weight")  # absent where it is parametrised
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
+
+
+def takes_one_input(module: nn.Module) -> bool:
+    """Return whether a module's forward can be called with one tensor alone."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return not any(one.kind in positional and one.default is one.empty for one in parameters[1:])
 
 
 def holds_maps(module: nn.Module) -> bool:

@@ -92,9 +92,9 @@ def noisy(given: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: changed(value) for name, value in given.items()} for _ in range(8)]
 
 
-@pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder"])
-def test_models_whose_output_is_no_mapping_are_repaired(family: str) -> None:
-    """It is a tuple, or a tensor."""
+@pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder", "informer", "inkling_text"])
+def test_unusual_models_are_repaired(family: str) -> None:
+    """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more inputs."""
     model, given = zoo.tiny(family)
     patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
     report = repair_report(model)
