@@ -94,7 +94,7 @@ def noisy(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder", "informer", "inkling_text"])
 def test_unusual_models_are_repaired(family: str) -> None:
-    """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more inputs."""
+    """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more."""
     model, given = zoo.tiny(family)
     patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
     report = repair_report(model)
