@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..measure.outputs import Outputs
+from ..runtime.errors import UnsupportedError
 from ..runtime.float64 import in_float64
 from .block_replay import BlockReplay
 
@@ -52,6 +53,12 @@ def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
     if logits is not None and logits.dim() >= 2 and logits.shape[-1] > 1:
         return "KL divergence", _divergence(logits, new["logits"])
     a, b = (next(x for x in Outputs.of(out).floats.values() if x.dim()).float() for out in (old, new))
+    if a.shape != b.shape:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise UnsupportedError(
+            f"the original's output and the patched model's differ in shape, {shapes}, so a repair can't be judged "
+            "(VITS chooses how long its speech is). Patch it without calibration."
+        )
     size = a.square().mean().clamp_min(1e-30)
     return "relative squared error of the outputs", (a - b.to(a.device)).square().mean(-1) / size
 

@@ -19,6 +19,7 @@ from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
+from hfpatch.repairs.distance import token_distances
 from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
 
@@ -100,6 +101,13 @@ def test_unusual_models_are_repaired(family: str) -> None:
     report = repair_report(model)
     assert report.kept
     assert report.after < 0.5 * report.before
+
+
+def test_outputs_of_another_length_are_refused() -> None:
+    """VITS chooses how long its speech is."""
+    with pytest.raises(UnsupportedError, match=r"\(1, 8, 2\) and \(1, 6, 2\)"):
+        token_distances({"waveform": torch.ones(1, 8, 2)}, {"waveform": torch.ones(1, 6, 2)})
+    assert token_distances({"waveform": torch.ones(1, 8, 2)}, {"waveform": torch.zeros(1, 8, 2)})[1].mean() == 1
 
 
 def test_a_model_whose_blocks_leave_something_behind_is_refused() -> None:
