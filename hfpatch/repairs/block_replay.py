@@ -45,14 +45,12 @@ class Segment:
 
     Attributes:
         block: name of the block; None outside blocks.
-        stack: name of the `nn.ModuleList` that the block is in.
         modules: names of the norms and linear maps inside, in the order in which they run.
         parts: names of the modules inside the block that can be replaced by what they returned.
         shared: names of all norms that run several times, if the first of them to run is inside.
     """
 
     block: str | None = None
-    stack: str | None = None
     modules: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
@@ -69,8 +67,7 @@ class BlockReplay:
     Attributes:
         modules: all modules of the model, by name.
         forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
-        stacks: of each such block its stack, the `nn.ModuleList` that it is in.
-        ends: the last such block of each stack.
+        stacks: of each such block, in forward order, its stack: the `nn.ModuleList` that it is in.
         parts: parts of the current block that are stored once they are settled, which is when they end before
             `unsettled` runs: the first module that will still change.
         replays_ends: whether the outputs of `ends` give the model's outputs without the other blocks; None: not tried.
@@ -83,13 +80,17 @@ class BlockReplay:
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
         self.stacks: dict[str, str] = {}
-        self.ends: list[str] = []
         self.parts: list[str] = []
         self.unsettled: str | None = None
         self.replays_ends: bool | None = None
         self.chains: set[str] = set()
         self.folder.mkdir()
         self._stored = Scratch()
+
+    @property
+    def ends(self) -> list[str]:
+        """The last block of each stack."""
+        return list({stack: block for block, stack in self.stacks.items()}.values())
 
     # Forwards
 
@@ -160,15 +161,15 @@ class BlockReplay:
             self.forward(index)
         return recorded
 
-    def every_call(self, index: int, name: str) -> list[tuple[Any, Any]]:
-        """Return what a module gets (its first tensor) and returns at each of its calls behind frozen blocks."""
-        inputs, outputs = list[Tensor](), list[Any]()
+    def every_call(self, index: int, names: Iterable[str]) -> dict[str, tuple[list[Any], list[Any]]]:
+        """Return what modules get and return at each of their calls behind frozen blocks, for one batch."""
+        found: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in names}
         hooks = self.observe_calls(
-            [name], lambda _, call: inputs.append(first_tensor(call).detach()), lambda _, value: outputs.append(value)
+            found, lambda name, call: found[name][0].append(call), lambda name, value: found[name][1].append(value)
         )
         with hooks, self._replaying(index):
             self.forward(index)
-        return list(zip(inputs, outputs, strict=True))
+        return found
 
     def run(self, index: int, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Tensor]:
         """Return the first tensor in some modules' arguments and in others' results, by name, for one batch."""
@@ -255,17 +256,13 @@ class BlockReplay:
 
     # Other activations
 
-    def save(self, name: str, index: int, value: Tensor) -> None:
-        """Store a tensor of a batch under a name."""
+    def save(self, name: str, index: int, value: Tensor | tuple[Tensor, ...]) -> None:
+        """Store a tensor of a batch, or several, under a name."""
         self._stored.put((_SAVED, name, index), value)
 
-    def load_saved(self, name: str, index: int) -> Tensor:
-        """Return the tensor that `save` stored."""
+    def load_saved(self, name: str, index: int) -> Any:
+        """Return what `save` stored."""
         return self._load(_SAVED, name, index)
-
-    def has_saved(self, name: str, index: int) -> bool:
-        """Return whether `save` stored one."""
-        return (_SAVED, name, index) in self._stored
 
     def delete_saved(self) -> None:
         """Delete all tensors that `save` stored."""
@@ -299,7 +296,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
     """Return a model's segments in forward order. Linear maps that run more than once are left out.
 
     Args:
-        replay: replay of the model; its `forms` and `ends` are filled in.
+        replay: replay of the model; its `forms` and `stacks` are filled in.
         norms: names of the norms to list; all linear maps, routers and stacked experts are listed.
     """
     blocks = listed_modules(replay.model)
@@ -335,21 +332,20 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
     entered = [name for kind, name in order if kind == "in"]
     several = [name for name in dict.fromkeys(entered) if name in found and entered.count(name) > 1]
     shared = [name for name in several if name in norms and name not in unfit]
-    replayable = {name for name in returned if entered.count(name) == 1 and returned[name] is not None}
+    replayable = [name for name in returned if entered.count(name) == 1 and returned[name] is not None]
     replay.forms = {name: None if isinstance(returned[name], Tensor) else returned[name] for name in replayable}
     replay.stacks = {name: blocks[name] for name in replayable}
-    replay.ends = list({blocks[name]: name for name in returned if name in replayable}.values())
-    parts = {name for name in parts if entered.count(name) == 1}
+    parts, left_out = {name for name in parts if entered.count(name) == 1}, unfit.union(several)
     segments = [Segment()]
     for kind, name in order:
         block = segments[-1].block
         flat = name in found - unfit and name not in norms and len(shapes[name]) < 3
         if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
             continue  # an expert, which is called with some of the tokens
-        if name in replayable:
+        if name in replay.stacks:
             inside = [part for part in parts if part.startswith(f"{name}.")]
-            segments.append(Segment(name, blocks[name], parts=inside) if kind == "in" else Segment())
-        elif kind == "in" and name in found and name not in unfit.union(several):
+            segments.append(Segment(name, parts=inside) if kind == "in" else Segment())
+        elif kind == "in" and name in found and name not in left_out:
             segments[-1].modules.append(name)
         elif shared and name == shared[0] and not any(segment.shared for segment in segments):
             segments += [] if block else [Segment()]

@@ -22,7 +22,7 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
-from ..sites.linear_maps import takes_one_input, transform_along_axis
+from ..sites.linear_maps import required_arguments, transform_along_axis
 from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
 from .block_replay import BlockReplay
 from .input_scale import InputScale
@@ -85,7 +85,7 @@ class Fitter:
                 for u, y in self.batches.row_pieces(
                     i, decoder, self.new.load_saved(name, i), self.old.load_saved(output, i)
                 ):
-                    yield u, y, self._judge(i, u)
+                    yield u, y, self.judge_rows(i, u)
 
         fit = fit_norm(module, rows)
         if name in self.scales:
@@ -143,7 +143,7 @@ class Fitter:
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
         modules = {name: self.new.modules[name] for name in group}
         biases = all(name not in roles.reads and module.bias is not None for name, module in modules.items())
-        judged = [name for name in group if name not in roles.writes and takes_one_input(modules[name])]
+        judged = [name for name in group if name not in roles.writes and not required_arguments(modules[name])]
         if not judged:
             return
         for i in self.batches.held_out_batches():
@@ -256,14 +256,14 @@ class Fitter:
                 if i == 0:
                     free_unused_memory()  # before the sums are made
                 for x, missing, target in self.batches.row_pieces(i, decoder, *values):
-                    yield x, missing, target, self._judge(i, x)
+                    yield x, missing, target, self.judge_rows(i, x)
                     del x, missing, target
                 del values
 
         return fit_ridge(rows(), bias)
 
-    def _judge(self, index: int, rows: Tensor) -> Tensor:
-        """Whether each of some rows of a batch is for judging."""
+    def judge_rows(self, index: int, rows: Tensor) -> Tensor:
+        """Return whether each of some rows of a batch is for judging."""
         return torch.full((len(rows),), self.batches.judges(index), device=rows.device)
 
     def keep_if_nearer(

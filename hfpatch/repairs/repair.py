@@ -162,7 +162,7 @@ class _Repairer:
             longest=batches.longest or 0,
             positions=positions_of(old.model),
         )
-        self.latest: dict[str | None, str] = {}
+        self.latest: dict[str, str] = {}
 
     # Order of the steps
 
@@ -210,7 +210,7 @@ class _Repairer:
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
         segments = segments_of(self.new, self.points)
         several = {name for segment in segments for name in segment.shared}
-        self.old.forms, self.old.stacks, self.old.ends = self.new.forms, self.new.stacks, self.new.ends
+        self.old.forms, self.old.stacks = self.new.forms, self.new.stacks
         self.roles = Roles(self.new, segments)
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         self.changed, self.norms = changed, changed - several
@@ -239,7 +239,7 @@ class _Repairer:
         if segment.block:
             if not roles.complete:
                 self.fitter.skip(segment.block, "projection", _NO_PROJECTION)
-            self._finish_block(segment.block, segment.stack)
+            self._finish_block(segment.block)
             return
         first = next(name for name in segment.modules if name in self.norms)
         if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
@@ -277,13 +277,14 @@ class _Repairer:
                 self.old.save(block, i, first_tensor(seen["out", block]))
                 self.old.freeze(block, i, seen["out", block])
 
-    def _finish_block(self, block: str, stack: str | None) -> None:
+    def _finish_block(self, block: str) -> None:
         """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
         self.new.release_parts()
         if self.gives_up and self.old.replays_ends:
             self.old.free_weights(block)
+        stack = self.new.stacks[block]
         if stack in self.latest and stack in self.old.chains:
             self.new.discard(self.latest[stack])
             self.old.discard(self.latest[stack])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from ..measure.hooks import first_tensor
 from ..runtime.norms import AffineNorm
 from .block_replay import BlockReplay
 from .distance import output_distance
@@ -26,15 +26,16 @@ def fit_shared_norms(fitter: Fitter, names: Collection[str]) -> None:
     own inputs. They are kept if the patched model's outputs are nearer to the original's on held-out sequences. The
     report has the errors at all calls.
     """
+    notes = {name: note for name in names if (note := fitter.unfit_norm(name))}
+    seen = _save_calls(fitter, [name for name in names if name not in notes])
+    notes |= {name: _OTHER_CALLS for name in names if name not in {**notes, **seen}}
+    for name, note in notes.items():
+        fitter.skip(name, "norm", note)
     fits: dict[str, FittedValues] = {}
-    for name in names:
-        note = fitter.unfit_norm(name) or _save_calls(fitter, name)
-        if note:
-            fitter.skip(name, "norm", note)
-            continue
+    for name, batches in seen.items():
         norm = fitter.new.modules[name]
         assert isinstance(norm, AffineNorm)
-        fits[name] = fit_norm(norm, partial(_rows, fitter, name))
+        fits[name] = fit_norm(norm, partial(_rows, fitter, name, batches))
         fits[name].note = str(fitter.scales.get(name, fits[name].note))
     if fits:
         before, mark = _errors(fitter, fits), len(fitter.transaction)
@@ -49,47 +50,56 @@ def fit_shared_norms(fitter: Fitter, names: Collection[str]) -> None:
     fitter.old.delete_saved()
 
 
-def _save_calls(fitter: Fitter, name: str) -> str:
-    """Save what the original's norm gets and returns at its calls; why the norm can't be fitted to it, or ""."""
-    rows = 0
+def _save_calls(fitter: Fitter, names: Collection[str]) -> dict[str, list[int]]:
+    """Save what the original's norms get and return at their calls. Returns, by norm, for which batches.
+
+    Without the norms whose calls are other ones in the patched model.
+    """
+    found: dict[str, list[int]] = {name: [] for name in names}
+    rows = dict.fromkeys(names, 0)
     for i in range(len(fitter.batches)):
-        if rows >= _ROWS and not fitter.batches.judges(i):
-            continue
-        theirs, ours = (_calls(replay, name, i) for replay in (fitter.old, fitter.new))
-        if [y.shape for _, y in theirs] != [y.shape for _, y in ours]:
-            return _OTHER_CALLS
-        for number, (x, y) in enumerate(theirs):
-            fitter.old.save(f"{name} input {number}", i, x)
-            fitter.old.save(f"{name} output {number}", i, y)
-            rows += 0 if fitter.batches.judges(i) else y.shape[:-1].numel()
-    return ""
+        judges = fitter.batches.judges(i)
+        left = [name for name in found if judges or rows[name] < _ROWS]
+        theirs, ours = (_calls(fitter, replay, i, left) for replay in (fitter.old, fitter.new))
+        for name in left:
+            x, y = theirs[name]
+            if [one.shape for one in y] != [one.shape for one in ours[name][1]]:
+                del found[name]
+                continue
+            fitter.old.save(f"{name} input", i, x)
+            fitter.old.save(f"{name} output", i, y)
+            found[name].append(i)
+            rows[name] += 0 if judges else sum(one.shape[:-1].numel() for one in y)
+    return found
 
 
-def _rows(fitter: Fitter, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _rows(fitter: Fitter, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The original's inputs and outputs of all calls as rows, and which of them are held out."""
-    decoder, old = fitter.roles.in_decoder(name), fitter.old
-    for i in range(len(fitter.batches)):
-        number = 0
-        while old.has_saved(f"{name} input {number}", i):
-            x, y = (old.load_saved(f"{name} {side} {number}", i) for side in ("input", "output"))
-            for u, target in fitter.batches.row_pieces(i, decoder, x, y):
-                yield u, target, torch.full((len(u),), fitter.batches.judges(i), device=u.device)
-            number += 1
+    for i in batches:
+        inputs, outputs = (fitter.old.load_saved(f"{name} {side}", i) for side in ("input", "output"))
+        for pair in zip(inputs, outputs, strict=True):
+            for u, target in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair):
+                yield u, target, fitter.judge_rows(i, u)
 
 
 def _errors(fitter: Fitter, names: Collection[str]) -> dict[str, float]:
     """How far the outputs of all calls are from the original's on held-out sequences, as shares of their variance."""
     moments = {name: Moments() for name in names}
     for i in fitter.batches.held_out_batches():
-        for name in names:
-            for number, (_, y) in enumerate(_calls(fitter.new, name, i)):
-                target = fitter.old.load_saved(f"{name} output {number}", i)
-                for pair in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), y, target):
-                    moments[name].add(*pair)
+        for name, (_, outputs) in _calls(fitter, fitter.new, i, names).items():
+            for pair in zip(outputs, fitter.old.load_saved(f"{name} output", i), strict=True):
+                for rows in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair):
+                    moments[name].add(*rows)
     return {name: one.share() for name, one in moments.items()}
 
 
-def _calls(replay: BlockReplay, name: str, index: int) -> list[tuple[Tensor, Tensor]]:
-    """What a norm gets and returns in one forward of a batch, call by call, channels last."""
-    norm = replay.modules[name]
-    return [(channels_last(norm, x), channels_last(norm, y)) for x, y in replay.every_call(index, name)]
+def _calls(
+    fitter: Fitter, replay: BlockReplay, index: int, names: Collection[str]
+) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """What norms get and return in one forward of a batch, call by call, channels last."""
+    found = {}
+    for name, sides in replay.every_call(index, names).items():
+        norm = replay.modules[name]
+        x, y = (tuple(channels_last(norm, first_tensor(one).detach()) for one in side) for side in sides)
+        found[name] = x, y
+    return found

@@ -29,11 +29,11 @@ def is_linear_map(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and weight is not None and weight.is_floating_point()
 
 
-def takes_one_input(module: nn.Module) -> bool:
-    """Return whether a module's forward can be called with one tensor alone."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return not any(one.kind in positional and one.default is one.empty for one in parameters[1:])
+def required_arguments(module: nn.Module) -> list[str]:
+    """Return the arguments beyond the first that a forward can't do without."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [p.name for p in named if p.default is p.empty]
 
 
 def holds_maps(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ reach the MLPs of its vision tower.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 from collections import Counter
@@ -31,6 +30,7 @@ from ..measure.float64 import host_errors
 from ..measure.quiet_forward import inference_state
 from ..runtime.gated import GatedActivation, GatedLinear, projection_sizes
 from ..schemes.mlps import Activation, apply_activation
+from .linear_maps import required_arguments
 
 _MIXTURE = re.compile(r"(Experts?|MoE|Moe|SparseMLP)(Layer|Block|FeedForward)?$")  # names of classes
 _FUNCTIONS = ("torch", "transformers.activations")
@@ -267,20 +267,13 @@ def runs(root: nn.Module, owner: nn.Module, attribute: str) -> Iterator[Callable
 
     Each takes the projection that is to give a pair, as it will once it is gated, or None.
     """
-    required = _required_arguments(root)
+    required = required_arguments(root)
     widths = dict.fromkeys(projection_sizes(module)[0] for module in owner.modules() if is_projection(module))
     for width, stubs in itertools.product(widths, range(3)):
         for shape in ((1, 3, width), (1, width, 4, 4), (1, 4, 4, width), (3, width)):
             x = torch.empty(shape, device="meta")
             for filler in (None, x) if required else (None,):
                 yield partial(_run, root, owner, attribute, x, dict.fromkeys(required, filler), stubs)
-
-
-def _required_arguments(module: nn.Module) -> list[str]:
-    """Arguments beyond the first that a forward can't do without."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
-    named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    return [p.name for p in named if p.default is p.empty]
 
 
 def _run(

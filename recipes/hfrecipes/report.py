@@ -122,7 +122,7 @@ def table(rows: pd.DataFrame | list[dict[str, str]]) -> list[str]:
 
 def report(results: Results) -> str:
     """The results of several variants as Markdown that is also aligned in a terminal."""
-    return "\n".join([*quality(results), "", *all_figures(results)]) + "\n"
+    return "\n".join([*quality(results), *all_figures(results)]) + "\n"
 
 
 def quality(results: Results) -> list[str]:
@@ -155,7 +155,7 @@ def quality(results: Results) -> list[str]:
     told += f"*kept*: that part of the original's {words(figure)}{'' if higher else ', which is better if lower'}. "
     told += f"*training required?*: no from {ENOUGH:.0%} on; else until it is the original's. "
     told += "*of the control*: against an unpatched copy of equal budget." * bool(control)
-    return [f"Held-out {words(figure)}, before any training and after it:", "", *table(rows), "", told]
+    return [f"Held-out {words(figure)}, before any training and after it:", "", *table(rows), "", told, ""]
 
 
 def all_figures(results: Results) -> list[str]:

@@ -44,13 +44,14 @@ def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path
     assert len(blocks) >= 2
     want = walk.forward(0)[0]
     before = fingerprint(model)
-    latest: dict[str | None, str] = {}
+    latest: dict[str, str] = {}
     for segment in blocks:
         assert segment.block is not None
         walk.freeze(segment.block, 0)
-        if segment.stack in latest:
-            walk.discard(latest[segment.stack])
-        latest[segment.stack] = segment.block
+        stack = walk.stacks[segment.block]
+        if stack in latest:
+            walk.discard(latest[stack])
+        latest[stack] = segment.block
         with walk._replaying(0):
             assert torch.equal(walk.forward(0)[0], want)
     assert not changes(before, fingerprint(model))
