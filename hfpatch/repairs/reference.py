@@ -14,7 +14,7 @@ from ..errors import OptionError, WrappedModelError
 from ..measure.blocks import listed_modules
 from ..measure.inputs import input_embedding
 from ..measure.quiet_forward import device_of
-from ..runtime.errors import UnsupportedError, describe_error
+from ..runtime.errors import PatchError, UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 
@@ -73,7 +73,7 @@ def refusing_failures(model: PreTrainedModel) -> Iterator[None]:
     """Context of a forward whose failure means that a model can't be repaired; an UnsupportedError says so."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError):
+    except (PatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UnsupportedError(

@@ -99,7 +99,7 @@ def _calls(
     """What norms get and return in one forward of a batch, call by call, channels last."""
     found = {}
     for name, sides in replay.every_call(index, names).items():
-        norm = replay.modules[name]
+        norm = fitter.new.modules[name]  # which knows where its channels are; the original's is of any class
         x, y = (tuple(channels_last(norm, first_tensor(one).detach()) for one in side) for side in sides)
         found[name] = x, y
     return found

@@ -113,6 +113,7 @@ def measure_copies(run: Run, baseline: Baseline, variants: list[str]) -> None:
     for variant in variants if run.config.start == "repaired" else ():
         if variant != CONTROL and variant not in found:
             with suppress(PatchError):  # norm="fixed" takes no weights as they are
+                set_seed(baseline.seed)  # as a stage does: what a patch draws doesn't depend on the models before it
                 model = baseline.patched(variant, "copied")
                 found[variant] = run.measure(model.to(run.accelerator.device), loader)
                 run.write_results()

@@ -20,7 +20,7 @@ from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
 from hfpatch.repairs.distance import token_distances
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
 
 
@@ -92,6 +92,26 @@ def noisy(given: dict[str, Any]) -> list[dict[str, Any]]:
         return value[:, torch.randperm(value.shape[1], generator=generator)]
 
     return [{name: changed(value) for name, value in given.items()} for _ in range(8)]
+
+
+def test_norms_that_run_several_times_may_have_their_channels_first() -> None:
+    """EoMT upsamples three times by the same blocks, with norms of (B, C, H, W)."""
+    model, given = zoo.tiny("eomt")
+    patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+    steps = [step for step in repair_report(model).steps if "layernorm2d" in step.module]
+    assert len(steps) == 2
+    assert all(step.kept and step.after < 0.5 * step.before for step in steps)
+
+
+def test_errors_of_ours_pass_and_others_are_typed(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    walk = walk_of(model, tmp_path)
+    for raised, expected in ((OptionError("ours"), "^ours$"), (KeyError("theirs"), "can't be repaired.*KeyError")):
+        with (
+            model.wte.register_forward_pre_hook(lambda *_, raised=raised: (_ for _ in ()).throw(raised)),
+            pytest.raises(PatchError, match=expected),
+        ):
+            walk.forward(0)
 
 
 @pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder", "informer", "inkling_text"])
