@@ -138,6 +138,8 @@ def as_json(result: Any) -> Any:
     """A result as JSON has it: of a dataclass the fields that aren't at their defaults."""
     if isinstance(result, list):
         return [as_json(one) for one in result]
+    if isinstance(result, dict):
+        return {name: as_json(one) for name, one in result.items()}
     if not is_dataclass(result):
         return result
     found = {}

@@ -1,0 +1,208 @@
+"""What a repair does on every model type: runs and helps, is undone, or is refused, and on inputs it has never seen.
+
+    python tests/sweeps/repaired_types.py                 # all types; writes repaired_types.json and .md beside itself
+    python tests/sweeps/repaired_types.py gpt2 albert     # these types; prints what it found
+
+One tiny random model for each request, `norm="dyt"` and `pos="rope"`, calibrated on noise: what is measured is whether
+a family's layers can be replayed and fitted, not how good a trained model is afterwards (repair.md). *repaired*: the
+repair was kept. Its distance on fresh inputs is measured here, by outputs alone, before and after; where it grew, the
+repair *harmed*. *undone*: it didn't help on held-out sequences, or made longer ones worse, and the model is to the bit what copying alone gives. *not needed*: the request keeps the function.
+*refused*: a typed error, and the model is to the bit what it was. *wrong*: anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import site
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
+
+import proof
+import torch
+import transformers
+import workers
+import zoo
+from tiny_models import changes, fingerprint
+from torch import Tensor
+
+from hfpatch.measure.outputs import outputs_of
+from hfpatch.measure.randomness import seed_deterministically
+from hfpatch.patch import patch_model, repair_report
+from hfpatch.errors import NothingToPatchError, PatchError
+
+REQUESTS: dict[str, dict[str, Any]] = {"norm": {"norm": "dyt", "init": "copy"}, "pos": {"pos": "rope"}}
+BATCHES = 32  # of calibration; their held-out sequences suffice for models with one output each
+FRESH = 8  # batches on which the distance is measured here
+
+
+@dataclass
+class Repaired:
+    """What one request came to.
+
+    Attributes:
+        verdict: "repaired", "harmed", "not needed", or "undone", "refused" or "wrong" and the reason.
+        kept, steps: steps of the repair that were kept, of how many.
+        before, after: squared distance to the original's outputs on fresh inputs, as a share of their variance, of
+            what copying alone leaves and of the repaired model; in the repair's own report they are of held-out ones.
+    """
+
+    verdict: str
+    kept: int = 0
+    steps: int = 0
+    before: float | None = None
+    after: float | None = None
+
+
+@dataclass
+class Result:
+    """The outcomes by request of one model type; or why it wasn't examined."""
+
+    model_type: str
+    status: str = "ok"
+    outcomes: dict[str, Repaired] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Result:
+        outcomes = {name: Repaired(**one) for name, one in row.get("outcomes", {}).items()}
+        return cls(**{**row, "outcomes": outcomes})
+
+
+def noise(inputs: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    """Batches like one of the zoo's: numbers with noise added, tokens in another order."""
+    random = torch.Generator().manual_seed(seed)
+
+    def varied(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point() and value.numel() > 4:  # fewer are sizes or scales
+            return value + 0.5 * torch.randn(value.shape, generator=random).to(value.dtype)
+        if name.endswith("input_ids") and value.dim() == 2:
+            return value[:, torch.randperm(value.shape[1], generator=random)]
+        return value
+
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    return [{name: varied(name, value) for name, value in given.items()} for _ in range(count)]
+
+
+def distance(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> float:
+    """The mean over outputs of the squared distance, as a share of the variance of the first's; NaN where none has."""
+    shares = []
+    for name in first[0]:
+        theirs, ours = (torch.cat([one[name].double().flatten() for one in some]) for some in (first, second))
+        usable = theirs.isfinite() & (theirs.abs() < 1e30)  # masked ones aside
+        theirs, ours = theirs[usable], ours[usable]
+        if theirs.numel() > 1 and theirs.var() > 0:
+            shares.append(((ours - theirs).square().mean() / theirs.var(unbiased=False)).item())
+    return sum(shares) / len(shares) if shares else math.nan
+
+
+def outputs(model: Any, batches: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Each batch's output tensors by name."""
+    found = []
+    for batch in batches:
+        with seed_deterministically(0), torch.no_grad():  # some forwards draw masks
+            found.append(outputs_of(model, batch))
+    return found
+
+
+def outcome(model_type: str, request: dict[str, Any]) -> Repaired | None:
+    """What a request comes to on one model type; None where the model has nothing for it."""
+    model, inputs = zoo.tiny(model_type)
+    before, original = fingerprint(model), copy.deepcopy(model)
+    try:
+        patch_model(model, **request, calibration=noise(inputs, BATCHES, seed=1))
+    except NothingToPatchError:
+        return None
+    except PatchError as error:
+        moved = changes(before, fingerprint(model))
+        verdict = f"refused: {type(error).__name__}: {error!s:.200}"
+        return Repaired(f"wrong: refused, but {moved[0]} changed" if moved else verdict)
+    except Exception as error:
+        return Repaired(f"wrong: {zoo.last_line(error)}")
+    report = repair_report(model)
+    if report is None:
+        return Repaired("not needed")
+    copied = patch_model(copy.deepcopy(original), **request)
+    if not report.kept:
+        ours, theirs = model.state_dict(), copied.state_dict()
+        moved = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        reason = "it made longer sequences worse" if report.after < report.before else "it didn't help"
+        return Repaired(f"wrong: undone, but {moved[0]} differs from a copy's" if moved else f"undone: {reason}")
+    fresh = noise(inputs, FRESH, seed=2)
+    theirs = outputs(original, fresh)
+    left, now = (distance(theirs, outputs(one, fresh)) for one in (copied, model))
+    kept = sum(step.kept for step in report.steps)
+    verdict = "harmed" if now > left else "repaired" if math.isfinite(now) else "wrong: outputs that aren't finite"
+    return Repaired(verdict, kept, len(report.steps), *(float(f"{value:.3g}") for value in (left, now)))
+
+
+def examine(model_type: str) -> Result:
+    """Build, patch by each request, measure; see the module's docstring."""
+    result = Result(model_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, request in REQUESTS.items():
+            if (found := outcome(model_type, request)) is not None:
+                result.outcomes[name] = found
+    return result
+
+
+def totals(results: list[Result]) -> dict[str, Any]:
+    """Model types that were examined, and by request how often each outcome was found."""
+    counts: dict[str, Any] = {"of": sum(result.status == "ok" for result in results)}
+    for name in REQUESTS:
+        verdicts = [result.outcomes[name].verdict for result in results if name in result.outcomes]
+        counts[name] = dict(Counter(verdict.partition(":")[0] for verdict in verdicts).most_common())
+    return counts
+
+
+def to_markdown(results: list[Result]) -> str:
+    found = totals(results)
+    lines = [
+        "# Repair by model type",
+        "",
+        "Written by `python tests/sweeps/repaired_types.py`; its docstring says what is measured. The models are tiny "
+        "and random and calibrated on noise: the table says on which families a repair runs and does no harm. What it "
+        "gives back in trained models stands in [Encoders](../results/encoders.md) and "
+        "[Language models](../results/language-models.md).",
+        "",
+        f"transformers {transformers.__version__}, {found['of']} model types.",
+        "",
+    ]
+    for name, request in REQUESTS.items():
+        asked = ", ".join(f'{key}="{value}"' for key, value in request.items())
+        rows = [(result.model_type, result.outcomes[name]) for result in results if name in result.outcomes]
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in found[name].items())
+        lines += [f"## `{asked}`", "", f"{counts}.", ""]
+        ran = [(model_type, one) for model_type, one in rows if one.steps]
+        lines += workers.table(
+            "model type | outcome | >steps kept | >distance copied | >repaired",
+            ((t, one.verdict, f"{one.kept} of {one.steps}", one.before, one.after) for t, one in ran),
+        )
+        lines += [
+            "",
+            *workers.table("model type | outcome", ((t, one.verdict) for t, one in rows if not one.steps)),
+            "",
+        ]
+    others = [f"{result.model_type} ({result.status})" for result in results if result.status != "ok"]
+    lines += ["## Not examined", "", ", ".join(others)]
+    return "\n".join(lines) + "\n"
+
+
+SWEEP = workers.Sweep(
+    every=zoo.model_types,
+    examine=examine,
+    failed=Result,
+    read=Result.from_json,
+    to_markdown=to_markdown,
+    totals=totals,
+    seconds=120,
+)
+if __name__ == "__main__":
+    SWEEP.main()
