@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import OptionError
@@ -87,10 +88,19 @@ def map_in(returned: Any) -> Tensor | None:
     return None
 
 
-def in_float32(call: CallArguments) -> CallArguments:
-    """Return a call with its float arguments in float32; float64's minimum, used in masks, becomes float32's."""
+def repeatable(call: CallArguments) -> CallArguments:
+    """Return a call for many runs, in float32: without caches, to which every run would add its keys and values.
+
+    float64's minimum, used in masks, becomes float32's.
+    """
     limits = torch.finfo(torch.float32)
-    return recursively_apply(lambda x: x.float().clamp(limits.min, limits.max) if x.is_floating_point() else x, call)
+
+    def fit(value: Any) -> Any:
+        return value.float().clamp(limits.min, limits.max) if value.is_floating_point() else value
+
+    args, kwargs = recursively_apply(fit, tuple(call))
+    without = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    return CallArguments(tuple(None if isinstance(value, Cache) else value for value in args), without)
 
 
 def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]) -> FittedValues | None:

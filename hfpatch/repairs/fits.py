@@ -23,7 +23,7 @@ from ..measure.quiet_forward import free_unused_memory, use_attention
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from ..sites.linear_maps import required_arguments, transform_along_axis
-from .attention_maps import Example, fit_maps, held_out_divergence, in_float32, map_of
+from .attention_maps import Example, fit_maps, held_out_divergence, map_of, repeatable
 from .block_replay import BlockReplay
 from .input_scale import InputScale
 from .least_squares import fit_ridge
@@ -200,7 +200,7 @@ class Fitter:
             rows = target[:, 0].shape
             valid = self.batches.rows(i, rows, decoder).unflatten(0, rows[:2]).to(target.device)
             judges = torch.full_like(valid, self.batches.judges(i))
-            examples.append(Example(in_float32(call), target, valid & ~judges, valid & judges))
+            examples.append(Example(repeatable(call), target, valid & ~judges, valid & judges))
         if not examples:
             return self.skip(name, "maps", _NO_MAP)
         own = {one for one, p in module.named_parameters() if self.roles.owners[id(p)] == 1}

@@ -83,10 +83,10 @@ class LongDocuments(Embedding):
         self.windows = sum(len(article.starts) // self.content for article in self.articles)
         self.order = lru_cache(maxsize=2)(self.draw_order)
         self.hold_out()
-        if self.windows < 2 or self.count < 3:
+        if self.windows < 2 or self.count < 2:
             raise RecipeError(
                 f"there are {self.windows} windows of {config.max_length} tokens to learn from, and {self.count} held "
-                "out with four sentences: it needs 2 and 3. Give more text, or a smaller --max_length"
+                "out with four sentences: it needs 2 of each. Give more text, or a smaller --max_length"
             )
         self.data = {
             "source": source,

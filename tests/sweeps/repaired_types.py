@@ -6,8 +6,9 @@
 One tiny random model for each request, `norm="dyt"` and `pos="rope"`, calibrated on noise: what is measured is whether
 a family's layers can be replayed and fitted, not how good a trained model is afterwards (repair.md). *repaired*: the
 repair was kept. Its distance on fresh inputs is measured here, by outputs alone, before and after; where it grew, the
-repair *harmed*. *undone*: it didn't help on held-out sequences, or made longer ones worse, and the model is to the bit what copying alone gives. *not needed*: the request keeps the function.
-*refused*: a typed error, and the model is to the bit what it was. *wrong*: anything else.
+repair *harmed*. *undone*: it didn't help on held-out sequences, or made longer ones worse, and the model is to the bit
+what copying alone gives. *not needed*: the request keeps the function. *refused*: a typed error, and the model is to
+the bit what it was. *wrong*: anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
-import proof
 import torch
 import transformers
 import workers
@@ -31,10 +31,10 @@ import zoo
 from tiny_models import changes, fingerprint
 from torch import Tensor
 
+from hfpatch.errors import NothingToPatchError, PatchError
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model, repair_report
-from hfpatch.errors import NothingToPatchError, PatchError
 
 REQUESTS: dict[str, dict[str, Any]] = {"norm": {"norm": "dyt", "init": "copy"}, "pos": {"pos": "rope"}}
 BATCHES = 32  # of calibration; their held-out sequences suffice for models with one output each
