@@ -20,7 +20,8 @@ from .plan import Plan
 from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.fixed import Folded, WithoutNorms
-from .schemes.request import Outcome, Record
+from .schemes.request import Record
+from .schemes.verdicts import Outcome
 from .sites.sites import Sites
 from .swap.folded import plan_fold_of_fixed
 from .swap.planners import PlannerResult

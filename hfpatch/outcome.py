@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
 from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
-from .schemes.request import APPROXIMATE, EXACT, NOT_MEASURED, Outcome, Record
+from .schemes.request import Record
+from .schemes.verdicts import APPROXIMATE, DIFFERENCE, EXACT, NOT_MEASURED, Outcome
 from .swap.native_rope import require_same_frequencies
 from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
 
@@ -79,7 +81,9 @@ def measure_outcomes(
         UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
     """
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
-    checked = Outcome(EXACT, "" if verdict is None else verdict.figures, _basis(model, before.inputs))
+    checked = Outcome(EXACT, basis=_basis(model, before.inputs))
+    if verdict is not None:
+        checked = replace(checked, measured=verdict.figures, metric=DIFFERENCE, copied=verdict.error)
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
@@ -157,19 +161,18 @@ def _of_whole(
 def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
     found, basis = before.deviations(after), _basis(model, before.inputs)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
+    differ = partial(Outcome, metric=DIFFERENCE, copied=rms)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
     if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
+        return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)
     if lossy and verdict.holds:
-        return Outcome(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
+        return differ(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
     if lossy:
-        return Outcome(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
-    return (
-        Outcome(EXACT, verdict.figures, basis)
-        if verdict.holds
-        else Outcome(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
-    )
+        return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
+    if verdict.holds:
+        return differ(EXACT, verdict.figures, basis, copied=error)
+    return differ(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
 
 
 def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:

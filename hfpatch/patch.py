@@ -34,7 +34,8 @@ from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
 from .runtime.record import KEY, REPAIR
 from .schemes.placements import Placement
-from .schemes.request import EXACT, MLPChoice, NormChoice, Outcome, PositionChoice, Record, Request
+from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request
+from .schemes.verdicts import EXACT, Outcome, Outcomes
 
 M = TypeVar("M", bound=Any)  # a PreTrainedModel, or a holder of one
 _WAITS_FOR_WEIGHTS = (
@@ -212,8 +213,8 @@ def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTra
 
 
 @unwrap_holders
-def outcomes(model: nn.Module) -> dict[str, str]:
-    """Return the measured result of each request of a patched model.
+def outcomes(model: nn.Module) -> Outcomes:
+    """Return the measured result of each request of a patched model: a dict of lines, which is printed as a table.
 
     Measured right after the patch or its repair, against the model as it was before, and saved with the model; what
     training does afterwards isn't in it. A request is recorded as it was carried out: with init='copy' where an exact
@@ -226,7 +227,7 @@ def outcomes(model: nn.Module) -> dict[str, str]:
         >>> outcomes(patch_model(model, norm="rms"))
         {"norm='rms'": 'exact: outputs differ by ..., rounding explains ...'}
     """
-    return {request: str(outcome) for request, outcome in Record.of(model.config).outcomes().items()}
+    return Outcomes(Record.of(model.config).outcomes())
 
 
 @unwrap_holders

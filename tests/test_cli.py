@@ -125,7 +125,10 @@ def test_a_repair_on_sequences_that_the_model_writes(checkpoint: Path, tmp_path:
     report = json.loads((tmp_path / "report.json").read_text())
     left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 1 held-out sequence"
     left += f", and {report['longer_before']:.3g} -> {report['longer_after']:.3g} at {report['longer']} tokens"
-    assert f"\nnorm='dyt'  repaired: {left}\n" in out
+    assert f"\nnorm='dyt': repaired: {left}\n" in out
+    assert re.search(
+        rf"\nnorm='dyt'  repaired +{report['before']:.3g} +{report['after']:.3g} +[\d.]+% .*, 1 held-out\n", out
+    )
     assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]
     assert report["after"] < report["before"]
@@ -150,7 +153,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path, monkey
     assert "Repair on" not in out
     assert "not repaired" not in out
     assert "not preserved" not in out
-    assert re.search(r"\nnorm='rms'  exact: outputs differ by \d.*, rounding explains \d", out)
+    assert re.search(r"\nnorm='rms': exact: outputs differ by \d.*, rounding explains \d", out)
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
     assert f"Warning: nothing was repaired, so there is no report to save as {report}.\n" in out
     assert not report.parent.exists()

@@ -34,7 +34,8 @@ from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
-from ..schemes.request import EXACT, MEASUREMENT_NOTE, Record, Request
+from ..schemes.request import Record, Request
+from ..schemes.verdicts import EXACT, MEASUREMENT_NOTE, outcome_table
 from ..verification import verify as verification
 from ..verification.report import Report
 from .launcher import launch
@@ -195,8 +196,8 @@ def patch(
     if repaired is not None:
         typer.echo(f"\n{repaired}")
     outcomes = Record.of(built.config).outcomes()
-    found = [(request, outcome.result) for request, outcome in outcomes.items()]
-    typer.echo(f"\n{Table([('request', 'measured'), *found])}\n{MEASUREMENT_NOTE}")
+    lines = "\n".join(f"{request}: {outcome.result}" for request, outcome in outcomes.items())
+    typer.echo(f"\n{outcome_table(outcomes)}\n{MEASUREMENT_NOTE}\n\n{lines}")
     if data is None and init != "reset" and any(outcome.verdict != EXACT for outcome in outcomes.values()):
         own = "--calibration self (its own sequences) or " if planned.generates else ""
         typer.echo(_NOT_REPAIRED.format(own))

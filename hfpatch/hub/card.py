@@ -26,7 +26,8 @@ from ..errors import OptionError
 from ..measure.inputs import main_input
 from ..runtime.errors import first_line
 from ..runtime.record import KEY, MODEL_TYPES
-from ..schemes.request import KINDS, MEASUREMENT_NOTE, SchemeRequest
+from ..schemes.request import KINDS, SchemeRequest
+from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.report import Report
 from .changes import changes_by_config
 from .folder import CARD, Checkpoint
@@ -203,7 +204,8 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
             opened = f"model = {auto}.from_pretrained({json.dumps(data.base_model)})"
             calls = ["import hfpatch", f"from transformers import {auto}", "", opened, *calls]
         yield _fence("\n".join(calls), "python")
-        measured = "\n".join(f"{request}: {outcome}" for request, outcome in record.outcomes().items())
+        outcomes = record.outcomes()
+        measured = "\n".join([f"{outcome_table(outcomes)}\n", *(f"{one}: {outcomes[one]}" for one in outcomes)])
         yield f"What was measured right after each of them, before any training:\n\n{_fence(measured, 'text')}"
         yield MEASUREMENT_NOTE
         if changes := changes_by_config(found.opened):

@@ -31,7 +31,8 @@ from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import MEASUREMENT_NOTE, Record, SchemeRequest
+from ..schemes.request import Record, SchemeRequest
+from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.report import Report, module_lines, output_lines, title_of
 from .card import TASKS
 from .changes import HEADINGS, changed_modules, unpatched_model
@@ -134,6 +135,7 @@ def _facts(
         },
         "base_url": f"https://huggingface.co/{base}" if base and "/" in base else None,
         "outcomes": outcomes,
+        "quality": outcome_table(outcomes),
         "how": MEASUREMENT_NOTE,
         "sketch": sketches(model, host, rows),
         "changes": Table([HEADINGS, *module_lines(rows)]),

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..core.results import SavedResult, Table, dataframe
-from ..schemes.request import APPROXIMATE, REPAIRED, Outcome
+from ..schemes.verdicts import APPROXIMATE, KL, REPAIRED, Outcome
 
 # What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
-_MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {"KL divergence": 0.1}, 0.01, 0.5
+_MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {KL: 0.1}, 0.01, 0.5
 _NOTHING_LEFT = 1e-6  # a distance that always goes without
 _LEGEND = (
     "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
@@ -124,9 +124,11 @@ class RepairReport(SavedResult):
 
     def outcome(self) -> Outcome:
         """Return the outcome of what was repaired, as the patch record has it."""
+        measured: dict[str, Any] = {"metric": self.measure, "copied": self.before, "samples": self.held_out}
+        measured["by_repair"] = True
         if self.kept:
-            return Outcome(REPAIRED, self._figures, by_repair=True)
-        return Outcome(APPROXIMATE, f"a repair was {self._undone} ({self._figures})", by_repair=True)
+            return Outcome(REPAIRED, self._figures, **measured, repaired=self.after)
+        return Outcome(APPROXIMATE, f"a repair was {self._undone} ({self._figures})", **measured)
 
     @property
     def _undone(self) -> str:

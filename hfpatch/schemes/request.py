@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ..core.globs import as_globs, both
@@ -17,6 +17,7 @@ from .mlps import MLP
 from .norms import Norm
 from .placements import Placement
 from .positions import Position
+from .verdicts import EXACT, Outcome
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
 # one scheme, or several of which each is for the modules that a glob matches; None keeps them
@@ -25,92 +26,7 @@ PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
 MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
-EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
-NOT_MEASURED = "as planned, not measured"  # basis of an outcome
-MEASUREMENT_NOTE = (  # what outcomes are measured by, for people
-    "Outputs differ by: the root mean square of the difference (where exact, the largest difference) from the model "
-    "before the patch, divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL "
-    "divergence in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
-)
-_LONGEST_OUTCOME = 4_000  # characters
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The measured result of one request; `str(outcome)` is the line that users see.
-
-    Attributes:
-        verdict: "exact", "approximate" or "repaired".
-        measured: what was measured, or why nothing was: "outputs differ by 2e-07, rounding explains 1e-05".
-        basis: what the verdict rests on where that isn't a comparison with the original on all kinds of inputs: "as
-            planned, not measured", "on inputs without images".
-        lost: what isn't preserved.
-        kept: which modules stayed as they were, and why.
-        by_repair: whether a repair came to it, also one that was undone.
-    """
-
-    verdict: str
-    measured: str = ""
-    basis: str = ""
-    lost: str = ""
-    kept: str = ""
-    by_repair: bool = False
-
-    def __str__(self) -> str:
-        parts = [("; not preserved: ", self.lost), ("; kept: ", self.kept)]
-        return self.result + "".join(start + text for start, text in parts if text)
-
-    @property
-    def result(self) -> str:
-        """The verdict and what was measured: "exact: outputs differ by 2e-07"."""
-        verdict = f"{self.verdict} {self.basis}" if self.basis else self.verdict
-        return f"{verdict}: {self.measured}" if self.measured else verdict
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that say something."""
-        return {item.name: value for item in fields(self) if (value := getattr(self, item.name))}
-
-    @classmethod
-    def from_json(cls, stored: Any) -> Outcome:
-        """Return the outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
-
-        Raises:
-            ValueError: it is neither, or a text of it is no line of a bounded length.
-        """
-        if isinstance(stored, str):
-            stored = _of_line(stored)
-        types = {item.name: bool if item.name == "by_repair" else str for item in fields(cls)}
-        if not isinstance(stored, dict) or not stored.keys() <= types.keys() or stored.get("verdict") not in VERDICTS:
-            raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(types)}")
-        for name, value in stored.items():
-            line = value if isinstance(value, str) else ""
-            if not isinstance(value, types[name]) or not line.isprintable() or len(line) > _LONGEST_OUTCOME:
-                raise ValueError(f"its outcome's {name} isn't a line of at most {_LONGEST_OUTCOME} characters")
-        return cls(**stored)
-
-    def printable(self) -> Outcome:
-        """Return the outcome with printable lines of a bounded length, as a checkpoint holds it."""
-        texts = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), str)}
-        lines = {name: "".join(filter(str.isprintable, text))[:_LONGEST_OUTCOME] for name, text in texts.items()}
-        return replace(self, **lines)  # type: ignore[arg-type]
-
-
-def _of_line(line: str) -> dict[str, Any]:
-    """The fields of a line that hfpatch 0.2 wrote in place of an outcome."""
-    rest, _, kept = line.partition("; kept: ")
-    result, _, lost = rest.partition("; not preserved: ")
-    before, _, measured = result.partition(": ")
-    verdict, _, basis = before.partition(" ")
-    by_repair = verdict == "repaired" or measured.startswith("a repair")
-    return {
-        "verdict": verdict,
-        "measured": measured,
-        "basis": basis,
-        "lost": lost,
-        "kept": kept,
-        "by_repair": by_repair,
-    }
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from hfpatch.schemes.request import EXACT
+from hfpatch.schemes.verdicts import EXACT
 
 from .bench_micro import COPY
 from .bench_models import FORWARD, TOKEN, TRAINING

@@ -15,12 +15,12 @@ import transformers
 from accelerate import Accelerator
 
 import hfpatch
+from hfpatch.schemes.verdicts import ENOUGH
 
 from .curves import Panel, curve_of, draw_panels
 from .settings import CONTROL
 
 Results = dict[str, Any]
-ENOUGH = 0.99  # of the original's quality, from which on a patched model needs no training
 
 
 # -- what was measured on what

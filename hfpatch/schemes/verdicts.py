@@ -1,0 +1,166 @@
+"""Outcomes: what each request of a patch came to, as measured, and how much of the original is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..core.results import Result, Table
+
+EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
+NOT_MEASURED = "as planned, not measured"  # basis of an outcome
+_LONGEST_OUTCOME = 4_000  # characters
+DIFFERENCE, KL, SQUARED_ERROR = "difference", "KL divergence", "relative squared error of the outputs"  # metrics
+ENOUGH = 0.99  # of the original's quality, from which on a patched model needs no training
+HEADINGS = ("request", "outcome", "copied", "repaired", "kept", "training required?", "metric")
+_NUMBERS = ("copied", "repaired", "samples")  # fields of an outcome
+COLUMNS = (  # what a table of outcomes shows, for people
+    f"copied, repaired: distance from the model before the patch. kept: 1 - {DIFFERENCE}^2, exp(-KL), or 1 - squared "
+    f"error. training required?: no from {ENOUGH:.0%} on."
+)
+MEASUREMENT_NOTE = (  # and by what it was measured
+    f"{COLUMNS} {DIFFERENCE}: the root mean square of the outputs' difference (where exact, the largest difference), "
+    "divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL divergence in nats a "
+    "token, or the outputs' squared error relative to their mean square, on held-out sequences."
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The measured result of one request; `str(outcome)` is the line that users see.
+
+    Attributes:
+        verdict: "exact", "approximate" or "repaired".
+        measured: what was measured, or why nothing was: "outputs differ by 2e-07, rounding explains 1e-05".
+        basis: what the verdict rests on where that isn't a comparison with the original on all kinds of inputs: "as
+            planned, not measured", "on inputs without images".
+        lost: what isn't preserved.
+        kept: which modules stayed as they were, and why.
+        by_repair: whether a repair came to it, also one that was undone.
+        metric: what `copied` and `repaired` are: DIFFERENCE, KL or SQUARED_ERROR.
+        copied, repaired: distance from the model before the patch, before a repair and after one that was kept.
+        samples: held-out sequences behind these; 0 for random inputs.
+    """
+
+    verdict: str
+    measured: str = ""
+    basis: str = ""
+    lost: str = ""
+    kept: str = ""
+    by_repair: bool = False
+    metric: str = ""
+    copied: float | None = None
+    repaired: float | None = None
+    samples: int = 0
+
+    def __str__(self) -> str:
+        parts = [("; not preserved: ", self.lost), ("; kept: ", self.kept)]
+        return self.result + "".join(start + text for start, text in parts if text)
+
+    @property
+    def result(self) -> str:
+        """The verdict and what was measured: "exact: outputs differ by 2e-07"."""
+        verdict = f"{self.verdict} {self.basis}" if self.basis else self.verdict
+        return f"{verdict}: {self.measured}" if self.measured else verdict
+
+    @property
+    def share(self) -> float | None:
+        """The share of the original that is left, at least 0; None where that wasn't measured."""
+        if self.verdict == EXACT:
+            return 1.0
+        distance = self.copied if self.repaired is None else self.repaired
+        if distance is None:
+            return None
+        if self.metric == KL:
+            return math.exp(-max(distance, 0.0))
+        return max(0.0, 1 - (distance**2 if self.metric == DIFFERENCE else distance))
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its row of a table, under HEADINGS; the request aside."""
+        share = self.share
+        kept, needed = ("-", "-") if share is None else (f"{share:.1%}", "no" if round(share, 3) >= ENOUGH else "yes")
+        distances = ("-" if value is None else f"{value:.3g}" for value in (self.copied, self.repaired))
+        metric = f"{self.metric}, {self.samples} held-out" if self.samples else self.metric
+        return (self.verdict or "not recorded", *distances, kept, needed, metric or "-")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that say something."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+
+    @classmethod
+    def from_json(cls, stored: Any) -> Outcome:
+        """Return the outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
+
+        Raises:
+            ValueError: it is neither, or a text of it is no line of a bounded length.
+        """
+        if isinstance(stored, str):
+            stored = _of_line(stored)
+        names = [one.name for one in fields(cls)]
+        if not isinstance(stored, dict) or not stored.keys() <= {*names} or stored.get("verdict") not in VERDICTS:
+            raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(names)}")
+        for name, value in stored.items():
+            if name == "by_repair":
+                if not isinstance(value, bool):
+                    raise ValueError(f"its outcome's {name} isn't true or false")
+            elif name in _NUMBERS:
+                if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                    raise ValueError(f"its outcome's {name} isn't a number of at least 0")
+            elif not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_OUTCOME:
+                raise ValueError(f"its outcome's {name} isn't a line of at most {_LONGEST_OUTCOME} characters")
+        return cls(**stored)
+
+    def printable(self) -> Outcome:
+        """Return the outcome as a checkpoint holds it: printable lines of a bounded length, and finite numbers."""
+
+        def fit(value: Any) -> Any:
+            if isinstance(value, str):
+                return "".join(filter(str.isprintable, value))[:_LONGEST_OUTCOME]
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return replace(self, **{one.name: fit(getattr(self, one.name)) for one in fields(self)})
+
+
+def outcome_table(outcomes: Mapping[str, Outcome]) -> Table:
+    """Return outcomes by request as a table; MEASUREMENT_NOTE explains its columns."""
+    return Table([HEADINGS, *((request, *one.cells()) for request, one in outcomes.items())], "<<>>>><")
+
+
+class Outcomes(dict[str, str], Result):
+    """Outcomes by request, a dict of lines. Printed, a table and what isn't preserved.
+
+    Attributes:
+        found: the same as `Outcome`s.
+    """
+
+    def __init__(self, found: Mapping[str, Outcome]) -> None:
+        super().__init__((request, str(one)) for request, one in found.items())
+        self.found = dict(found)
+
+    __repr__ = dict.__repr__
+
+    def parts(self) -> Iterable[Sequence[str | Table]]:
+        if not self.found:
+            yield ("Nothing is patched.",)
+            return
+        yield outcome_table(self.found), COLUMNS
+        yield [f"{request}: {line}" for request, line in self.items()]
+
+
+def _of_line(line: str) -> dict[str, Any]:
+    """The fields of a line that hfpatch 0.2 wrote in place of an outcome."""
+    rest, _, kept = line.partition("; kept: ")
+    result, _, lost = rest.partition("; not preserved: ")
+    before, _, measured = result.partition(": ")
+    verdict, _, basis = before.partition(" ")
+    by_repair = verdict == "repaired" or measured.startswith("a repair")
+    return {
+        "verdict": verdict,
+        "measured": measured,
+        "basis": basis,
+        "lost": lost,
+        "kept": kept,
+        "by_repair": by_repair,
+    }
