@@ -161,8 +161,8 @@ def _of_whole(
 def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor], lossy: bool) -> Outcome:
     found, basis = before.deviations(after), _basis(model, before.inputs)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
-    differ = partial(Outcome, metric=DIFFERENCE, copied=rms)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
+    differ = partial(Outcome, metric=DIFFERENCE, copied=rms or None)
     if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
         return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)

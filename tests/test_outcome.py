@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
 from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.verdicts import Outcome
 from hfpatch.swap.trial import makers_of_short_inputs, require_runs_in_full
 
 LM = "AutoModelForCausalLM"
@@ -102,6 +104,43 @@ def test_each_request_has_its_own() -> None:
     assert list(outcomes(model).items())[:2] == list(before.items())
     assert list(outcomes(model).values())[-1].startswith("exact: outputs differ by ")
     assert outcomes(tiny("gpt2", LM)) == {}
+
+
+def row_of(text: str, request: str) -> list[str]:
+    """The cells of a request's row in a printed table."""
+    return re.split(r" {2,}", next(line for line in text.splitlines() if line.startswith(f"{request}  ")))[1:]
+
+
+def test_they_print_as_a_table_of_how_much_is_kept(tmp_path: Path) -> None:
+    """Of a difference 1 - d^2, of a KL divergence exp(-KL); a difference of 0 tells nothing."""
+    original = tiny("gpt2", LM)
+    swapped = patch(copy.deepcopy(original), norm="rms", pos="rope")
+    truth = logits(original)
+    lost = float((logits(swapped) - truth).square().mean() / truth.square().mean())
+    assert row_of(str(outcomes(swapped)), "norm='rms'")[-3:] == ["100.0%", "no", "difference"]
+    found = row_of(str(outcomes(swapped)), "pos='rope'")
+    assert float(found[1]) == pytest.approx(lost**0.5, rel=0.01)
+    assert float(found[3].rstrip("%")) == pytest.approx(100 * (1 - lost), abs=0.5)
+    assert found[0] == "approximate"
+    assert found[-2:] == ["yes", "difference"]
+    repaired = patch(copy.deepcopy(original), norm="dyt", calibration=calibration(original))
+    report = repair_report(repaired)
+    assert report is not None
+    shown = ["repaired", f"{report.before:.3g}", f"{report.after:.3g}", f"{math.exp(-report.after):.1%}"]
+    assert row_of(str(outcomes(repaired)), "norm='dyt'")[:4] == shown
+    assert row_of(str(outcomes(reload(repaired, tmp_path, LM))), "norm='dyt'")[:4] == shown
+    shorter = patch(tiny("gpt2", LM), pos="learned:max_positions=8")
+    request = "pos='learned:max_positions=8,original_max_positions=64'"
+    assert row_of(str(outcomes(shorter)), request)[:5] == ["approximate", "-", "-", "-", "-"]
+    assert str(outcomes(original)) == "Nothing is patched."
+
+
+@pytest.mark.parametrize(
+    "stored", [{"copied": -1}, {"repaired": math.inf}, {"samples": True}, {"metric": 3}, {"by": 1}]
+)
+def test_numbers_of_a_checkpoint_are_checked(stored: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="its outcome"):
+        Outcome.from_json({"verdict": "repaired", **stored})
 
 
 @pytest.mark.slow
