@@ -29,6 +29,7 @@ SWEEPS = (
     "acceptance",
     "weight_decay",
     "fold",
+    "repaired_types",
 )
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}

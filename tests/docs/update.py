@@ -132,6 +132,21 @@ def weight_decay() -> str:
     )
 
 
+def repaired_types() -> str:
+    found = totals("repaired_types")
+    ran = {name: sum(found[name].get(one, 0) for one in ("repaired", "undone", "harmed")) for name in ("norm", "pos")}
+    outcomes = [
+        f"`{asked}` ran on {ran[name]} types: {found[name].get('repaired', 0)} are nearer to the original on inputs that "
+        f"the repair has never seen, **{found[name].get('harmed', 0)} farther**, {found[name].get('undone', 0)} were "
+        f"undone by it; {found[name].get('refused', 0)} were refused with a reason, {found[name].get('wrong', 0)} wrong"
+        for name, asked in (("norm", 'norm="dyt"'), ("pos", 'pos="rope"'))
+    ]
+    return (
+        f"Of {found['of']} model types (transformers {found['transformers']}) a repair of {'. Of '.join(outcomes)}. "
+        "[Repair by model type](repaired_types.md) has each type."
+    )
+
+
 def native_export() -> str:
     import native_export as sweep
 
@@ -144,7 +159,18 @@ def versions() -> str:
     return sweep.table(totals("versions"))
 
 
-_ALL = (support, sweep, exact, positions, native_rope, acceptance, weight_decay, native_export, versions)
+_ALL = (
+    support,
+    sweep,
+    exact,
+    positions,
+    native_rope,
+    acceptance,
+    weight_decay,
+    repaired_types,
+    native_export,
+    versions,
+)
 BLOCKS = {block.__name__: block for block in _ALL}
 
 

@@ -14,7 +14,9 @@ from repaired_types import REQUESTS, outcome
 from hfpatch.patch import patch_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
-SAMPLE = ["albert", "dpt", "informer", "llama"]  # shared layers, features of many depths, an empty slot, no biases
+# shared layers, a cache that no argument turns off, positions in a list of convolutions, features of many depths, an
+# empty slot in a list, no biases
+SAMPLE = ["albert", "blip-2", "data2vec-audio", "dpt", "informer", "llama"]
 
 
 def stored() -> dict[str, repaired_types.Result]:
