@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .schemes.rope import RoPE
     from .verification.verify import verify
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 importlib.import_module(".checkpoint.outer", __name__)  # learns from now on which models are parts of which
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import site
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,17 @@ def weight_decay() -> str:
 
 def repaired_types() -> str:
     found = totals("repaired_types")
-    ran = {name: sum(found[name].get(one, 0) for one in ("repaired", "undone", "harmed")) for name in ("norm", "pos")}
-    outcomes = [
-        f"`{asked}` ran on {ran[name]} types: {found[name].get('repaired', 0)} are nearer to the original on inputs that "
-        f"the repair has never seen, **{found[name].get('harmed', 0)} farther**, {found[name].get('undone', 0)} were "
-        f"undone by it; {found[name].get('refused', 0)} were refused with a reason, {found[name].get('wrong', 0)} wrong"
-        for name, asked in (("norm", 'norm="dyt"'), ("pos", 'pos="rope"'))
-    ]
-    return (
-        f"Of {found['of']} model types (transformers {found['transformers']}) a repair of {'. Of '.join(outcomes)}. "
-        "[Repair by model type](repaired_types.md) has each type."
-    )
+    lines = []
+    for name, asked in (("norm", 'norm="dyt"'), ("pos", 'pos="rope"')):
+        count = Counter(found[name])
+        ran = count["repaired"] + count["undone"] + count["harmed"]
+        lines.append(
+            f"* `{asked}` ran on {ran} types: {count['repaired']} are nearer to the original afterwards on inputs that "
+            f"the repair has never seen, **{count['harmed']} farther**, and {count['undone']} repairs were undone. "
+            f"{count['refused']} were refused with a reason, **{count['wrong']} are wrong**."
+        )
+    head = f"Of {found['of']} model types (transformers {found['transformers']}) a repair with"
+    return "\n".join([head, "", *lines, "", "[Repair by model type](repaired_types.md) has each type."])
 
 
 def native_export() -> str:
@@ -159,19 +160,8 @@ def versions() -> str:
     return sweep.table(totals("versions"))
 
 
-_ALL = (
-    support,
-    sweep,
-    exact,
-    positions,
-    native_rope,
-    acceptance,
-    weight_decay,
-    repaired_types,
-    native_export,
-    versions,
-)
-BLOCKS = {block.__name__: block for block in _ALL}
+_ALL = (support, sweep, exact, positions, native_rope, acceptance, weight_decay, repaired_types, native_export)
+BLOCKS = {block.__name__: block for block in (*_ALL, versions)}
 
 
 def block_pattern(name: str) -> re.Pattern[str]:
