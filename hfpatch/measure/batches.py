@@ -26,6 +26,8 @@ Batch = Mapping[str, Any]
 SEQUENCES, LENGTH, BATCH = 256, 128, 8
 # The number of axes that one sequence has in an input; a batch has one more.
 _AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
+# Inputs beside images that are given as patches, (N, d) each: where these lie, or how many rows and columns there are.
+_OF_PATCHES = {"pixel_position_ids", "spatial_shapes"}
 _TEXT = "text"  # the column that is read where a row has several of strings
 _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
@@ -187,7 +189,7 @@ class _Reader:
             item = {self.main: item}
         columns = {name: value for name, value in item.items() if name in self.takes or not _is_text(value)}
         like = next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
-        if like is not None and _count_axes(columns[like]) == _AXES[like]:
+        if like is not None and _count_axes(columns[like]) == self._axes(like):
             row = {name: value for name, value in columns.items() if name in self.takes and value is not None}
             self._require_accepted(columns, f"{self.option}: item {number}", of_row=True)
             return [row] if len(row[like]) else []
@@ -199,6 +201,10 @@ class _Reader:
         if isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
             return {name: value for name, value in columns.items() if name in self.takes}
         return columns
+
+    def _axes(self, name: str) -> int:
+        """The number of axes that one sequence has in an input."""
+        return _AXES[name] - (name == "pixel_values" and bool(_OF_PATCHES & self.takes))
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
         """The texts in a row, or in a batch of rows; None if it holds inputs.

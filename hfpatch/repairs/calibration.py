@@ -27,6 +27,7 @@ from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
 from .sample import SELF, require_generates
 from .scratch import Scratch
 
+_GRIDS = "grid_thw"  # argument of vision towers that take the patches of several images in one tensor
 _ENOUGH = "some hundred make a good repair."
 _LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
 _ROWS = 1024  # of activations that are converted at once
@@ -87,8 +88,9 @@ class Batches:
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
-        tensors = [value for value in (inputs.get(main), *inputs.values()) if isinstance(value, Tensor) and value.dim()]
-        first, mask = tensors[0], inputs.get("attention_mask")
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+        first = inputs[main] if main in inputs else max(tensors, key=Tensor.numel)
+        mask = inputs.get("attention_mask")
         if not first.is_floating_point():
             self.longest = max(self.longest or 0, first.shape[-1])
         if not is_divisible(inputs, count):
@@ -303,7 +305,12 @@ def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -
 
 
 def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
-    """Return how many sequences a batch holds, by its main input if that is a tensor."""
+    """Return how many sequences a batch holds, by its main input if that is a tensor.
+
+    Of images' patches that are packed into one tensor, whose grids `grid_thw` tells, there is one.
+    """
+    if _GRIDS in inputs:
+        return 1
     tensors = [inputs.get(main), *inputs.values()]
     return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
 
