@@ -37,21 +37,28 @@ def exclusive(function: F) -> F:
 
 @contextmanager
 def keep_random_state(*devices: torch.device) -> Iterator[None]:
-    """Context that restores torch's random generators, of the CPU and these devices; one thread at a time."""
+    """Context that restores the random generators of torch (of the CPU and these devices), numpy and Python.
+
+    One thread at a time.
+    """
     kinds = {device.type for device in devices} - {*_WITHOUT_A_STREAM}
     with process_state, torch.random.fork_rng(devices=[]), ExitStack() as stack:
         for kind in kinds:
             of_kind = [device for device in devices if device.type == kind]
             stack.enter_context(torch.random.fork_rng(devices=of_kind, device_type=kind))
-        yield
+        states = random.getstate(), numpy.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
 
 
 @contextmanager
 def seed_everything(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Context that seeds torch, numpy and random, and restores their states; of devices only the CPU and these."""
+    """Context that seeds torch, numpy and Python's random, and restores them; of devices only the CPU and these."""
     devices = [device for device in devices if device.type not in _WITHOUT_A_STREAM]
     with keep_random_state(*devices):
-        states = random.getstate(), numpy.random.get_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
         for device in devices:
             kind: Any = torch.get_device_module(device.type)
@@ -59,11 +66,7 @@ def seed_everything(seed: int, devices: Iterable[torch.device] = ()) -> Iterator
                 kind.manual_seed(seed)
         numpy.random.seed(seed)
         random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
+        yield
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
+from ..runtime.errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
 from .reference import refusing_failures
@@ -33,6 +34,16 @@ from .scratch import Scratch
 
 _SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # times a part's first output: what all that it returns may take, if it is to be stored
+
+
+class _Recorded(dict[tuple[str, str], Any]):
+    """What was recorded in a forward, by ("in" or "out", module)."""
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        raise UnsupportedError(
+            f"{key[1]} runs on some calibration inputs and not on others, so it can't be fitted. "
+            "Patch without calibration."
+        )
 
 
 class _AllObserved(BaseException):
@@ -143,10 +154,10 @@ class BlockReplay:
     ) -> dict[tuple[str, str], Any]:
         """Return the arguments ("in", name) of some modules and the results ("out", name) of others, for one batch.
 
-        Modules that the forward never reaches are missing from the result.
+        Modules that the forward never reaches are missing from the result, which raises UnsupportedError for them.
         """
         missing = {("in", name) for name in inputs} | {("out", name) for name in outputs}
-        recorded: dict[tuple[str, str], Any] = {}
+        recorded = _Recorded()
 
         def record(kind: str, name: str, value: Any) -> None:
             if (kind, name) in missing:

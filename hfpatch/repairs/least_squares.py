@@ -16,6 +16,7 @@ from ..runtime.float64 import float64_device, in_float64
 from .report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
+_SATURATED = 1e-3  # see ChannelAffine
 _SUMS = 64  # of the outputs, by which a penalty is chosen
 _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
 _PUT_BACK = 32  # columns that are read from disk at once, while everything else is in memory
@@ -209,15 +210,22 @@ def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool)
 class ChannelAffine:
     """Least squares of y = gain * h + shift, channel by channel, for several candidates of h at once.
 
+    Where h saturates, a channel that is near 1 in all rows hardly varies: a gain that makes much of that little throws
+    the output far off for an input whose h is -1. So gain^2 costs `_SATURATED` * mean(h^2)^2, which is nothing beside
+    the variance of an h that is small.
+
     Args:
         candidates: how many.
         width: channels.
         gain, shift: whether each is free; one that isn't stays 1 or 0.
         device: where the sums are kept.
+        saturates: whether |h| is at most 1.
     """
 
-    def __init__(self, candidates: int, width: int, gain: bool, shift: bool, device: torch.device):
-        self.free = gain, shift
+    def __init__(
+        self, candidates: int, width: int, gain: bool, shift: bool, device: torch.device, saturates: bool = False
+    ):
+        self.free, self.cost = (gain, shift), _SATURATED * saturates
         self.count = [0, 0]
         device = float64_device(device)
         zeros = lambda *shape: torch.zeros(*shape, width, dtype=torch.float64, device=device)  # noqa: E731
@@ -244,7 +252,8 @@ class ChannelAffine:
         n = max(self.count[0], 1)
         h, hh, hy, y = (sums[0] / n for sums in (self.h, self.hh, self.hy, self.y))
         if self.free == (True, True):
-            gain = (hy - h * y) / (hh - h.square()).clamp_min(1e-12 * hh.clamp_min(1e-30))
+            spread = (hh - h.square()).clamp_min(1e-12 * hh.clamp_min(1e-30))
+            gain = (hy - h * y) / (spread + self.cost * hh.square())
         else:
             gain = hy / hh.clamp_min(1e-30) if self.free[0] else torch.ones_like(hy)
         shift = y - gain * h if self.free[1] else torch.zeros_like(gain)

@@ -58,7 +58,7 @@ def _sums(module: AffineNorm, rows: Rows, settings: list[dict[str, float]], step
     sums: ChannelAffine | None = None
     for u, y, held_out in rows():
         u, y, held_out = u[::step], y[::step], held_out[::step]
-        sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device)
+        sums = sums or ChannelAffine(len(settings), u.shape[-1], gain, shift, u.device, module.saturates)
         sums.add((_normalise(module, u, setting) for setting in settings), y, held_out)
     assert sums is not None
     return sums

@@ -62,6 +62,7 @@ class AffineNorm(NormInterface):
     """
 
     kind: ClassVar[str] = ""  # registered name of its norm scheme
+    saturates: ClassVar[bool] = False  # whether normalise(x) is within -1 and 1, as of tanh
     scalars: ClassVar[tuple[str, ...]] = ()  # learned scalars (one value each) that a repair searches: see `trials`
 
     def __init__(
@@ -340,6 +341,7 @@ class DynamicTanh(AffineNorm):
     kind = "dyt"
 
     names = ("gain", "shift")
+    saturates = True
     scalars: ClassVar[tuple[str, ...]] = ("alpha",)
 
     def __init__(self, *norm: Any, alpha: float, like: Tensor):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hfpatch.repairs import least_squares
 from hfpatch.repairs.least_squares import PENALTIES, ChannelAffine, Ridge, fit_ridge
+from hfpatch.runtime.norms import DynamicErf, DynamicTanh, RMSNorm
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10_000)
@@ -222,3 +223,25 @@ def test_errors_are_shares_of_the_variance_of_what_is_to_be_matched() -> None:
     variance = float(target.var(0, correction=0).mean())
     assert fit is not None
     assert (fit.before, fit.after) == pytest.approx((alone.before / variance, alone.after / variance), rel=1e-6)
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+def test_little_is_made_of_what_a_saturated_channel_varies_by(saturates: bool) -> None:
+    """tanh of 8 and more differs in its last digits: least squares alone throws inputs of the other sign far off.
+
+    In a channel that doesn't saturate the cost is too small to be seen.
+    """
+    x, y, held_out = problem(0, inputs=2, outputs=2)
+    x = torch.stack([8 + x[:, 0].abs(), 0.1 * x[:, 1]], 1)
+    fit = ChannelAffine(1, 2, True, True, CPU, saturates)
+    fit.add([torch.tanh(x)], y, held_out)
+    gain, shift, _ = (found[0] for found in fit.solve())
+    off = (gain * torch.tanh(torch.tensor([-8.0, 0.1]).double()) + shift - y.mean(0)).abs() / y.std(0)
+    assert off[1] < 10
+    assert off[0] < 10 if saturates else off[0] > 1_000
+    plain = affine([torch.tanh(x)], y, held_out, True, True).solve()[0][0]
+    assert float(gain[1]) == pytest.approx(float(plain[1]), rel=1e-2)
+
+
+def test_norms_that_saturate_say_so() -> None:
+    assert [norm.saturates for norm in (DynamicTanh, DynamicErf, RMSNorm)] == [True, True, False]
