@@ -26,6 +26,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
+from ..measure.randomness import seed_everything
 from ..runtime.errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
@@ -111,7 +112,8 @@ class BlockReplay:
         Raises:
             UnsupportedError: the model fails there, though it ran on the first batch as a whole.
         """
-        with torch.no_grad(), refusing_failures(self.model):
+        draws = seed_everything(index, [self.device])  # where a model masks its inputs, both have to draw the same
+        with torch.no_grad(), refusing_failures(self.model), draws:
             return self.model(**self.inputs(index, rows))
 
     def inputs(self, index: int, rows: Tensor | None = None) -> dict[str, Any]:
