@@ -15,7 +15,8 @@ from hfpatch.patch import patch_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 # shared layers, a cache that no argument turns off, positions in a list of convolutions, features of many depths, an
-# empty slot in a list, no biases, patches of several images in one tensor, an image as patches, and masks that are drawn in the forward
+# empty slot in a list, no biases, patches of several images in one tensor, an image as patches, and masks that are
+# drawn in the forward
 SAMPLE = ["albert", "blip-2", "data2vec-audio", "dpt", "informer", "llama"]
 SAMPLE += ["qwen2_vl_vision", "siglip2_vision_model", "vit_mae"]
 
