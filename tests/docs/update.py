@@ -47,6 +47,7 @@ def settings_that_differ() -> int:
 
 def support() -> str:
     """A row for each sweep, for the README: links are absolute."""
+    repaired = totals("repaired_types")["norm"]
     norms, places, turned, counts = totals("norm_swap"), totals("positions"), totals("native_rope"), exact_counts()
     rows = [
         ("any norm replaced", f"{norms['converted']} of {norms['of']} model types with a LayerNorm", "norm_swap"),
@@ -66,6 +67,12 @@ def support() -> str:
             f"of {turned['rotating']} rotary model types {turned['theta']['yes']} take another theta, "
             f"{turned['linear']['yes']} linear scaling; {settings_that_differ()} differ from transformers' own",
             "native_rope",
+        ),
+        (
+            "repair of DyT on noise, no training",
+            f"{repaired.get('repaired', 0)} model types nearer on fresh inputs, {repaired.get('harmed', 0)} farther, "
+            f"{repaired.get('undone', 0)} undone, {repaired.get('refused', 0)} refused",
+            "repaired_types",
         ),
         ("native export, no code needed", f"{len(stock_architectures())} stock architectures", "native_export"),
     ]

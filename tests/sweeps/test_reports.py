@@ -13,12 +13,14 @@ import norm_swap
 import operations
 import positions
 import pytest
+import repaired_types
 import tables
 import transformers
 import weight_decay
 from native_cases import CASES
 
-SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, operations, positions, tables, weight_decay)
+SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, operations, positions, repaired_types, tables)
+SWEEPS += (weight_decay,)
 
 
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
