@@ -88,8 +88,8 @@ class Batches:
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
-        tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
-        first = inputs[main] if main in inputs else max(tensors, key=Tensor.numel)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+        first = tensors[main] if main in tensors else max(tensors.values(), key=Tensor.numel)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
             self.longest = max(self.longest or 0, first.shape[-1])
