@@ -88,8 +88,7 @@ class Batches:
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
-        first = tensors[main] if main in tensors else max(tensors.values(), key=Tensor.numel)
+        first = _main_tensor(inputs, main)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
             self.longest = max(self.longest or 0, first.shape[-1])
@@ -311,8 +310,13 @@ def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
     """
     if _GRIDS in inputs:
         return 1
-    tensors = [inputs.get(main), *inputs.values()]
-    return next(len(value) for value in tensors if isinstance(value, Tensor) and value.dim())
+    return len(_main_tensor(inputs, main))
+
+
+def _main_tensor(inputs: Mapping[str, Any], main: str) -> Tensor:
+    """A batch's main input, or its largest one where that is no tensor."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+    return tensors[main] if main in tensors else max(tensors.values(), key=Tensor.numel)
 
 
 def is_divisible(inputs: Mapping[str, Any], count: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -124,11 +125,10 @@ class RepairReport(SavedResult):
 
     def outcome(self) -> Outcome:
         """Return the outcome of what was repaired, as the patch record has it."""
-        measured: dict[str, Any] = {"metric": self.measure, "copied": self.before, "samples": self.held_out}
-        measured["by_repair"] = True
+        measured = partial(Outcome, by_repair=True, metric=self.measure, copied=self.before, samples=self.held_out)
         if self.kept:
-            return Outcome(REPAIRED, self._figures, **measured, repaired=self.after)
-        return Outcome(APPROXIMATE, f"a repair was {self._undone} ({self._figures})", **measured)
+            return measured(REPAIRED, self._figures, repaired=self.after)
+        return measured(APPROXIMATE, f"a repair was {self._undone} ({self._figures})")
 
     @property
     def _undone(self) -> str:

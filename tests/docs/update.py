@@ -47,7 +47,7 @@ def settings_that_differ() -> int:
 
 def support() -> str:
     """A row for each sweep, for the README: links are absolute."""
-    repaired = totals("repaired_types")["norm"]
+    repaired = Counter(totals("repaired_types")["norm"])
     norms, places, turned, counts = totals("norm_swap"), totals("positions"), totals("native_rope"), exact_counts()
     rows = [
         ("any norm replaced", f"{norms['converted']} of {norms['of']} model types with a LayerNorm", "norm_swap"),
@@ -70,8 +70,8 @@ def support() -> str:
         ),
         (
             "repair of DyT on noise, no training",
-            f"{repaired.get('repaired', 0)} model types nearer on fresh inputs, {repaired.get('harmed', 0)} farther, "
-            f"{repaired.get('undone', 0)} undone, {repaired.get('refused', 0)} refused",
+            f"{repaired['repaired']} model types nearer on fresh inputs, {repaired['harmed']} farther, "
+            f"{repaired['undone']} undone, {repaired['refused']} refused",
             "repaired_types",
         ),
         ("native export, no code needed", f"{len(stock_architectures())} stock architectures", "native_export"),
@@ -167,8 +167,19 @@ def versions() -> str:
     return sweep.table(totals("versions"))
 
 
-_ALL = (support, sweep, exact, positions, native_rope, acceptance, weight_decay, repaired_types, native_export)
-BLOCKS = {block.__name__: block for block in (*_ALL, versions)}
+_ALL = (
+    support,
+    sweep,
+    exact,
+    positions,
+    native_rope,
+    acceptance,
+    weight_decay,
+    repaired_types,
+    native_export,
+    versions,
+)
+BLOCKS = {block.__name__: block for block in _ALL}
 
 
 def block_pattern(name: str) -> re.Pattern[str]:

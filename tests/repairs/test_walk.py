@@ -80,24 +80,10 @@ def test_a_blocks_output_is_dropped_only_where_the_next_block_alone_reads_it(
     assert not walk.chains & others
 
 
-def noisy(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Eight batches like this one: noise on what are floats, token ids in another order."""
-    generator = torch.Generator().manual_seed(0)
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        if value.is_floating_point():
-            return value + 0.5 * torch.randn(value.shape, generator=generator)
-        return value[:, torch.randperm(value.shape[1], generator=generator)]
-
-    return [{name: changed(value) for name, value in given.items()} for _ in range(8)]
-
-
 def test_norms_that_run_several_times_may_have_their_channels_first() -> None:
     """EoMT upsamples three times by the same blocks, with norms of (B, C, H, W)."""
     model, given = zoo.tiny("eomt")
-    patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+    patch_model(model, norm="dyt", init="copy", calibration=zoo.noise(given, 8, seed=0))
     steps = [step for step in repair_report(model).steps if "layernorm2d" in step.module]
     assert len(steps) == 2
     assert all(step.kept and step.after < 0.5 * step.before for step in steps)
@@ -118,7 +104,7 @@ def test_errors_of_ours_pass_and_others_are_typed(tmp_path: Path) -> None:
 def test_unusual_models_are_repaired(family: str) -> None:
     """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more."""
     model, given = zoo.tiny(family)
-    patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+    patch_model(model, norm="dyt", init="copy", calibration=zoo.noise(given, 8, seed=0))
     report = repair_report(model)
     assert report.kept
     assert report.after < 0.5 * report.before
@@ -136,7 +122,7 @@ def test_a_model_whose_blocks_leave_something_behind_is_refused() -> None:
     model, given = zoo.tiny("diffusion_gemma")
     before = fingerprint(model)
     with pytest.raises(UnsupportedError, match="DiffusionGemmaModel can't be repaired: its forward fails"):
-        patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+        patch_model(model, norm="dyt", init="copy", calibration=zoo.noise(given, 8, seed=0))
     assert not changes(before, fingerprint(model))
 
 
@@ -144,7 +130,7 @@ def test_a_model_whose_blocks_leave_something_behind_is_refused() -> None:
 @pytest.mark.parametrize("family", ["depth_anything", "mask2former"])
 def test_models_that_read_features_of_several_depths_are_repaired(family: str) -> None:
     model, given = zoo.tiny(family)
-    patch_model(model, norm="dyt", init="copy", calibration=noisy(given))
+    patch_model(model, norm="dyt", init="copy", calibration=zoo.noise(given, 8, seed=0))
     assert repair_report(model).steps
 
 

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.schemes.rope import SCALING_OPTIONS
-
-
-def run(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with seed_deterministically(0), torch.no_grad():
-        return outputs_of(model, given)
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ zero: with the usual initialisation a wrong norm or position hardly changes an o
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import pkgutil
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto
 from zoo_overrides import OVERRIDES, Override
 
 from hfpatch.measure.inputs import make_inputs
+from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import randomise, seed_deterministically
 from hfpatch.measure.shrink import shrink
 
@@ -65,6 +68,29 @@ def tiny(
         raise
     except Exception as error:
         raise Unbuildable(model_type, last_line(error)) from error
+
+
+def run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The output tensors of one forward by name, the same each time: some forwards draw masks."""
+    with seed_deterministically(0), torch.no_grad():
+        return outputs_of(model, copy.deepcopy(inputs))
+
+
+def noise(inputs: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    """Batches like this one, without labels: numbers with noise added, tokens in another order."""
+    random = torch.Generator().manual_seed(seed)
+
+    def varied(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point() and value.numel() > 4:  # fewer are sizes or scales
+            return value + 0.5 * torch.randn(value.shape, generator=random).to(value.dtype)
+        if name.endswith("input_ids") and value.dim() == 2:
+            return value[:, torch.randperm(value.shape[1], generator=random)]
+        return value
+
+    given = {name: value for name, value in inputs.items() if name != "labels"}
+    return [{name: varied(name, value) for name, value in given.items()} for _ in range(count)]
 
 
 def untrained(model_type: str) -> PreTrainedModel:

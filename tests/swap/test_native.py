@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from host_rotations import built, equal, run
+from host_rotations import built, equal
 from rope_proof import difference
 from tiny_models import patch as patched
 from transformers import AutoModel
+from zoo import run
 
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning
 from hfpatch.patch import patch_model, unpatch_model

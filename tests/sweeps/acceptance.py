@@ -31,11 +31,11 @@ import workers
 import zoo
 from tiny_models import changes, fingerprint, patch
 from torch import Tensor
+from zoo import run
 from zoo_overrides import OVERRIDES, Override
 
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.measure.inputs import make_inputs
-from hfpatch.measure.outputs import outputs_of
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
@@ -193,11 +193,6 @@ def sized(inputs: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         return torch.randn(*value.shape[:-2], height, width, generator=generator) if pixels else value
 
     return {name: resized(value) for name, value in inputs.items()}
-
-
-def run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    with seed_deterministically(0), torch.no_grad():
-        return outputs_of(model, copy.deepcopy(inputs))
 
 
 def _is_finite(model: Any, inputs: dict[str, Any]) -> bool:

@@ -21,8 +21,8 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 import torch
 import transformers
 import workers
-from host_rotations import built, equal, run
-from zoo import Unbuildable, last_line, model_types, tiny
+from host_rotations import built, equal
+from zoo import Unbuildable, last_line, model_types, run, tiny
 
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError

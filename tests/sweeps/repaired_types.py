@@ -32,8 +32,6 @@ from tiny_models import changes, fingerprint
 from torch import Tensor
 
 from hfpatch.errors import NothingToPatchError, PatchError
-from hfpatch.measure.outputs import outputs_of
-from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model, repair_report
 
 REQUESTS: dict[str, dict[str, Any]] = {"norm": {"norm": "dyt", "init": "copy"}, "pos": {"pos": "rope"}}
@@ -73,23 +71,6 @@ class Result:
         return cls(**{**row, "outcomes": outcomes})
 
 
-def noise(inputs: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
-    """Batches like one of the zoo's: numbers with noise added, tokens in another order."""
-    random = torch.Generator().manual_seed(seed)
-
-    def varied(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.is_floating_point() and value.numel() > 4:  # fewer are sizes or scales
-            return value + 0.5 * torch.randn(value.shape, generator=random).to(value.dtype)
-        if name.endswith("input_ids") and value.dim() == 2:
-            return value[:, torch.randperm(value.shape[1], generator=random)]
-        return value
-
-    given = {name: value for name, value in inputs.items() if name != "labels"}
-    return [{name: varied(name, value) for name, value in given.items()} for _ in range(count)]
-
-
 def distance(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> float:
     """The mean over outputs of the squared distance, as a share of the variance of the first's; NaN where none has."""
     shares = []
@@ -102,22 +83,13 @@ def distance(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) ->
     return sum(shares) / len(shares) if shares else math.nan
 
 
-def outputs(model: Any, batches: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    """Each batch's output tensors by name."""
-    found = []
-    for batch in batches:
-        with seed_deterministically(0), torch.no_grad():  # some forwards draw masks
-            found.append(outputs_of(model, batch))
-    return found
-
-
 def outcome(model_type: str, request: dict[str, Any]) -> Repaired | None:
     """What a request comes to on one model type; None where the model has nothing for it."""
     model, inputs = zoo.tiny(model_type)
-    outputs(model, noise(inputs, 1, seed=0))  # some hosts compute what they keep in their first forward
+    zoo.run(model, zoo.noise(inputs, 1, seed=0)[0])  # some hosts compute what they keep in their first forward
     before, original = fingerprint(model), copy.deepcopy(model)
     try:
-        patch_model(model, **request, calibration=noise(inputs, BATCHES, seed=1))
+        patch_model(model, **request, calibration=zoo.noise(inputs, BATCHES, seed=1))
     except NothingToPatchError:
         return None
     except PatchError as error:
@@ -135,9 +107,9 @@ def outcome(model_type: str, request: dict[str, Any]) -> Repaired | None:
         moved = [name for name in ours if not torch.equal(ours[name], theirs[name])]
         reason = "it made longer sequences worse" if report.after < report.before else "it didn't help"
         return Repaired(f"wrong: undone, but {moved[0]} differs from a copy's" if moved else f"undone: {reason}")
-    fresh = noise(inputs, FRESH, seed=2)
-    theirs = outputs(original, fresh)
-    left, now = (distance(theirs, outputs(one, fresh)) for one in (copied, model))
+    fresh = zoo.noise(inputs, FRESH, seed=2)
+    theirs, left, now = ([zoo.run(one, batch) for batch in fresh] for one in (original, copied, model))
+    left, now = distance(theirs, left), distance(theirs, now)
     kept = sum(step.kept for step in report.steps)
     verdict = "harmed" if now > left else "repaired" if math.isfinite(now) else "wrong: outputs that aren't finite"
     return Repaired(verdict, kept, len(report.steps), *(float(f"{value:.3g}") for value in (left, now)))

@@ -38,7 +38,7 @@ def test_outcomes_are_what_the_report_says(model_type: str) -> None:
 def test_all_types() -> None:
     found = repaired_types.totals(repaired_types.SWEEP.sweep(repaired_types.zoo.model_types()))
     for name in REQUESTS:
-        assert "wrong" not in found[name]
+        assert not {"wrong", "harmed"} & found[name].keys()
     assert found["norm"]["repaired"] >= 500
 
 

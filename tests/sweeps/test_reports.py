@@ -19,8 +19,18 @@ import transformers
 import weight_decay
 from native_cases import CASES
 
-SWEEPS = (acceptance, exact, native_export, native_rope, norm_swap, operations, positions, repaired_types, tables)
-SWEEPS += (weight_decay,)
+SWEEPS = (
+    acceptance,
+    exact,
+    native_export,
+    native_rope,
+    norm_swap,
+    operations,
+    positions,
+    repaired_types,
+    tables,
+    weight_decay,
+)
 
 
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
