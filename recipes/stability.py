@@ -68,7 +68,7 @@ class StabilityConfig:
     steps: int = option(300, "of every model", COUNT)
     batch_size: int = option(8, "blocks in a batch", COUNT)
     block_size: int = option(32, "bytes in a block", at_least(2))
-    learning_rate: float = option(2e-3, "AdamW's, constant after the warmup", POSITIVE)
+    learning_rate: float = option(1e-3, "AdamW's, constant after the warmup", POSITIVE)
     warmup_steps: int = option(0, "steps of linear warmup, which post-norm is said to need", NOT_NEGATIVE)
     width: int = option(32, "of the models; a head takes 16 of it", multiple_of(HEAD))
     resume: bool = option(False, "go on where a run with the same settings stopped")

@@ -155,7 +155,7 @@ def quality(results: Results) -> list[str]:
     told += f"*kept*: that part of the original's {words(figure)}{'' if higher else ', which is better if lower'}. "
     told += f"*training required?*: no from {ENOUGH:.0%} on; else until it is the original's. "
     told += "*of the control*: against an unpatched copy of equal budget." * bool(control)
-    return [f"Held-out {words(figure)}, before any training and after it:", "", *table(rows), "", told, ""]
+    return [f"Held-out {words(figure)}, before any training and after it:", "", *table(rows), "", told.rstrip(), ""]
 
 
 def all_figures(results: Results) -> list[str]:
