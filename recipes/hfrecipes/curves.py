@@ -47,12 +47,14 @@ def curve_of(stages: dict[int, dict[str, Any]], figure: str) -> Curve:
 
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
-    """A row of two plots for each panel; lines of one name look the same in all."""
+    """A row of plots for each panel, two where one has a control; lines of one name look the same in all."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     turns = turns_of(panels)
     rows = max(1, len(panels))  # where every model failed there is nothing to draw
-    figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.6 * rows), squeeze=False, layout="constrained")
-    for panel, (left, right) in zip(panels, axes, strict=False):
+    columns = 1 + any(panel.control is not None for panel in panels)
+    size = (4 + 3.5 * columns, 1 + 3.6 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for panel, (left, *compared) in zip(panels, axes, strict=False):
         bands = len(panel.lines) <= 5  # of more lines they would hide each other
         for name, curve in panel.lines.items():
             i = names.index(name)
@@ -60,17 +62,17 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
             draw_line(left, curve, curve.std(axis=1) * bands, look)
             if panel.control is not None:
                 gaps = (curve - panel.control).dropna(axis=1, how="all").dropna()
-                draw_line(right, gaps, half_width(gaps.std(axis=1), gaps.shape[1]) * bands, look)
+                draw_line(compared[0], gaps, half_width(gaps.std(axis=1), gaps.shape[1]) * bands, look)
         if panel.before is not None:
             left.axhline(panel.before, color="#888888", ls="--", lw=1.2, label="before the patch")
         left.set(ylabel=panel.figure)
         left.set_title(panel.title, loc="left")
-        right.set_visible(panel.control is not None)
         if panel.control is not None:
             look = CONTROL_LINE | turns.get(None, {})
             draw_line(left, panel.control, panel.control.std(axis=1) * bands, look | {"label": panel.control_name})
-            finish_differences(right, panel, look)
-        for axis in (left, right):
+            finish_differences(compared[0], panel, look)
+        for axis in (left, *compared):
+            axis.set_visible(axis is left or panel.control is not None)
             count_steps(axis)
     named = {}
     for axis in axes.flat:

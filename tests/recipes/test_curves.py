@@ -42,3 +42,10 @@ def test_lines_that_part_in_one_panel_are_whole() -> None:
     assert set(turns_of([same])) == {"rms", "rope"}
     assert turns_of([same, other]) == {}
     assert set(turns_of([same, panel(dyt=FALL)])) == {"rms", "rope"}  # a panel that lacks them says nothing
+
+
+def test_without_a_control_no_half_is_empty(tmp_path: Path) -> None:
+    draw_panels([panel(healed=FALL)], tmp_path / "alone.png")
+    picture = plt.imread(tmp_path / "alone.png")[..., :3]
+    inked = (picture < 0.9).any(axis=(0, 2)).nonzero()[0]  # columns of the picture in which something is drawn
+    assert inked.max() > 0.9 * picture.shape[1]
