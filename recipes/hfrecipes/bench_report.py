@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .bench_models import UNPATCHED
+from .bench_micro import COPY
 from .curves import COLOURS
 from .report import table
 from .timing import MODES, middle
@@ -76,14 +76,19 @@ def failures(races: list[dict[str, Any]]) -> list[str]:
 
 
 def panels_of(races: list[dict[str, Any]]) -> list[tuple[tuple[str, str], pd.DataFrame]]:
-    """Ratios to the basis with their intervals, for each part and mode that has any."""
-    points = [
-        (race["part"], race["mode"], f"{race['case']}\n{race['work']}", timing["subject"], *ratio)
-        for race in races
-        for timing in race["timings"]
-        if (ratio := against_basis(timing, race["timings"][0]))
-    ]
-    frame = pd.DataFrame(points, columns=["part", "mode", "group", "subject", "ratio", "low", "high"])
+    """Ratios to the basis with their intervals, for each part and mode that has any; norms and rotations by themselves
+    apart, and without the copy that shows how fast memory is.
+    """
+    points = []
+    for race in races:
+        part, case = race["part"], race["case"]
+        if part == MICRO:
+            part, _, case = case.partition(", ")
+        about = part, race["mode"], f"{case}\n{race['work']}", race["timings"][0]["subject"]
+        for timing in race["timings"]:
+            if timing["subject"] != COPY and (ratio := against_basis(timing, race["timings"][0])):
+                points.append((*about, timing["subject"], *ratio))
+    frame = pd.DataFrame(points, columns=["part", "mode", "group", "basis", "subject", "ratio", "low", "high"])
     return list(frame.groupby(["part", "mode"], sort=False))
 
 
@@ -97,10 +102,10 @@ def draw_ratios(axis: Any, part: str, mode: str, points: pd.DataFrame, colours: 
     grid = points.set_index(["group", "subject"])[["ratio", "low", "high"]].unstack("subject", sort=False)
     ratio, low, high = (grid[name] for name in ("ratio", "low", "high"))
     whiskers = np.stack([(ratio - low).T, (high - ratio).T], 1)
-    (ratio - 1).plot.bar(ax=axis, bottom=1, yerr=whiskers, rot=0, width=0.8, color=colours, ecolor="0.3")
+    width = min(0.8, 0.2 * ratio.shape[1])
+    (ratio - 1).plot.bar(ax=axis, bottom=1, yerr=whiskers, rot=0, width=width, color=colours, ecolor="0.3")
     axis.axhline(1, color="0.2", lw=1)
     axis.grid(axis="y", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    basis = "basis" if part == MICRO else UNPATCHED
-    axis.set(xlabel="", ylabel=f"time / {basis}", title=f"{part}, {mode}")
+    axis.set(xlabel="", ylabel=f"time / {points['basis'].iloc[0]}", title=f"{part}, {mode}")
