@@ -71,8 +71,9 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
             look = CONTROL_LINE | turns.get(None, {})
             draw_line(left, panel.control, panel.control.std(axis=1) * bands, look | {"label": panel.control_name})
             finish_differences(compared[0], panel, look)
+        for axis in compared:
+            axis.set_visible(panel.control is not None)
         for axis in (left, *compared):
-            axis.set_visible(axis is left or panel.control is not None)
             count_steps(axis)
     named = {}
     for axis in axes.flat:

@@ -9,7 +9,7 @@ import benchmark
 import pytest
 import torch
 from hfrecipes import bench_micro, bench_models, timing
-from hfrecipes.bench_report import against_basis
+from hfrecipes.bench_report import against_basis, panels_of
 from hfrecipes.timing import Entrant
 from torch import nn
 
@@ -165,3 +165,13 @@ class TestFigures:
         one, other = base | {"seconds": [2.0, 20.0, 3.0]}, base | {"seconds": [1.0, 10.0, 3.0]}  # slower in between
         assert against_basis(one, other) == (2.0, 1.0, 2.0)
         assert against_basis(other, other) is None
+
+
+def test_norms_and_rotations_are_drawn_apart_and_copies_are_not():
+    def race(case, *subjects):
+        timings = [{"subject": name, "seconds": [1.0, 2.0, 3.0], "inside_seconds": {}} for name in subjects]
+        return {"part": "micro", "case": case, "work": "forward", "mode": "eager", "timings": timings}
+
+    races = [race("norm, 8 float32", "LayerNorm", "RMSNorm", "copy"), race("rotary, 8 float32", "transformers", "RoPE")]
+    drawn = {part: (set(points["basis"]), list(points["subject"])) for (part, _), points in panels_of(races)}
+    assert drawn == {"norm": ({"LayerNorm"}, ["RMSNorm"]), "rotary": ({"transformers"}, ["RoPE"])}
