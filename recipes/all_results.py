@@ -72,11 +72,11 @@ class Run:
         page = ROOT / results / self.name / "results.md"
         return list(dict.fromkeys(VERSION.findall(page.read_text("utf-8")))) if page.exists() else []
 
-    def is_left(self, results: str, work: str) -> bool:
-        """Whether its figures, or what others need of it, isn't there, or is of another version."""
+    def is_made(self, results: str, work: str) -> bool:
+        """Whether its figures, or what others need of it, is there and of this version."""
         if self.keeps_figures:
-            return self.versions(results) != [hfpatch.__version__]
-        return not (ROOT / work / self.name / "results.md").exists() or not self.goes_on(work)
+            return self.versions(results) == [hfpatch.__version__]
+        return (ROOT / work / self.name / "results.md").exists() and self.goes_on(work)
 
     def goes_on(self, work: str) -> bool:
         """Whether its folder was begun by this version; what another one left isn't gone on with."""
@@ -99,6 +99,13 @@ def read_runs(results: str) -> dict[str, Run]:
         return {name: Run(name, **values) for name, values in found.items()}
 
 
+def runs_left(runs: Collection[Run], results: str, work: str) -> list[Run]:
+    """Those that aren't made; one without figures of its own only where another that is left needs it."""
+    left = [run for run in runs if not run.is_made(results, work)]
+    needed = {run.needs.partition("/")[0] for run in left}
+    return [run for run in left if run.keeps_figures or run.name in needed]
+
+
 def make(config: ResultsConfig, command: str) -> None:
     """List the runs, or make those that are left."""
     results, work = config.results, config.output_dir
@@ -109,12 +116,12 @@ def make(config: ResultsConfig, command: str) -> None:
         print(listing(runs.values(), results, work))
         return
     until = None if config.minutes is None else time.monotonic() + 60 * config.minutes
-    for run in runs.values():
-        if run.name in config.runs if config.runs else run.is_left(results, work):
-            needed = run.needs.partition("/")[0]
-            if needed and not (ROOT / work / run.needs).is_dir():
-                raise RecipeError(f"{run.name} needs {work}/{run.needs}, which {needed} makes: --runs {needed} first")
-            carry_out(run, results, work, until)
+    chosen = [run for run in runs.values() if run.name in config.runs] if config.runs else None
+    for run in runs_left(runs.values(), results, work) if chosen is None else chosen:
+        needed = run.needs.partition("/")[0]
+        if needed and not (ROOT / work / run.needs).is_dir():
+            raise RecipeError(f"{run.name} needs {work}/{run.needs}, which {needed} makes: --runs {needed} first")
+        carry_out(run, results, work, until)
 
 
 def carry_out(run: Run, results: str, work: str, until: float | None) -> None:
@@ -147,7 +154,7 @@ def carry_out(run: Run, results: str, work: str, until: float | None) -> None:
 
 def listing(runs: Collection[Run], results: str, work: str) -> str:
     """The runs as a table."""
-    left = [run for run in runs if run.is_left(results, work)]
+    left = runs_left(runs, results, work)
     rows = [
         {
             "run": run.name,
@@ -159,8 +166,8 @@ def listing(runs: Collection[Run], results: str, work: str) -> str:
         for run in runs
     ]
     hours = sum(run.minutes for run in left) / 60
-    told = f"Installed: hfpatch {hfpatch.__version__}. What is left takes about {hours:.1f} hours on two idle cores."
-    return "\n".join([*table(rows), "", told])
+    told = f"What is left takes about {hours:.1f} hours on two idle cores." if left else "Nothing is left."
+    return "\n".join([*table(rows), "", f"Installed: hfpatch {hfpatch.__version__}. {told}"])
 
 
 def main(argv: list[str] | None = None) -> int:

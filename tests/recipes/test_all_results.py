@@ -67,6 +67,15 @@ class TestTable:
         assert [line.split("|")[2].strip() for line in lines[1:]] == ["done", "to do"]
         assert not (tmp_path / "runs" / "first").exists()
 
+    def test_what_only_others_need_is_left_while_they_are(self, folders, tmp_path):
+        table = tmp_path / "results" / "runs.yaml"
+        table.write_text(table.read_text().replace("minutes: 1\n", "minutes: 1\n  keeps_figures: false\n"))
+        runs = all_results.read_runs(folders[1]).values()
+        places = [str(tmp_path / "results"), str(tmp_path / "runs")]
+        assert [run.name for run in all_results.runs_left(runs, *places)] == ["first", "second"]
+        leave_results(tmp_path / "results" / "second", hfpatch.__version__)
+        assert all_results.runs_left(runs, *places) == []
+
     def test_a_folder_of_another_version_is_begun_anew(self, folders, tmp_path):
         run = all_results.read_runs(folders[1])["first"]
         place = tmp_path / "runs" / "first"
@@ -100,7 +109,7 @@ class TestRuns:
         assert all_results.main([*folders, "--runs", "first"]) == 0
         names = {path.name for path in (tmp_path / "results" / "first").iterdir()}
         assert names == {"results.md", "curves.png"}
-        assert not all_results.read_runs(folders[1])["first"].is_left(folders[1], folders[3])
+        assert all_results.read_runs(folders[1])["first"].is_made(folders[1], folders[3])
 
     def test_a_run_that_fails(self, folders, tmp_path, capsys):
         table = tmp_path / "results" / "runs.yaml"
