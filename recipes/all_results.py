@@ -116,8 +116,8 @@ def make(config: ResultsConfig, command: str) -> None:
         print(listing(runs.values(), results, work))
         return
     until = None if config.minutes is None else time.monotonic() + 60 * config.minutes
-    chosen = [run for run in runs.values() if run.name in config.runs] if config.runs else None
-    for run in runs_left(runs.values(), results, work) if chosen is None else chosen:
+    asked = [run for run in runs.values() if run.name in (config.runs or ())]
+    for run in asked or runs_left(runs.values(), results, work):
         needed = run.needs.partition("/")[0]
         if needed and not (ROOT / work / run.needs).is_dir():
             raise RecipeError(f"{run.name} needs {work}/{run.needs}, which {needed} makes: --runs {needed} first")
