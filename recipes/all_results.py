@@ -55,8 +55,8 @@ class Run:
         name: also of its folders.
         minutes: that it takes on two idle cores.
         shows: what it is for.
-        command: a recipe and its flags; `{needs}` in it is the folder of `needs`.
-        needs: a run, and a folder in its own, as in gpt2_10m/baseline.
+        command: a recipe and its flags; `{needs}` in it are the folders of `needs`.
+        needs: what stands before it, each a run, and a folder in its own: gpt2_10m/baseline. A space between two.
         keeps_figures: whether it has any; else it is there for those that need it.
     """
 
@@ -66,6 +66,10 @@ class Run:
     command: str
     needs: str = ""
     keeps_figures: bool = True
+
+    def needed(self) -> set[str]:
+        """Names of the runs whose folders it reads."""
+        return {one.partition("/")[0] for one in self.needs.split()}
 
     def versions(self, results: str) -> list[str]:
         """Of hfpatch, that made its figures."""
@@ -86,7 +90,8 @@ class Run:
 
     def arguments(self, work: str) -> list[str]:
         """Of the Python that runs it, in the repository's folder."""
-        recipe, *flags = shlex.split(self.command.format(needs=f"{work}/{self.needs}"))
+        needs = " ".join(f"{work}/{one}" for one in self.needs.split())
+        recipe, *flags = shlex.split(self.command.format(needs=needs))
         resume = ["--resume"] if recipe not in WHOLE and self.goes_on(work) else []
         return [f"recipes/{recipe}", *flags, "--output_dir", f"{work}/{self.name}", *resume]
 
@@ -101,9 +106,12 @@ def read_runs(results: str) -> dict[str, Run]:
 
 def runs_left(runs: Collection[Run], results: str, work: str) -> list[Run]:
     """Those that aren't made; one without figures of its own only where another that is left needs it."""
-    left = [run for run in runs if not run.is_made(results, work)]
-    needed = {run.needs.partition("/")[0] for run in left}
-    return [run for run in left if run.keeps_figures or run.name in needed]
+    left: list[Run] = []
+    for run in reversed([*runs]):  # what a run needs stands before it
+        wanted = run.keeps_figures or any(run.name in other.needed() for other in left)
+        if wanted and not run.is_made(results, work):
+            left.insert(0, run)
+    return left
 
 
 def make(config: ResultsConfig, command: str) -> None:
@@ -118,9 +126,10 @@ def make(config: ResultsConfig, command: str) -> None:
     until = None if config.minutes is None else time.monotonic() + 60 * config.minutes
     asked = [run for run in runs.values() if run.name in (config.runs or ())]
     for run in asked or runs_left(runs.values(), results, work):
-        needed = run.needs.partition("/")[0]
-        if needed and not (ROOT / work / run.needs).is_dir():
-            raise RecipeError(f"{run.name} needs {work}/{run.needs}, which {needed} makes: --runs {needed} first")
+        for needed in run.needs.split():
+            if not (ROOT / work / needed).is_dir():
+                maker = needed.partition("/")[0]
+                raise RecipeError(f"{run.name} needs {work}/{needed}, which {maker} makes: --runs {maker} first")
         carry_out(run, results, work, until)
 
 

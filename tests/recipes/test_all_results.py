@@ -68,13 +68,20 @@ class TestTable:
         assert not (tmp_path / "runs" / "first").exists()
 
     def test_what_only_others_need_is_left_while_they_are(self, folders, tmp_path):
-        table = tmp_path / "results" / "runs.yaml"
-        table.write_text(table.read_text().replace("minutes: 1\n", "minutes: 1\n  keeps_figures: false\n"))
-        runs = all_results.read_runs(folders[1]).values()
+        runs = [
+            all_results.Run("alone", 1, "", "", keeps_figures=False),
+            all_results.Run("first", 1, "", "", keeps_figures=False),
+            all_results.Run("second", 1, "", "", needs="first/models", keeps_figures=False),
+            all_results.Run("third", 1, "", "evaluate.py --models {needs}", needs="first/models second/swapped"),
+        ]
         places = [str(tmp_path / "results"), str(tmp_path / "runs")]
-        assert [run.name for run in all_results.runs_left(runs, *places)] == ["first", "second"]
-        leave_results(tmp_path / "results" / "second", hfpatch.__version__)
+        assert [run.name for run in all_results.runs_left(runs, *places)] == ["first", "second", "third"]
+        leave_results(tmp_path / "results" / "third", hfpatch.__version__)
         assert all_results.runs_left(runs, *places) == []
+
+    def test_folders_that_a_command_names(self):
+        run = all_results.Run("last", 1, "", "evaluate.py --models {needs}", needs="first/models second/swapped")
+        assert run.arguments("runs")[1:4] == ["--models", "runs/first/models", "runs/second/swapped"]
 
     def test_a_folder_of_another_version_is_begun_anew(self, folders, tmp_path):
         run = all_results.read_runs(folders[1])["first"]
