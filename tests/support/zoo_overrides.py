@@ -231,6 +231,7 @@ OVERRIDES: dict[str, Override] = {
     "emu3_vqgan": NO_FORWARD,
     "esm": Override({"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}),
     "esmfold2": Override(reason="takes the atoms of a protein complex in ten tensors: no inputs written for it"),
+    "falcon_h1": Override({"mamba_chunk_size": 16}),
     "fastspeech2_conformer_hifigan": Override(inputs=SPECTROGRAM),
     "florence_vision": Override(inputs={"hidden_states": normal(BATCH, 3, 64, 64)}),
     "fun_asr_nano": Override({"adaptor_config.intermediate_size": 16}),
@@ -250,7 +251,8 @@ OVERRIDES: dict[str, Override] = {
             "pixel_values": normal(BATCH, 16, 3 * PATCH_SIZE**2),
         }
     ),
-    "glm5_next_text": Override({"index_kpool": 2}),
+    "glm5_next": Override({"text_config.linear_num_heads": 4}),
+    "glm5_next_text": Override({"index_kpool": 2, "linear_num_heads": 4}),
     "glm_image_vision": Override(inputs=PACKED),
     "glm_image_vqmodel": NO_FORWARD,
     "glmasr_encoder": Override(inputs={"input_features": normal(BATCH, 128, 64)}),
@@ -300,6 +302,7 @@ OVERRIDES: dict[str, Override] = {
         }
     ),
     "kimi_k25_vision": Override(inputs={"pixel_values": normal(16, 3, PATCH_SIZE, PATCH_SIZE)}),
+    "kimi_linear": Override({"linear_num_heads": 4}),
     "kosmos-2": Override(
         {"latent_query_num": 4},
         {"image_embeds_position_mask": lambda make: torch.tensor([[0] + [1] * 4 + [0] * (TOKENS - 5)] * BATCH)},
