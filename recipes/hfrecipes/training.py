@@ -27,12 +27,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from hfpatch.compile import compile_model, compiled_calls, uncompile_model
 
-from .command import DivergedError, Stopped, progress, run_recipe, stop_requests
+from .command import DivergedError, Stopped, progress, return_freed_memory, run_recipe, stop_requests
 from .corpus import RecipeError, refusing
 from .methods import Method
 from .results import OutputFolder
 from .settings import FREE_TO_CHANGE, read_run
 from .tasks import Drawn, Figures, find_task
+
+RETURN_MEMORY_EVERY = 10  # steps; the next one gets new pages, so it takes longer
 
 Changes = dict[int, Callable[[nn.Module], object]]
 
@@ -128,6 +130,8 @@ class Run(OutputFolder):
                 begun = time.perf_counter()
                 where = f"step {step} of {name}"
                 loss, seen = self.train_step(where, model, optimizer, scheduler, batches, method)
+                if step % RETURN_MEMORY_EVERY == 0:
+                    return_freed_memory()
                 times.append(time.perf_counter() - begun)
                 units += seen
                 rate = round(units / sum(times))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from hfrecipes import command, lm, report, settings, texts
+from hfrecipes import command, lm, report, settings, texts, training
 from hfrecipes import corpus as data
 from run_files import ROOT, at_step, figures, read_results, tiny
 from safetensors.torch import load_file
@@ -258,6 +258,14 @@ class TestOptions:
         assert stages["control"]["start"] == stages["baseline"]["end"] == stages["baseline"]["start"]
         assert stages["control"]["end"]["loss"] < stages["control"]["start"]["loss"]
         assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
+
+
+def test_freed_memory_goes_back_now_and_then(text, tmp_path, monkeypatch):
+    returned = []
+    monkeypatch.setattr(training, "return_freed_memory", lambda: returned.append(True))
+    flags = tiny(tmp_path, text, "--baseline_steps 0 --steps 25 --start reset --eval_every 25", variants="control")
+    assert finetune.main(flags) == 0
+    assert len(returned) == 2
 
 
 class TestSettings:

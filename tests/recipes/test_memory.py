@@ -1,4 +1,4 @@
-"""Freed memory is kept: counted in page faults of a process of its own."""
+"""Freed memory is kept, and goes back when told: counted in a process of its own."""
 
 import subprocess
 import sys
@@ -33,3 +33,32 @@ def test_freed_memory_is_kept() -> None:
         pytest.skip("no glibc, or an accelerator")
     assert float(left.stdout) > 80, "by pages of 2 MiB; by those of 4 KiB it's 65,000"
     assert float(kept.stdout) < float(left.stdout) / 5
+
+
+RETURNED = """
+import sys, torch
+from hfrecipes.command import keep_freed_memory, return_freed_memory
+if not keep_freed_memory():
+    sys.exit("not here")
+
+def resident():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1024
+
+some = [torch.ones(2**20) for _ in range(100)]  # 4 MiB each
+held = resident()
+some = some[::2]  # holes between what stays
+left = resident()
+return_freed_memory()
+print(held, left, resident())
+"""
+
+
+@pytest.mark.slow
+def test_freed_memory_goes_back_when_told() -> None:
+    """The holes that a tensor of another size doesn't fit into; megabytes."""
+    ran = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True, cwd=RECIPES)
+    if "not here" in ran.stderr:
+        pytest.skip("no glibc, or an accelerator")
+    held, left, returned = map(float, ran.stdout.split())
+    assert left > held - 20, "control: freed, it is kept"
+    assert returned < held - 150
