@@ -107,24 +107,9 @@ def keep_freed_memory() -> bool:
     By default glibc returns a tensor of more than 32 MiB to the system when it is freed; the next one gets new pages,
     each of which costs a page fault and is cleared. On a virtual machine with two cores a training step of GPT-2 small
     (2 x 128 tokens) takes 2.3 s, and 1.6 s where memory is kept; the process holds 5 % more. Where sizes change from
-    step to step, less and less of what is kept fits: `return_freed_memory` now and then.
+    step to step, less and less of what is kept fits, so the training loop frees it now and then.
     """
-    mallopt = _of_glibc("mallopt")
-    return bool(mallopt and mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, -1))
-
-
-def return_freed_memory() -> bool:
-    """Have the C library return to the system what `keep_freed_memory` kept. Returns whether there was anything.
-
-    Of windows of 2,048 tokens beside queries of any length, three at a time, a process grew from 2.3 to 4.1 GB in 27
-    steps; with this after every third step it stayed below 2.5 GB.
-    """
-    trim = _of_glibc("malloc_trim")
-    return bool(trim and trim(0))
-
-
-def _of_glibc(name: str) -> Any:
-    """A function of glibc, where tensors are in its memory; else None."""
     if torch.accelerator.is_available() or not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), name, None)  # musl has none
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    return bool(mallopt and mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, -1))

@@ -262,7 +262,7 @@ class TestOptions:
 
 def test_freed_memory_goes_back_now_and_then(text, tmp_path, monkeypatch):
     returned = []
-    monkeypatch.setattr(training, "return_freed_memory", lambda: returned.append(True))
+    monkeypatch.setattr(training, "free_unused_memory", lambda: returned.append(True))
     flags = tiny(tmp_path, text, "--baseline_steps 0 --steps 25 --start reset --eval_every 25", variants="control")
     assert finetune.main(flags) == 0
     assert len(returned) == 2

@@ -37,7 +37,8 @@ def test_freed_memory_is_kept() -> None:
 
 RETURNED = """
 import sys, torch
-from hfrecipes.command import keep_freed_memory, return_freed_memory
+from hfpatch.measure.quiet_forward import free_unused_memory
+from hfrecipes.command import keep_freed_memory
 if not keep_freed_memory():
     sys.exit("not here")
 
@@ -48,7 +49,7 @@ some = [torch.ones(2**20) for _ in range(100)]  # 4 MiB each
 held = resident()
 some = some[::2]  # holes between what stays
 left = resident()
-return_freed_memory()
+free_unused_memory()
 print(held, left, resident())
 """
 

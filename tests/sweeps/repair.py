@@ -88,6 +88,7 @@ SWAPS: dict[str, dict[str, Any]] = {
     "swiglu": {"mlp": "swiglu"},
     "geglu": {"mlp": "geglu"},
 }
+TRAINED_IN = Path(tempfile.gettempdir()) / "hfpatch-repair-sweep"
 STEPS, BATCH, LENGTH, RATE = 400, 8, 128, 3e-3  # of the training
 CALIBRATION, JUDGED = 128, 256  # sequences of LENGTH bytes
 
@@ -102,8 +103,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--swaps", nargs="+", choices=SWAPS, default=list(SWAPS), help="of the families")
     parser.add_argument("--starts", nargs="+", choices=("text", "self"), default=("text", "self"), help="likewise")
-    models = Path(tempfile.gettempdir()) / "hfpatch-repair-sweep"
-    parser.add_argument("--models", type=Path, default=models, help="folder where trained families are kept")
+    parser.add_argument("--models", type=Path, default=TRAINED_IN, help="folder where trained families are kept")
     parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs, for the tables")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for repair.json and repair.md")
     asked = parser.parse_args()

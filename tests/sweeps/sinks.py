@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ FIRST_BLOCK = ["transformer.h.0.ln_1", "transformer.h.0.ln_2"]
 CHANNELS, SIGNS = [3, 7, 11], [1.0, -1.0, 1.0]
 
 
-def with_sink(size: float, folder: Path) -> Any:
+def with_sink(size: float) -> Any:
     """The trained GPT-2, its first token's stream larger by so many times the others' root mean square."""
-    model = repair.trained_model(*without_norms.TRAINED["GPT-2"], folder)
+    model = repair.trained_model(*without_norms.TRAINED["GPT-2"], repair.TRAINED_IN)
     table = model.transformer.wpe.weight
     usual = (model.transformer.wte.weight.var() + table[1:].var()).sqrt()
     with torch.no_grad():
@@ -82,16 +81,16 @@ def divergence(original: Any, patched: Any, batches: list[dict[str, Tensor]]) ->
     return float(kl.sum(-1).mean())
 
 
-def measure(size: float, first: str, folder: Path) -> list[str]:
+def measure(size: float, first: str) -> list[str]:
     """A row of the table."""
     calibration, judged = sequences(0.0, 0.9, 256, first), sequences(0.9, 1.0, 160, first)
-    original = with_sink(size, folder)
+    original = with_sink(size)
     at = sizes(original, judged)
     told = [f"{without_norms.loss(original, judged):.3f}"]
     for keep in ([], FIRST_BLOCK):
         torch.manual_seed(0)
         # kept norms besides the last one, which norm="fixed" keeps by itself
-        patched = patch(with_sink(size, folder), norm="fixed", keep=keep, calibration=calibration)
+        patched = patch(with_sink(size), norm="fixed", keep=keep, calibration=calibration)
         told.append(f"{divergence(original, patched, judged):.4f}")
     of_blocks = [f"{statistics.median(some):.2f}" for some in (at[: len(FIRST_BLOCK)], at[len(FIRST_BLOCK) :])]
     return [*of_blocks, first, *told]
@@ -100,10 +99,9 @@ def measure(size: float, first: str, folder: Path) -> list[str]:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = Path(tempfile.gettempdir()) / "hfpatch-repair-sweep"
     rows = []
     for case in CASES:
-        rows.append(measure(*case, folder))
+        rows.append(measure(*case))
         print(rows[-1], flush=True)
     heads = ["size in block 0", "in later ones", "first token", "loss", "KL left", "with block 0's norms kept"]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hfpatch {hfpatch.__version__}"

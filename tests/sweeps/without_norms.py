@@ -19,7 +19,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -81,8 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpt2", type=Path, help="folder of a GPT-2 on molecules")
     parser.add_argument("--models", nargs="+", choices=NORMS, default=list(NORMS))
-    folder = Path(tempfile.gettempdir()) / "hfpatch-repair-sweep"
-    parser.add_argument("--trained", type=Path, default=folder, help="folder where trained families are kept")
+    parser.add_argument(
+        "--trained", type=Path, default=repair.TRAINED_IN, help="folder where trained families are kept"
+    )
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
