@@ -99,12 +99,16 @@ class Sweep:
         return f'{head[:-1]}, "rows": [\n  {lines}\n]}}\n'
 
     def main(self) -> None:
-        """The script's command line: types that are named are examined and shown; without, the report is written."""
+        """The script's command line: types that are named are examined and shown; without, the report is written.
+
+        With `--update` the report is written anew, with the named types' rows examined again and all others kept.
+        """
         parser = argparse.ArgumentParser(
             description=sys.modules[self.examine.__module__].__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("model_types", nargs="*", help="default: all of them, and write the report")
+        parser.add_argument("--update", action="store_true", help="write the rows of the named types into the report")
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
         given = parser.parse_args()
         torch.set_num_threads(1)
@@ -113,12 +117,18 @@ class Sweep:
         transformers.logging.disable_progress_bar()
         if given.worker:
             self.work(given.model_types)
+        elif given.update:
+            rows = dict(zip(self.every(), self.results(), strict=True))
+            self.write([*(rows | dict(zip(given.model_types, self.sweep(given.model_types), strict=True))).values()])
         elif given.model_types:
             self.sweep(given.model_types)
         else:
-            results = self.sweep(self.every())
-            self.script.with_suffix(".json").write_text(self.to_json(results))
-            self.script.with_suffix(".md").write_text(self.to_markdown(results))
+            self.write(self.sweep(self.every()))
+
+    def write(self, results: list[Any]) -> None:
+        """The report, as JSON and as Markdown."""
+        self.script.with_suffix(".json").write_text(self.to_json(results))
+        self.script.with_suffix(".md").write_text(self.to_markdown(results))
 
     def work(self, model_types: list[str]) -> None:
         """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""

@@ -111,6 +111,17 @@ FULL_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
 PYRAMID = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
 SAM = {"prompt_encoder_config.image_embedding_size": 4, "vision_config.num_pos_feats": 32}
 FEW_QUERIES = {"num_queries": 4, "group_detr": 2, "init_std": 0.05}  # wider weights overflow the boxes' exponential
+FEW_CHOSEN = 2  # of 12 tokens; of more, another norm of the indexer would choose the same
+MANY_HEADS = {  # of a layer with more heads, and larger ones, than the rest
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MIXED_MAMBA = {
     "num_hidden_layers": 4,
     "attention_hidden_size": 128,
@@ -213,6 +224,9 @@ OVERRIDES: dict[str, Override] = {
         {"adapter_input_size": 64, "adapter_out_dim": 64, "conv_output_size": 7680},
         {"input_features": normal(1, 128, 64), "chunk_sample_lengths": tensor([10240])},
     ),
+    "dots3_note_text": Override(
+        {"index_topk": FEW_CHOSEN, "per_layer_config": dict.fromkeys(("1", "2", "3"), MANY_HEADS)}
+    ),
     "dots3_note_vision_encoder": Override({"adapter_in_dim": 64, "adapter_out_dim": 64}, PACKED),
     "edgetam_video": SESSION,
     "efficientloftr": Override(
@@ -252,7 +266,7 @@ OVERRIDES: dict[str, Override] = {
         }
     ),
     "glm5_next": Override({"text_config.linear_num_heads": 4}),
-    "glm5_next_text": Override({"index_kpool": 2, "linear_num_heads": 4}),
+    "glm5_next_text": Override({"index_kpool": 2, "index_topk": FEW_CHOSEN, "linear_num_heads": 4}),
     "glm_image_vision": Override(inputs=PACKED),
     "glm_image_vqmodel": NO_FORWARD,
     "glmasr_encoder": Override(inputs={"input_features": normal(BATCH, 128, 64)}),
@@ -265,6 +279,15 @@ OVERRIDES: dict[str, Override] = {
     "granite_speech_encoder": Override(inputs={"hidden_states": normal(BATCH, 64, 160)}),
     "granite_speech_plus_encoder": Override(inputs={"hidden_states": normal(BATCH, 64, 160)}),
     "granitemoehybrid": Override({"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8}),
+    "hgnet_v2": Override(
+        {
+            "stem_channels": [3, 8, 8],
+            "stage_in_channels": [8, 8, 16, 32],
+            "stage_mid_channels": [8, 8, 8, 16],
+            "stage_out_channels": [8, 16, 32, 64],
+            "hidden_sizes": [8, 16, 32, 64],
+        }
+    ),
     "hunyuan_vl_vision": Override(inputs=PACKED),
     "hy_v4_vl_vision": Override(inputs=PACKED),
     "idefics": Override(
@@ -356,6 +379,7 @@ OVERRIDES: dict[str, Override] = {
     "muse_spark_audio": Override(
         {"num_hidden_layers": 4, "hidden_sizes": (32, 64, 128, 256)}, {"input_values": normal(BATCH, 3840)}
     ),
+    "muse_spark_text": Override({"moe_hidden_size": 64}),
     "muse_spark_vision": Override(inputs=PACKED_FRAMES),
     "musicgen": Override(
         class_name="MusicgenForConditionalGeneration", inputs={"decoder_input_ids": ids(4 * BATCH, TOKENS)}
@@ -397,6 +421,7 @@ OVERRIDES: dict[str, Override] = {
     "pop2piano": Override(
         class_name="Pop2PianoForConditionalGeneration", inputs={"input_features": normal(BATCH, TOKENS, 64), **NO_TEXT}
     ),
+    "pp_doclayout_v3": Override({"x4_feat_dim": 8}),  # of the backbone's first stage
     "pp_ocrv5_mobile_det": Override(class_name="PPOCRV5MobileDetForObjectDetection"),
     "pp_ocrv5_mobile_rec": Override(inputs={"pixel_values": normal(BATCH, 3, 96, 320)}),
     "pp_ocrv5_server_det": Override(OCR_NECK),

@@ -56,7 +56,7 @@ def checked(model_type: str, name: str) -> str:
     try:
         patch_model(model, pos=scheme, only=[rotation.name for rotation in rotations], example_inputs=given)
     except PatchError as error:
-        return f"refused: {error!s:.150}"
+        return f"refused: {str(error).rpartition('kept (')[2].rstrip(').')}"  # why a lone module is kept, else all
     after = run(model, given)
     if settings is None:
         return "unchanged" if equal(before, after) else "yes"

@@ -48,3 +48,16 @@ def test_reports_are_of_everything() -> None:
     assert list(equal) == native_export.SWEEP.every()
     if transformers.__version__ == positions.SWEEP.report()["transformers"]:
         assert [result.model_type for result in positions.SWEEP.results()] == positions.every_type()
+
+
+def test_rows_are_updated_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = norm_swap.SWEEP
+    found, written = norm_swap.Result("gpt2", "another"), []
+    monkeypatch.setattr("sys.argv", ["norm_swap.py", "gpt2", "--update"])
+    monkeypatch.setattr(type(sweep), "sweep", lambda self, types: [found] if types == ["gpt2"] else [])
+    monkeypatch.setattr(type(sweep), "write", lambda self, rows: written.extend(rows))
+    if transformers.__version__ != sweep.report()["transformers"]:
+        pytest.skip("the report is of another transformers")
+    sweep.main()
+    assert written == [found if row.model_type == "gpt2" else row for row in sweep.results()]
+    assert found in written
