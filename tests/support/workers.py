@@ -118,12 +118,22 @@ class Sweep:
         if given.worker:
             self.work(given.model_types)
         elif given.update:
-            rows = dict(zip(self.every(), self.results(), strict=True))
-            self.write([*(rows | dict(zip(given.model_types, self.sweep(given.model_types), strict=True))).values()])
+            self.write(self.updated(given.model_types))
         elif given.model_types:
             self.sweep(given.model_types)
         else:
             self.write(self.sweep(self.every()))
+
+    def updated(self, model_types: list[str]) -> list[Any]:
+        """The report's rows, with those of these types examined again.
+
+        Raises:
+            SystemExit: the report is of another transformers, so all of it has to be made.
+        """
+        if (of := self.report()["transformers"]) != (now := transformers.__version__):
+            sys.exit(f"the report is of transformers {of}, and this is {now}: make all of it")
+        rows = dict(zip(self.every(), self.results(), strict=True))
+        return [*(rows | dict(zip(model_types, self.sweep(model_types), strict=True))).values()]
 
     def write(self, results: list[Any]) -> None:
         """The report, as JSON and as Markdown."""

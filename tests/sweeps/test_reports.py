@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import ModuleType
 
 import acceptance
@@ -51,13 +52,13 @@ def test_reports_are_of_everything() -> None:
 
 
 def test_rows_are_updated_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = norm_swap.SWEEP
-    found, written = norm_swap.Result("gpt2", "another"), []
-    monkeypatch.setattr("sys.argv", ["norm_swap.py", "gpt2", "--update"])
-    monkeypatch.setattr(type(sweep), "sweep", lambda self, types: [found] if types == ["gpt2"] else [])
-    monkeypatch.setattr(type(sweep), "write", lambda self, rows: written.extend(rows))
-    if transformers.__version__ != sweep.report()["transformers"]:
-        pytest.skip("the report is of another transformers")
-    sweep.main()
-    assert written == [found if row.model_type == "gpt2" else row for row in sweep.results()]
-    assert found in written
+    every, found = [row.model_type for row in norm_swap.SWEEP.results()], norm_swap.Result("gpt2", "another")
+    sweep = replace(norm_swap.SWEEP, every=lambda: every)
+    monkeypatch.setattr(type(sweep), "sweep", lambda self, model_types: [found] * len(model_types))
+    monkeypatch.setattr(transformers, "__version__", sweep.report()["transformers"])
+    updated = sweep.updated(["gpt2"])
+    assert updated == [found if row.model_type == "gpt2" else row for row in sweep.results()]
+    assert found in updated
+    monkeypatch.setattr(transformers, "__version__", "4.0")
+    with pytest.raises(SystemExit, match=r"this is 4\.0: make all of it"):
+        sweep.updated(["gpt2"])
