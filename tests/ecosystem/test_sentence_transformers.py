@@ -103,7 +103,7 @@ def test_a_step_of_its_trainer(encoder: Any, tmp_path: Path, record: Any) -> Non
     datasets = pytest.importorskip("datasets")
     library = importlib.import_module("sentence_transformers")
     losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-    patch(encoder, norm="rms", pos="rope", calibration=SENTENCES * 8)
+    patch(encoder, norm="rms", pos="rope", calibration=SENTENCES)
     before = computed(encoder)["plain"]
     rows = datasets.Dataset.from_dict({"anchor": SENTENCES[:2] * 4, "positive": SENTENCES[1:] * 4})
     options = {"max_steps": 1, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}

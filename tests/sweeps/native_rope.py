@@ -10,6 +10,7 @@ rotation changes the outputs. A refusal is shown with its first words.
 
 from __future__ import annotations
 
+import re
 import site
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ def checked(model_type: str, name: str) -> str:
     try:
         patch_model(model, pos=scheme, only=[rotation.name for rotation in rotations], example_inputs=given)
     except PatchError as error:
-        return f"refused: {str(error).rpartition('kept (')[2].rstrip(').')}"  # why a lone module is kept, else all
+        kept = re.search(r" module is kept \((.*)\)\.$", str(error))
+        return f"refused: {kept[1] if kept else error}"
     after = run(model, given)
     if settings is None:
         return "unchanged" if equal(before, after) else "yes"
