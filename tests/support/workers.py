@@ -117,22 +117,24 @@ class Sweep:
         transformers.logging.disable_progress_bar()
         if given.worker:
             self.work(given.model_types)
+        elif not given.model_types:
+            self.write(self.sweep(self.every()))
         elif given.update:
             self.write(self.updated(given.model_types))
-        elif given.model_types:
-            self.sweep(given.model_types)
         else:
-            self.write(self.sweep(self.every()))
+            self.sweep(given.model_types)
 
     def updated(self, model_types: list[str]) -> list[Any]:
         """The report's rows, with those of these types examined again.
 
         Raises:
-            SystemExit: the report is of another transformers, so all of it has to be made.
+            SystemExit: the report is of another transformers, so all of it has to be made; or has no such row.
         """
         if (of := self.report()["transformers"]) != (now := transformers.__version__):
             sys.exit(f"the report is of transformers {of}, and this is {now}: make all of it")
         rows = dict(zip(self.every(), self.results(), strict=True))
+        if unknown := set(model_types) - rows.keys():
+            sys.exit(f"the report has no row of {', '.join(sorted(unknown))}")
         return [*(rows | dict(zip(model_types, self.sweep(model_types), strict=True))).values()]
 
     def write(self, results: list[Any]) -> None:

@@ -15,6 +15,7 @@ import copy
 import importlib
 import inspect
 import pkgutil
+import re
 from typing import Any
 
 import torch
@@ -152,6 +153,12 @@ def _classes_for(kind: type[PretrainedConfig]) -> dict[str, type[PreTrainedModel
             if own and made.config_class is kind and "PreTrained" not in name:
                 found[name] = made
     return found
+
+
+def why_kept(error: BaseException) -> str:
+    """Why all modules are kept, of an error that says so (NothingToPatchError); of another one all that it says."""
+    kept = re.search(r" kept \((.*)\)\.$", str(error))
+    return kept[1] if kept else str(error)
 
 
 def last_line(error: BaseException) -> str:

@@ -83,7 +83,7 @@ def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result
             folded = patch_model(copy.deepcopy(model), **request)
     except NothingToPatchError as error:
         result.status = "kept"
-        result.reasons = {str(error).rpartition("kept (")[2].rstrip(").")[:300]: result.norms}
+        result.reasons = {zoo.why_kept(error): result.norms}
         return
     except PatchError as error:
         result.status = "wrong" if isinstance(error, VerificationError) else f"refused: {error}"

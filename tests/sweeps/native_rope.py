@@ -5,12 +5,11 @@
 
 One tiny random model each. `same`: pos=RoPE() leaves every bit of the outputs. `theta`, `linear`, `partial`: the
 patched model against one that transformers builds from a config with those settings, bit for bit. `nope`: dropping the
-rotation changes the outputs. A refusal is shown with its first words.
+rotation changes the outputs. A refusal is shown with its reason.
 """
 
 from __future__ import annotations
 
-import re
 import site
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import torch
 import transformers
 import workers
 from host_rotations import built, equal
-from zoo import Unbuildable, last_line, model_types, run, tiny
+from zoo import Unbuildable, last_line, model_types, run, tiny, why_kept
 
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError
@@ -57,8 +56,7 @@ def checked(model_type: str, name: str) -> str:
     try:
         patch_model(model, pos=scheme, only=[rotation.name for rotation in rotations], example_inputs=given)
     except PatchError as error:
-        kept = re.search(r" module is kept \((.*)\)\.$", str(error))
-        return f"refused: {kept[1] if kept else error}"
+        return f"refused: {why_kept(error)}"
     after = run(model, given)
     if settings is None:
         return "unchanged" if equal(before, after) else "yes"

@@ -59,6 +59,8 @@ def test_rows_are_updated_in_their_places(monkeypatch: pytest.MonkeyPatch) -> No
     updated = sweep.updated(["gpt2"])
     assert updated == [found if row.model_type == "gpt2" else row for row in sweep.results()]
     assert found in updated
+    with pytest.raises(SystemExit, match="no row of gtp2"):
+        sweep.updated(["gpt2", "gtp2"])
     monkeypatch.setattr(transformers, "__version__", "4.0")
     with pytest.raises(SystemExit, match=r"this is 4\.0: make all of it"):
         sweep.updated(["gpt2"])
