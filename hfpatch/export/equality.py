@@ -128,7 +128,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
         rows, extra = 1 if alone else 3, {}
         with seed_deterministically(length), torch.device("cpu"):
-            ids = Inputs(model.config).ids(rows, length, below=2**31)
+            ids = Inputs(model).ids(rows, length)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:
                 extra["token_type_ids"] = torch.randint(types, (rows, length))
         yield f"{length} tokens", {"input_ids": ids, **extra}, None

@@ -48,7 +48,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
     inputs = example_inputs(model, seed, tokens=tokens, batch=batch)
     if any(one.argument in inputs for one in media):
         return inputs
-    make, ids = Inputs(model.config, tokens, batch), inputs["input_ids"]
+    make, ids = Inputs(model, tokens, batch), inputs["input_ids"]
     kinds, found = torch.zeros_like(ids), dict[str, Any]()
     failed: Exception | None = None
     for medium in media:

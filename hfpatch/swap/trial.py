@@ -213,7 +213,7 @@ def full_length(model: Any) -> int | None:
     held = [max_positions(item) for item in left if not isinstance(item.table(), ComputedPositions)]
     if any(held):
         return min(filter(None, held))
-    said = Inputs(model.config).find(*LENGTHS)
+    said = Inputs(model).find(*LENGTHS)
     longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
     unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that isn't known here
     return longest if longest is None else min(longest * (1 + unlimited), _LONGEST)
