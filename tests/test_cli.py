@@ -123,11 +123,13 @@ def test_a_repair_on_sequences_that_the_model_writes(checkpoint: Path, tmp_path:
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
-    left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 1 held-out sequence"
-    left += f", and {report['longer_before']:.3g} -> {report['longer_after']:.3g} at {report['longer']} tokens"
+    worst = f"(worst token {report['worst_before']:.3g} -> {report['worst_after']:.3g})"
+    left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 2 held-out sequences {worst}"
+    (longer,) = (one for one in report["fresh"] if one["kind"] == "longer sequences")
+    left += f", and {longer['before']:.3g} -> {longer['after']:.3g} at {longer['length']} tokens"
     assert f"\nnorm='dyt': repaired: {left}\n" in out
     assert re.search(
-        rf"\nnorm='dyt'  repaired +{report['before']:.3g} +{report['after']:.3g} +[\d.]+% .*, 1 held-out\n", out
+        rf"\nnorm='dyt'  repaired +{report['before']:.3g} +{report['after']:.3g} +[\d.]+% .*, 2 held-out\n", out
     )
     assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]

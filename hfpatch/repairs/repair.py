@@ -99,10 +99,12 @@ def repair(
 
     Raises:
         OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
-            batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
+            batches or one that isn't finite, fewer than two sequences or eight held-out tokens (outputs, if a model
+            gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded; or it doesn't run on single
-            sequences, or without the blocks that are finished.
+            sequences, or without the blocks that are finished; or its outputs aren't finite, before the repair and
+            after it.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
