@@ -13,6 +13,7 @@ from sentence_encoders import (
     TEXTS,
     cross_encoder,
     embedded,
+    module,
     sentence_encoder,
     sparse_encoder,
     t5_encoder,
@@ -109,12 +110,12 @@ def test_others_of_its_kind(make: Any, tmp_path: Path) -> None:
 def test_several_models_in_one_object_are_refused_and_one_twice_is_not() -> None:
     first = transformer()
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Router
-    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 
     def routed(query: Any, document: Any) -> Any:
-        pooling = Pooling(first.get_embedding_dimension())
-        router = Router.for_query_document(query_modules=[query, pooling], document_modules=[document, pooling])
+        pooling = module("Pooling")(first.auto_model.config.hidden_size)
+        router = module("Router").for_query_document(
+            query_modules=[query, pooling], document_modules=[document, pooling]
+        )
         return SentenceTransformer(modules=[router], device="cpu")
 
     shared = routed(first, first)
@@ -125,7 +126,7 @@ def test_several_models_in_one_object_are_refused_and_one_twice_is_not() -> None
     ):
         patch_model(two, norm="rms")
     assert not hasattr(two[0].sub_modules["query"][0].auto_model.config, "hfpatch")
-    static = SentenceTransformer(modules=[StaticEmbedding(first.tokenizer, embedding_dim=4)], device="cpu")
+    static = SentenceTransformer(modules=[module("StaticEmbedding")(first.tokenizer, embedding_dim=4)], device="cpu")
     with pytest.raises(UnsupportedError, match="no model of transformers"):
         patch_model(static, norm="rms")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import cross_encoder, sentence_encoder, sparse_encoder, t5_encoder, transformer
+from sentence_encoders import cross_encoder, module, sentence_encoder, sparse_encoder, t5_encoder, transformer
 from tiny_models import patch
 from transformers import AutoConfig
 
@@ -107,12 +107,12 @@ def routed() -> Any:
     """Documents go through the BERT, queries through a table of embeddings."""
     first = transformer()
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Router
-    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 
-    width = first.get_embedding_dimension()
-    query = [StaticEmbedding(first.tokenizer, embedding_dim=width)]
-    router = Router.for_query_document(query_modules=query, document_modules=[first, Pooling(width)])
+    width = first.auto_model.config.hidden_size
+    query = [module("StaticEmbedding")(first.tokenizer, embedding_dim=width)]
+    router = module("Router").for_query_document(
+        query_modules=query, document_modules=[first, module("Pooling")(width)]
+    )
     return SentenceTransformer(modules=[router], device="cpu")
 
 
