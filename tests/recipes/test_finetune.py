@@ -235,7 +235,7 @@ def in_process(*argv):
     """Python in a process of its own, on the CPU and on this repository's hfpatch. Returns its exit status."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, *map(str, argv)], env=env, capture_output=True, timeout=120).returncode
+    return subprocess.run([sys.executable, *map(str, argv)], env=env, capture_output=True, timeout=900).returncode
 
 
 class TestOptions:
