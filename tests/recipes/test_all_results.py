@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import time
 
 import all_results
@@ -20,7 +21,7 @@ def folders(tmp_path, text):
 first:
   minutes: 1
   shows: a first one
-  command: stability.py {TINY.format(text=text)}
+  command: stability.py {TINY.format(text=shlex.quote(str(text)))}
 second:
   minutes: 120
   shows: what follows

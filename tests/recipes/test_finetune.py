@@ -143,8 +143,8 @@ class TestStopping:
         AutoTokenizer.from_pretrained(finished / "tokenizer").save_pretrained(tmp_path / "gpt2")
 
         def go(name, *more):
-            given = f"--model {tmp_path / 'gpt2'} --gradient_accumulation_steps 2 --keep_dropout"
-            return finetune.main(tiny(tmp_path / name, text, given, *more, variants="dyt"))
+            given = ["--model", tmp_path / "gpt2", "--gradient_accumulation_steps 2 --keep_dropout"]
+            return finetune.main(tiny(tmp_path / name, text, *given, *more, variants="dyt"))
 
         assert go("once") == 0
         assert [go("often", "--resume --stop_after", steps) for steps in (5, 3)] == [130, 130]
