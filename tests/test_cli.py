@@ -297,8 +297,9 @@ def test_nothing_that_is_read_is_overwritten(
     (tmp_path / "text.json").write_text("the cat sat")
     (tmp_path / "link").symlink_to(checkpoint)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    given = words.format(tiny=checkpoint, text=tmp_path / "text.json", place=tmp_path / place)
-    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in refused(*given.split())
+    files = {"tiny": checkpoint, "text": tmp_path / "text.json", "place": tmp_path / place}
+    given = [word.format(**files) for word in words.split()]
+    assert f"{tmp_path / place} would replace {tmp_path / read}, or a part of it" in refused(*given)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

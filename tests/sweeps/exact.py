@@ -25,7 +25,6 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import norm_swap
 import torch
-import transformers
 import workers
 import zoo
 from tiny_models import norms_of, patch
@@ -199,7 +198,7 @@ def kinds(results: list[Result]) -> Counter[str]:
     return Counter(result.status.partition(":")[0] for result in results)
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     count = kinds(results)
     errors = [result.error for result in results if result.error is not None]
     as_written = [result.as_written for result in results if result.as_written is not None]
@@ -210,8 +209,7 @@ def to_markdown(results: list[Result]) -> str:
         "",
         "Written by `python tests/sweeps/exact.py`; its docstring says what is checked. Tiny random models.",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, "
-        f"{len(results)} of {len(with_layer_norms())} model types with a LayerNorm: "
+        f"{of}, {len(results)} of {norm_swap.SWEEP.report()['of']} model types with a LayerNorm: "
         f"**{count['exact']} exact** (every LayerNorm that the inputs reach), **{count['in part']} in part**, "
         f"{count['refused']} refused with the reason, "
         f"**{count['wrong']} wrong**; {exact} of {norms} LayerNorms are exact.",

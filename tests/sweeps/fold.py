@@ -21,7 +21,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 import zoo
 from exact import in_float64
@@ -138,7 +137,7 @@ def take_out(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], re
         result.status = "wrong"
 
 
-def to_markdown(every: list[Result]) -> str:
+def to_markdown(every: list[Result], of: str) -> str:
     results = [one for one in every if one.norms]
     count = kinds(results)
     errors = [one for result in results for one in (result.error, result.none_error) if one is not None]
@@ -149,11 +148,10 @@ def to_markdown(every: list[Result]) -> str:
         "",
         "Written by `python tests/sweeps/fold.py`; its docstring says what is checked. Tiny random models.",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}, {len(results)} model "
-        f"types with a norm: **{count['folded']} folded** (every norm), **{count['in part']} in part**, "
-        f"{count['kept']} kept all, {count['refused']} refused with the reason, **{count['wrong']} wrong**; {folded} "
-        f"of {norms} norms are folded, and of {fixed} fixed norms {gone} go altogether. Largest error "
-        f"{max(errors, default=0.0):.1e}.",
+        f"{of}, {len(results)} model types with a norm: **{count['folded']} folded** (every norm), "
+        f"**{count['in part']} in part**, {count['kept']} kept all, {count['refused']} refused with the reason, "
+        f"**{count['wrong']} wrong**; {folded} of {norms} norms are folded, and of "
+        f"{fixed} fixed norms {gone} go altogether. Largest error {max(errors, default=0.0):.1e}.",
         "",
         *workers.table(
             "model type | status | >norms | >folded | why the others aren't | >error | >fixed | >gone | >error of none "

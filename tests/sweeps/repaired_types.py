@@ -25,7 +25,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 import zoo
 from tiny_models import changes, fingerprint
@@ -135,7 +134,7 @@ def totals(results: list[Result]) -> dict[str, Any]:
     return counts
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     found = totals(results)
     lines = [
         "# Repair by model type",
@@ -145,7 +144,7 @@ def to_markdown(results: list[Result]) -> str:
         "gives back in trained models stands in [Encoders](../results/encoders.md) and "
         "[Language models](../results/language-models.md).",
         "",
-        f"transformers {transformers.__version__}, {found['of']} model types.",
+        f"{of}, {found['of']} model types.",
         "",
     ]
     for name, request in REQUESTS.items():
