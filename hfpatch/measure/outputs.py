@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -79,20 +78,15 @@ def without_padding(outputs: Mapping[str, Tensor], model: Any, inputs: Mapping[s
 
     So what is exact may differ there, also by NaN, and numbers there don't count for the size of an output.
     """
-    decodes, found = has_decoder(model), dict[str, Tensor]()
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    found = dict[str, Tensor]()
     for name, x in outputs.items():
-        mask = mask_of(name, x.shape, inputs, decodes)
+        mask = mask_of(name, x.shape, inputs, encoder_decoder)
         found[name] = x if mask is None else x[mask.to(x.device)]
     return found
 
 
-def has_decoder(model: Any) -> bool:
-    """Return whether a model reads a second text, whose mask is another one; T5's encoder alone doesn't."""
-    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return bool(two) and "decoder_input_ids" in inspect.signature(model.forward).parameters
-
-
-def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], decodes: bool) -> Tensor | None:
+def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
     """Return which positions (B, T) of an output aren't padding; None if all count.
 
     That is, if it has no axis of tokens, or no mask of that length: a mask (B, 1, T, T) says who reads whom. Of sounds,
@@ -101,9 +95,9 @@ def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], decodes: bo
     Args:
         name, shape: of the output.
         inputs: keyword arguments of the forward.
-        decodes: as `has_decoder` says.
+        encoder_decoder: whether the model is one.
     """
-    mask, last = padding_mask(name, inputs, decodes), name.rpartition(".")[2]
+    mask, last = padding_mask(name, inputs, encoder_decoder), name.rpartition(".")[2]
     if mask is None or mask.dim() not in (2, 3) or not (len(shape) > 2 or last in _SPANS):
         return None
     mask = mask.flatten(0, -2) != 0  # (B, choices, T) are run as (B * choices, T)
@@ -112,13 +106,13 @@ def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], decodes: bo
     return mask if shape[:2] == mask.shape and bool(mask.any()) and not bool(mask.all()) else None
 
 
-def padding_mask(name: str, inputs: Mapping[str, Any], decodes: bool) -> Tensor | None:
+def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
     """Return the attention mask of an output's side, images and sounds aside that a model reads next to text.
 
     A decoder's default is where there are labels; BART's reads the encoder's text if it isn't given one.
     """
     mask = None if _OF_MEDIA.match(name) else inputs.get("attention_mask")
-    if decodes and not name.rpartition(".")[2].startswith("encoder"):
+    if encoder_decoder and not name.rpartition(".")[2].startswith("encoder"):
         labels, own = inputs.get("labels"), any(one.startswith("decoder_input") for one in inputs)
         mask = labels != -100 if isinstance(labels, Tensor) else None if own else mask
         mask = given if (given := inputs.get("decoder_attention_mask")) is not None else mask

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..measure.batches import Batch
 from ..measure.inputs import text_config
-from ..measure.outputs import Outputs, has_decoder, mask_of, padding_mask
+from ..measure.outputs import Outputs, mask_of, padding_mask
 from ..runtime.errors import UnsupportedError
 from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
@@ -32,7 +32,7 @@ class Comparison:
 
     def __init__(self, model: Subject, reference: Subject, batches: list[Batch]):
         self.model, self.reference, self.batches = model, reference, batches
-        self.encoder_decoder = has_decoder(reference.model)
+        self.encoder_decoder = bool(getattr(reference.model.config, "is_encoder_decoder", False))
         self.runs: dict[Run, dict[Place, Sums]] = {}
         self.names: list[str] = []
         self.streams: list[str] = []
