@@ -99,11 +99,10 @@ def _compare_outputs(model: Any, other: Any, inputs: list[Case]) -> tuple[Output
 
 
 def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> float:
-    """Largest difference outside padding, relative to the spread of the truth."""
+    """Largest difference, relative to the spread of the truth."""
     deviation, kept = Deviation(equal_nan=True), None
     if padding is not None and len(truth) == len(padding):
-        of_tokens = truth.dim() > 1 and truth.shape[:2] == padding.shape
-        kept = (padding if of_tokens else padding[:, 0]).bool()  # encoders pool the first token
+        kept = padding[:, 0].bool()  # encoders pool the first token
     if output is None:
         return float("inf")
     deviation.add(truth, output, kept)

@@ -82,14 +82,15 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             key: value.unsqueeze(1).repeat(1, 2, 1) if isinstance(value, Tensor) and value.dim() == 2 else value
             for key, value in inputs.items()
         }
-    if "SequenceClassification" not in name:
-        return inputs
+    classifies = "SequenceClassification" in name
+    if not classifies and not any("eos_token_id" in vars(module) for module in model.modules()):
+        return inputs  # CLIP's towers of texts keep the token at which they pool
     find = Inputs(model).find
     end = find("eos_token_id")
     end = end[0] if isinstance(end, list) else end
     if isinstance(end, int) and end < find("vocab_size", default=end + 1):  # GPT-2's default lies beyond a small one
         ids[..., -1] = end
-    if find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
+    if classifies and find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
         return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
     return inputs
 

@@ -251,8 +251,9 @@ class Snapshot:
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
-    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions."""
+    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions, but for NaN in the original."""
     if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
         return float("inf")
-    pairs = ((converted[name].abs(), original[name].abs()) for name in original)
-    return max((float((new / (1 + old)).max()) for new, old in pairs), default=0.0)
+    known = {name: ~ratio.isnan() for name, ratio in original.items()}  # padding may be NaN
+    pairs = ((converted[name][known[name]].abs(), original[name][known[name]].abs()) for name in original)
+    return max((float((new / (1 + old)).max()) for new, old in pairs if len(old)), default=0.0)
