@@ -121,13 +121,13 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             record = config_dict[KEY]
             older = record.get(FINGERPRINT)
             saved = (isinstance(older, Mapping) and older.get("config")) or "unknown" if FINGERPRINT in record else None
+            # before the host reads it: timm's wrapper changes it
+            opened = ConfigFile(config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict))
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = ConfigFile(
-                config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict)
-            )
+            config.__dict__[OPENED] = opened
             return found
 
         def to_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "ar
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
 _HARMLESS |= {FILE}  # the file's name: what is in it is compared
+_FLOAT = "__float__"  # of the object that transformers writes for inf and nan
 
 
 class ConfigFile(NamedTuple):
@@ -144,10 +145,13 @@ def config_digest(stored: Mapping[str, Any]) -> str:
     """Return a digest of config.json and its patch record, without the digests that hfpatch 0.2 added.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
+    inf and nan are read as transformers writes them, so that its reading of the file and json's have one digest.
     """
     record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
     settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
-    text = json.dumps([_without_harmless(settings), record], sort_keys=True, default=str)
+    text = json.dumps([_without_harmless(settings), record], default=str)
+    plain = json.loads(text, parse_constant=lambda number: {_FLOAT: number})
+    text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -156,4 +160,5 @@ def _without_harmless(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     names = {str(name): one for name, one in value.items()}
-    return {name: _without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
+    read = {name: one for name, one in names.items() if name not in _HARMLESS and (name[:1] != "_" or name == _FLOAT)}
+    return {name: _without_harmless(one) for name, one in read.items()}

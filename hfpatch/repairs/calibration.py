@@ -135,9 +135,8 @@ class Batches:
         self._origins.append(origin)
         self._inputs.put((len(self) - 1,), inputs)
         if not judges:
-            mask, first = self._masks[-1].get("attention_mask"), inputs.get(main)
-            like = mask if mask is not None else first if isinstance(first, Tensor) else torch.ones(self._counts[-1])
-            self.tokens += int(like.sum()) if mask is not None else like.shape[:2].numel()
+            mask = self._masks[-1].get("attention_mask")
+            self.tokens += _main_tensor(inputs, main).shape[:2].numel() if mask is None else int(mask.sum())
 
     def __len__(self) -> int:
         return len(self._counts)
