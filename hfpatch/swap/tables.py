@@ -171,36 +171,32 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
 
 
 def tables_beside(
-    model: nn.Module,
-    affected: list[FoundStack],
-    part: SchemeRequest[Position],
-    changes: list[Change],
-    settings: list[Setting],
+    model: nn.Module, tables: list[FoundStack], part: SchemeRequest[Position], done: list[Change], sizes: list[Setting]
 ) -> list[Change]:
     """Return the changes of further tables that a class makes as long as the first (of LiLT's boxes, LUKE's entities).
 
     Args:
         model: as it is now.
-        affected: its stacks whose tables a part changes.
+        tables: those that a part changes.
         part: the request.
-        changes: of the part, so far.
-        settings: what changes in the model's config; for a table beside it says the length.
+        done: the part's changes so far.
+        sizes: what they change in the model's config.
     """
-    placed = {place for change in changes for edit in change.edits for place in edit.at}
+    placed = {place for change in done for edit in change.edits for place in edit.at}
     found: dict[str, FoundStack] = {}
-    for item in affected:
+    for item in tables:
+        rows = max_positions(item) + first_row(item)
+        stack = replace(item.stack, removal=(), lengths=(), reserved_rows=first_row(item))
         for name, module in item.owner.named_modules():
-            beside = isinstance(module, nn.Embedding) and module.num_embeddings == max_positions(item) + first_row(item)
-            if beside and not {item.path(name), item.path(name, "weight")} & placed:
-                stack = replace(item.stack, table=name, removal=(), lengths=(), reserved_rows=first_row(item))
-                found[item.path(name)] = replace(item, stack=stack)
-    longer = dict(host_with(model, settings).named_modules()) if found and settings else {}
+            path, is_table = item.path(name), isinstance(module, nn.Embedding)
+            if is_table and module.num_embeddings == rows and not {path, f"{path}.weight"} & placed:
+                found[path] = replace(item, stack=replace(stack, table=name))
+    longer = dict(host_with(model, sizes).named_modules()) if found and sizes else {}
     scheme = part.scheme if isinstance(part.scheme, Learned) else Learned(max_positions=part.scheme.max_positions)
     made = []
-    for name, item in found.items():
-        size = table_size(item.table())
-        if name in longer and table_size(longer[name]) != size:
-            row = Row("position", name, _table_text(item.table(), False))
+    for path, item in found.items():
+        if path in longer and table_size(longer[path]) != table_size(item.table()):
+            row = Row("position", path, _table_text(item.table(), False))
             made.append(_kept_table_change(model, item, scheme, row, fresh=part.init == "reset"))
             row.reason = "; ".join(filter(None, (row.reason, "its class makes it as long as the first")))
     return made
