@@ -83,13 +83,14 @@ def _attention_change(
     if same and bias is None and scheme.max_positions is None:
         row.reason = ALREADY_DONE
         return Change(row)
-    new_bias = bias_for(name, module, scheme, _has_biases(item))
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
-    seen = any(one is not None for one in (new, new_bias, rotary, bias, stack.window))
+    seen = any(one is not None for one in (new, scheme.attends, rotary, bias, stack.window))
     if not (seen or own):
         row.reason = "has no positions of its own"
         return Change(row)
+    require_settings(item)
+    new_bias = bias_for(name, module, scheme, _has_biases(item))
     refuse_private_forward(name, module)
     refuse_foreign_forward(name, module, item.owner)
     loss: str | None = None
@@ -144,12 +145,12 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
         row.reason = "dropped already"
     if row.reason is not None:
         return Change(row)
-    if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
-        row.reason = "its own settings"
-        return Change(row.replace_by(described, why_exact="it rotates like this already"))
-    require_settings(item)
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
+        head_dim, length = getattr(module, item.stack.head_dim), _scaled_from(item, scheme)
+        if not hidden and scheme.rotation(head_dim, length) == own.rotation(head_dim, length):
+            row.reason = "its own settings"
+            return Change(row.replace_by(described, why_exact="it rotates like this already"))
     change = _attention_change(path, module, item, scheme)
     change.row.now = row.now
     if scheme.name == "nope":
