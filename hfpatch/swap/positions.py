@@ -13,6 +13,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
+from ..runtime.rotary import LENGTH
 from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
@@ -23,11 +24,9 @@ from ..sites.stacks import FoundStack, first_row, max_positions, require_setting
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
-from .native_rope import changing_rotations, plan_native, settings_of_rotations
+from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .planners import PlannerResult
 from .tables import loses_order, removal, table_change, with_trained_rows
-
-LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 
 
 def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> PlannerResult:
@@ -174,13 +173,15 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
+    tables, biases = _affected(sites.tables, part, sites.names), _of_biases(sites, part)
+    if not (tables or biases or sites.own_rotations):
+        return part  # the model's own rotations say each for itself what they start from
     lengths: set[int] = _recorded_values(sites.model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
-        configs = [*_of_rotations(sites, part), *_of_biases(sites, part)]
-        lengths = {getattr(config, attribute, None) or 0 for config, attribute in configs}
-        lengths |= set(map(max_positions, _affected(sites.tables, part, sites.names)))
+        lengths = {getattr(config, attribute, None) or 0 for config, attribute in biases}
+        lengths |= {0, *map(max_positions, tables), *original_lengths(sites, part)}
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -223,11 +224,6 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
         return settings + sizes
     found: list[Setting] = []
     for config, attribute in _of_rotations(sites, part):
-        if (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
-            raise UnsupportedError(
-                f"dynamic scaling starts from {type(config).__name__}.{LENGTH}, which max_positions would change. "
-                "Leave max_positions out."
-            )
         if getattr(config, attribute, None) is None:
             raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
         found.append((config, attribute, scheme.max_positions))
@@ -285,8 +281,6 @@ def _of_biases(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, s
 
 def _of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
     """The configs of the model's own rotations that a part changes, and the attribute with their length."""
-    if part.scheme.name not in ("rope", "nope"):
-        return []
     configs = {id(config): config for _, config in changing_rotations(sites, part)}
     return [(config, LENGTH) for config in configs.values()]
 
