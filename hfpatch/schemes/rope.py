@@ -89,7 +89,7 @@ def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, or
         original: the config's own `original_max_position_embeddings`, which transformers prefers to that in `kept`.
 
     Raises:
-        OptionError: the settings lack what their type of scaling needs, or contradict each other.
+        OptionError: what is named contradicts what is kept.
     """
     named, new_length = scheme.scaling or {}, scheme.max_positions or length
     settings, gone = merged(named, kept)
@@ -107,7 +107,7 @@ def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, or
             start = settings[ORIGINAL]
         if start and scheme.max_positions and "factor" not in named and kind in FACTOR_BY_LENGTH:
             settings["factor"] = _factor(scheme.max_positions * stretch, start)
-        require_complete(settings)
+        require_in_range(settings)
     start = new_length if kind == "dynamic" else round(start / stretch)  # that starts from the config's length
     return Rotation(settings, start or None, new_length, {name: gone[name] for name in gone if name not in settings})
 
@@ -129,21 +129,6 @@ def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str,
     gone = SCALING_OPTIONS if kind != before else {"type"} if named and kept.get("type") != kind else set()
     settings = {name: value for name, value in kept.items() if name not in gone} | dict(named)
     return copy.deepcopy(settings), {name: kept[name] for name in kept if name in gone - {"type"}}
-
-
-def require_complete(scaling: Mapping[str, Any]) -> None:
-    """Refuse settings that lack what their type of scaling needs, or contradict each other.
-
-    Raises:
-        OptionError: says what.
-    """
-    missing = [name for name in SCALINGS.get(scaling["rope_type"], ((),))[0] if name not in scaling]
-    if missing:
-        also = ", or max_positions" if missing == ["factor"] and scaling["rope_type"] in FACTOR_BY_LENGTH else ""
-        raise OptionError(
-            f"RoPE: scaling type {scaling['rope_type']!r} needs {', '.join(missing)}{also}; got {dict(scaling)!r:.80}."
-        )
-    require_in_range(scaling)
 
 
 def require_in_range(scaling: Mapping[str, Any]) -> None:
@@ -261,6 +246,10 @@ class RoPE(Position):
                 f"RoPE: scaling must be a dict with 'rope_type' in {', '.join(SCALINGS)}, not {scaling!r:.80}."
             )
         needed, optional = SCALINGS[kind]
+        follows = {"factor"} if self.max_positions is not None and kind in FACTOR_BY_LENGTH else set()
+        missing = [name for name in needed if name not in scaling and name not in follows]
+        if missing:
+            raise OptionError(f"RoPE: scaling type {kind!r} needs {', '.join(missing)}; got {scaling!r:.80}.")
         known = ("rope_type", *needed, *optional)
         unknown = [name for name in scaling if name not in known]
         if unknown:
@@ -314,8 +303,6 @@ class RoPE(Position):
                 f"partial={self.partial or 1:g} of head_dim={head_dim} is fewer; raise partial or lower axes."
             )
         kind = self.scaling["rope_type"] if self.scaling else "default"
-        if self.scaling is not None:
-            require_complete(self.scaling)
         if kind == "dynamic" and rotary_dim == 2:
             raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
         for name in ("short_factor", "long_factor") if kind == "longrope" else ():

@@ -44,15 +44,6 @@ NAMED: dict[str, dict[str, Any]] = {  # what a start or a request names
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, STATED: START},
 }
 OWN = {"phimoe": {"short_mscale": 1.1, "long_mscale": 1.2}}  # settings that a family alone reads
-NEEDS = {
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "yarn": {"factor"},
-    "longrope": {"short_factor", "long_factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "default": set(),
-}
-FACTS = {"rope_theta", "partial_rotary_factor", "rope_type", STATED}  # which stay when the type of scaling changes
 OF_SCALING = {name for options in NAMED.values() for name in options} - {STATED} | {"attention_factor", "beta_slow"}
 
 
@@ -61,18 +52,20 @@ def requests(pairs: int) -> dict[str, RoPE]:
     found = {"theta": RoPE(theta=500.0), "longer": RoPE(max_positions=LONGER)}
     for kind in NAMED:
         own = {"rope_type": kind, **_lists(NAMED[kind], pairs)}
-        fewer = {name: value for name, value in own.items() if name not in (STATED, "mscale", "mscale_all_dim")}
-        if kind in ("linear", "dynamic", "yarn", "llama3"):
-            fewer["factor"] = 3.0
-        found |= {kind: RoPE(scaling=fewer), f"{kind} longer": RoPE(scaling=fewer, max_positions=LONGER)}
-        found |= {f"{kind} alone": RoPE(scaling={"rope_type": kind})}
-        without = {name: value for name, value in fewer.items() if name != "factor"}
-        found |= {f"{kind} by length": RoPE(scaling=without, max_positions=LONGER)}
+        few = {
+            name: value for name, value in own.items() if name not in (STATED, "mscale", "mscale_all_dim", "truncate")
+        }
+        if "factor" in few:
+            few["factor"] = 3.0
+        found |= {kind: RoPE(scaling=few), f"{kind} longer": RoPE(scaling=few, max_positions=LONGER)}
+        if kind in ("linear", "yarn", "dynamic"):
+            few.pop("factor")
+            found[f"{kind} by length"] = RoPE(scaling=few, max_positions=LONGER)
     return found
 
 
-def expected(kept: dict[str, Any], scheme: RoPE, stated: int | None) -> dict[str, Any] | None:
-    """The settings that a request must give; None where it lacks something.
+def expected(kept: dict[str, Any], scheme: RoPE, stated: int | None) -> dict[str, Any]:
+    """The settings that a request must give.
 
     Args:
         kept: the settings before.
@@ -98,7 +91,7 @@ def expected(kept: dict[str, Any], scheme: RoPE, stated: int | None) -> dict[str
             new["factor"] = max(LONGER / original, 1.0)
         else:
             new["factor"] = (kept["factor"] if before == "linear" else 1.0) * LONGER / LENGTH
-    return new if NEEDS[kind] <= new.keys() else None
+    return new
 
 
 def _lists(options: dict[str, Any], pairs: int) -> dict[str, Any]:
@@ -248,8 +241,6 @@ def cell(start: Any, scheme: RoPE, folder: Path | None = None) -> str:
         pass
     except PatchError as error:
         return f"refused: {type(error).__name__}: {error}"
-    if any(one is None for each in want for one in each):
-        return "DIFFERS: it lacks something, and isn't refused"
     for part, each in zip(parts(model.config), want, strict=True):
         if scheme.max_positions not in (None, getattr(part, MAXIMUM)):
             return f"DIFFERS: its length is {getattr(part, MAXIMUM)}"
@@ -259,7 +250,7 @@ def cell(start: Any, scheme: RoPE, folder: Path | None = None) -> str:
             if now.get("type", now["rope_type"]) != now["rope_type"]:
                 return f"DIFFERS: type {now['type']} beside rope_type {now['rope_type']}"
     config = unpatched_config(start.config)
-    config = with_settings(config, lambda kept, stated: expected(kept, scheme, stated) or kept, scheme.max_positions)
+    config = with_settings(config, lambda kept, stated: expected(kept, scheme, stated), scheme.max_positions)
     host = built(start, config)
     truth = outputs(host)
     for name, one in [("", model), *((form, None) for form in ("plugin", "native") if folder is not None)]:
