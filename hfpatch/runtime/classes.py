@@ -41,9 +41,9 @@ from .record import (
     warn_of_ineffective_overrides,
 )
 from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
+from .rotary import LENGTH
 from .tables import ComputedPositions
 
-LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 _ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config

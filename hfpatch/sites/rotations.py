@@ -84,9 +84,13 @@ class NativeRotation:
         assert found is not None
         return found
 
-    def rebuilt(self, settings: Settings) -> nn.Module:
+    def scale(self, module: nn.Module) -> Any:
+        """Return the factor on this rotation's cos and sin in a module of its class; None if it has none."""
+        return getattr(module, f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling", None)
+
+    def rebuilt(self, settings: Settings, length: int | None = None) -> nn.Module:
         """Return another rotary module of the host's class, on the CPU."""
-        return with_settings(self.module, settings, self.layer_type)
+        return with_settings(self.module, settings, self.layer_type, length)
 
     def phases(self, module: nn.Module) -> Any:
         """Return a rotary module's output for positions 0 and 1: (cos, sin), or complex numbers."""

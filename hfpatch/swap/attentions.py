@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 
 import transformers
 from torch import nn
@@ -78,7 +79,10 @@ def _attention_change(
         scheme = scheme.over(RoPE.of(rotary))
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
-    new = scheme.rotation(head_dim, _scaled_from(item, scheme))
+    start = _scaled_from(item, scheme)
+    if isinstance(scheme, RoPE) and scheme.original_max_positions is None:
+        scheme = replace(scheme, original_max_positions=start or None)
+    new = scheme.rotation(head_dim, start)
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
         row.reason = ALREADY_DONE
@@ -97,7 +101,7 @@ def _attention_change(
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
         if isinstance(scheme, RoPE) and (stack.causal or getattr(item.owner, "is_decoder", False)):
-            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, _scaled_from(item, scheme)))))
+            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, scheme.original_max_positions))))
     elif new_bias is not None:
         loss = scheme.attends
     elif rotary is not None:

@@ -13,6 +13,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
+from ..runtime.rotary import LENGTH
 from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
@@ -23,11 +24,10 @@ from ..sites.stacks import FoundStack, first_row, max_positions, require_setting
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
-from .native_rope import changing_rotations, plan_native, settings_of_rotations
+from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .planners import PlannerResult
 from .tables import is_grid, loses_order, removal, table_change, tables_beside, with_trained_rows
 
-LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
 OF_TEXT = "rows of a sequence are asked for, and this is a grid of patches: image_size= resizes it"
 
 
@@ -185,12 +185,15 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
+    tables, others = _affected(sites.tables, part, sites.names), _without_table(sites, part)
+    if not (tables or others):
+        return part  # the model's own rotations say each for itself what they start from
     lengths: set[int] = _recorded_values(sites.model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
-        lengths = {getattr(config, attribute) for config, attribute in _without_table(sites, part)}
-        lengths |= set(map(max_positions, _affected(sites.tables, part, sites.names)))
+        lengths = {getattr(config, attribute) for config, attribute in others}
+        lengths |= {0, *map(max_positions, tables), *original_lengths(sites, part)}
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -231,13 +234,11 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
         sizes = [setting for setting in new if setting[2] is not None]
     if scheme.max_positions is None:
         return settings + sizes
-    own = next(changing_rotations(sites, part), None)
-    if own is not None and (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
-        raise UnsupportedError(
-            f"dynamic scaling starts from {type(own[1]).__name__}.{LENGTH}, which max_positions would change. "
-            "Leave max_positions out."
-        )
-    found = [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
+    for _, config in changing_rotations(sites, part):
+        if getattr(config, LENGTH, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {LENGTH} to set. Leave max_positions out.")
+    rotations = [(config, LENGTH, scheme.max_positions) for _, config in changing_rotations(sites, part)]
+    found = rotations + [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
     # patches are no length of text, nor are sounds whose config has none
     stacks = [item for item in affected if item.stack.grid is None]
     stacks = [item for item in stacks if getattr(item.config, item.stack.config_length, None) is not None]
@@ -284,11 +285,10 @@ def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[Fou
 
 
 def _without_table(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
-    """The configs of biases and of the model's own rotations that a part changes, and the attributes with a length."""
+    """The configs of biases and of a host's own sines that a part changes, and the attributes with their length."""
     rotates = part.scheme.name in ("rope", "nope")
     stacks = _affected(sites.biases + (sites.own_rotations if rotates else []), part, sites.names)
     found = [(item.config, item.stack.config_length) for item in stacks]
-    found += [(config, LENGTH) for _, config in changing_rotations(sites, part) if rotates]
     return [(config, attribute) for config, attribute in found if getattr(config, attribute, None) is not None]
 
 
