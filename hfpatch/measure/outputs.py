@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..runtime.float64 import in_float64
+from .hooks import observe_calls
 from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -67,6 +70,41 @@ class Outputs:
 def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return all floating-point outputs of one forward, by name."""
     return Outputs.of(model(**inputs)).floats
+
+
+class InnerOutput(NamedTuple):
+    """An output of a model inside of another: its name there, its class, the number of the call, the output's name."""
+
+    model: str
+    class_name: str
+    call: int
+    output: str
+
+    def __str__(self) -> str:
+        return f"{self.class_name}'s {self.output}"
+
+
+@contextmanager
+def outputs_inside(model: nn.Module) -> Iterator[dict[InnerOutput, Tensor]]:
+    """Context that collects what the models inside of a model return, which other classes return as their own."""
+    inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
+    calls, found = Counter[str](), dict[InnerOutput, Tensor]()
+
+    def note(name: str, result: Any) -> None:
+        calls[name] += 1
+        for output, value in Outputs.of(result).floats.items():
+            found[InnerOutput(name, type(inside[name]).__name__, calls[name], output)] = value.detach().clone()
+
+    with observe_calls(inside, on_result=note):
+        yield found
+
+
+def deviating(
+    truth: Mapping[InnerOutput, Tensor], outputs: Mapping[InnerOutput, Tensor], tolerance: float
+) -> list[InnerOutput]:
+    """Return the outputs of models inside whose root mean square deviation is above a tolerance."""
+    both = {one: deviations({"": truth[one]}, {"": outputs[one]})[0] for one in truth if one in outputs}
+    return [one for one, deviation in both.items() if deviation.rms_error > tolerance]
 
 
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.trained_rows import count_trained_rows
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
@@ -34,7 +34,7 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
-        return Change(Row("position", item.table_name, "a constant", reason="its table is removed already"))
+        return Change(Row("position", item.table_name, "a constant", reason=why or ALREADY_DONE))
     row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)

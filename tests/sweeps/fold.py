@@ -7,13 +7,21 @@ Tiny random models in float64. `norm="folded"` is compared with the model before
 (both with init="reset": without data all constants are 1), on inputs that the patch hasn't seen. An error above 1e-9,
 and above ten times what noise in the last bit of float64 makes (a choice among candidates may tip), is *wrong*. The
 control is the error where gains and shifts are left out, and no map takes them over.
+
+Other classes open a folded checkpoint as well. So models with heads (untied) are folded, saved, and opened by AutoModel:
+outputs and hidden states are compared with those of the original's checkpoint, opened likewise. `kept for AutoModel` are
+norms that a head alone reads; its control is the error where `only=` names them, which must be told at opening.
 """
 
 from __future__ import annotations
 
 import copy
 import site
+import tempfile
+import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +33,20 @@ import transformers
 import workers
 import zoo
 from exact import in_float64
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
 
 from hfpatch import patch_model, plan_patch
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
 from hfpatch.measure.float64 import Float64, outputs_in_float64
-from hfpatch.measure.outputs import FACTOR, max_error, noise_floor
+from hfpatch.measure.inputs import example_inputs
+from hfpatch.measure.outputs import FACTOR, Outputs, max_error, noise_floor
 from hfpatch.measure.quiet_forward import cast
+from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.sites.norms import describe
 
 EXACT = 1e-9
+HEADS = ("CausalLM", "ConditionalGeneration", "WithProjection", "SequenceClassification", "ImageClassification", "CTC")
 
 
 @dataclass
@@ -42,7 +54,8 @@ class Result:
     """One model type.
 
     `status` is "folded" (every norm of the last axis), "in part", "kept" (none), "refused", "wrong", or why nothing is
-    known. `gone` counts the fixed norms that norm="none" takes out, of `fixed`.
+    known. `gone` counts the fixed norms that norm="none" takes out, of `fixed`. `heads` are the classes with heads that
+    were folded and opened by AutoModel, `returned` the norms kept there since a model inside returns them.
     """
 
     model_type: str
@@ -57,6 +70,10 @@ class Result:
     none_error: float | None = None
     none_refused: str = ""
     control: float | None = None
+    heads: list[str] = field(default_factory=list)
+    returned: int = 0
+    opened: float | None = None
+    opened_control: float | None = None
 
 
 def examine(model_type: str) -> Result:
@@ -71,7 +88,73 @@ def examine(model_type: str) -> Result:
     model, fresh = in_float64(model), cast(fresh, torch.device("cpu"), torch.float64)
     fold(model, inputs, fresh, result)
     take_out(model, inputs, fresh, result)
+    for head in heads(model_type, type(model)):
+        open_as_base(head, result)
     return result
+
+
+def heads(model_type: str, base: type) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
+    """Models of the usual heads of a type, whose embeddings aren't tied, in float64, with inputs."""
+    written = zoo.classes_of(model_type)
+    for name in [name for end in HEADS for name in written if name.endswith(end) and written[name] is not base]:
+        with suppress(zoo.Unbuildable):
+            model, inputs = zoo.tiny(model_type, auto_class=written[name], tie_word_embeddings=False, pad_token_id=0)
+            yield in_float64(model), inputs
+
+
+def open_as_base(head: tuple[PreTrainedModel, dict[str, Any]], result: Result) -> None:
+    """Fill in what AutoModel makes of a checkpoint with a head, folded by default, and with what `only=` names."""
+    model, inputs = head
+    request: dict[str, Any] = {"norm": "folded", "example_inputs": inputs}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            plain = opened(model, folder)
+            given = cast(example_inputs(plain), torch.device("cpu"), torch.float64)
+            before = everything_returned(plain, given)
+        except Exception:  # AutoModel doesn't open it, or no inputs can be made
+            return
+        if type(plain) is type(model):
+            return
+        with Float64():
+            try:
+                plan = plan_patch(model, **request)
+            except PatchError:  # no norm is folded
+                return
+            found = patch_model(copy.deepcopy(model), **request)
+        found = opened(found, folder)
+        result.heads.append(type(model).__name__)
+        after = everything_returned(found, given)
+        result.opened = max(result.opened or 0.0, error := max_error(before, after))
+        if not error <= tolerance(plain, given, error):
+            result.status = "wrong"
+        names = [row.module for row in plan.rows if row.becomes is None and " returns its output: " in row.reason]
+        result.returned += len(names)
+        if names:
+            with Float64():
+                named = patch_model(copy.deepcopy(model), **request, only=["*", *names])
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                error = max_error(before, everything_returned(opened(named, folder), given))
+            result.opened_control = max(result.opened_control or 0.0, error)
+            if error > 1e-6 and not any("and is opened as" in str(one.message) for one in told):
+                result.status = "wrong"
+
+
+def opened(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """What AutoModel makes of a model's checkpoint."""
+    model.save_pretrained(folder)
+    return in_float64(AutoModel.from_pretrained(folder, dtype=torch.float64).eval())
+
+
+def everything_returned(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Outputs of one forward in float64, with all hidden states where it gives them."""
+    with seed_deterministically(0), torch.no_grad(), Float64():
+        try:
+            returned = Outputs.of(model(**copy.deepcopy(inputs), output_hidden_states=True))
+        except TypeError:
+            returned = Outputs.of(model(**copy.deepcopy(inputs)))
+    states = {f"{name} {i}": one for name, layers in returned.streams.items() for i, one in enumerate(layers)}
+    return returned.floats | states
 
 
 def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
@@ -154,10 +237,13 @@ def to_markdown(every: list[Result]) -> str:
         f"{count['kept']} kept all, {count['refused']} refused with the reason, **{count['wrong']} wrong**; {folded} "
         f"of {norms} norms are folded, and of {fixed} fixed norms {gone} go altogether. Largest error "
         f"{max(errors, default=0.0):.1e}.",
+        f"{sum(len(r.heads) for r in results)} classes with heads, of {sum(bool(r.heads) for r in results)} types, were "
+        f"opened by AutoModel as well: {sum(r.returned for r in results)} norms are kept for it, the largest error is "
+        f"{max((r.opened or 0.0 for r in results), default=0.0):.1e}.",
         "",
         *workers.table(
             "model type | status | >norms | >folded | why the others aren't | >error | >fixed | >gone | >error of none "
-            "| >control | class",
+            "| >control | class | heads | >kept for AutoModel | >its error | >its control",
             map(_cells, results),
         ),
         "",
@@ -169,14 +255,13 @@ def to_markdown(every: list[Result]) -> str:
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    error, none, control = (
-        f"{one:.1e}" if one is not None else "" for one in (result.error, result.none_error, result.control)
-    )
+    measured = result.error, result.none_error, result.control, result.opened, result.opened_control
+    error, none, control, *opened = (f"{one:.1e}" if one is not None else "" for one in measured)
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
     fixed = result.none_refused or result.fixed
     return (
         *(result.model_type, result.status, result.norms, result.folded, reasons, error),
-        *(fixed, result.gone, none, control, result.class_name),
+        *(fixed, result.gone, none, control, result.class_name, ", ".join(result.heads), result.returned, *opened),
     )
 
 
