@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,39 +71,27 @@ def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str
     return Outputs.of(model(**inputs)).floats
 
 
-class InnerOutput(NamedTuple):
-    """An output of a model inside of another: its name there, its class, the number of the call, the output's name."""
-
-    model: str
-    class_name: str
-    call: int
-    output: str
-
-    def __str__(self) -> str:
-        return f"{self.class_name}'s {self.output}"
-
-
 @contextmanager
-def outputs_inside(model: nn.Module) -> Iterator[dict[InnerOutput, Tensor]]:
-    """Context that collects what the models inside of a model return, which other classes return as their own."""
+def outputs_inside(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
+
+    Other classes that open the checkpoint return it as their own.
+    """
+    found: dict[str, list[Tensor]] = {}
     inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
-    calls, found = Counter[str](), dict[InnerOutput, Tensor]()
 
     def note(name: str, result: Any) -> None:
-        calls[name] += 1
         for output, value in Outputs.of(result).floats.items():
-            found[InnerOutput(name, type(inside[name]).__name__, calls[name], output)] = value.detach().clone()
+            found.setdefault(f"{type(inside[name]).__name__}'s {output}", []).append(value.detach().clone())
 
     with observe_calls(inside, on_result=note):
         yield found
 
 
-def deviating(
-    truth: Mapping[InnerOutput, Tensor], outputs: Mapping[InnerOutput, Tensor], tolerance: float
-) -> list[InnerOutput]:
-    """Return the outputs of models inside whose root mean square deviation is above a tolerance."""
-    both = {one: deviations({"": truth[one]}, {"": outputs[one]})[0] for one in truth if one in outputs}
-    return [one for one, deviation in both.items() if deviation.rms_error > tolerance]
+def deviating(truth: Mapping[str, list[Tensor]], outputs: Mapping[str, list[Tensor]], tolerance: float) -> list[str]:
+    """Return which outputs of models inside deviate by more than a tolerance in the root mean square."""
+    numbered = {name: [dict(enumerate(one.get(name, []))) for one in (truth, outputs)] for name in truth}
+    return [name for name, pair in numbered.items() if max(one.rms_error for one in deviations(*pair)) > tolerance]
 
 
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
@@ -194,7 +181,7 @@ class Deviation:
         return error / scale if scale else math.inf if error else 0.0
 
 
-def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
+def deviations(truth: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor]) -> list[Deviation]:
     """Return the deviation of every output; one incomparable deviation if names differ or there are none.
 
     NaN in both counts as equal.

@@ -20,7 +20,6 @@ from .outputs import (
     DRAWS,
     FACTOR,
     Deviation,
-    InnerOutput,
     add_rounding_noise,
     deviating,
     deviations,
@@ -58,7 +57,7 @@ class Forward:
     """
 
     outputs: dict[str, Tensor]
-    inside: dict[InnerOutput, Tensor] = field(default_factory=dict)
+    inside: dict[str, list[Tensor]] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
     widths: set[int] = field(default_factory=set)
 
@@ -246,7 +245,7 @@ class Snapshot:
 
     def _elsewhere(self, now: Forward, tolerance: float) -> str:
         assert self.forward is not None
-        return ", ".join(dict.fromkeys(map(str, deviating(self.forward.inside, now.inside, tolerance))))
+        return ", ".join(deviating(self.forward.inside, now.inside, tolerance))
 
     def outputs_after(self, model: nn.Module) -> dict[str, Tensor] | Exception:
         """Return the outputs of a patched model on the same inputs, or the error of its forward.

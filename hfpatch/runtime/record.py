@@ -111,8 +111,7 @@ def warn_of_other_outputs(model: Any, where: str) -> None:
     if found and type(model).__name__ not in saved:
         warnings.warn(
             f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. The patch kept what "
-            f"the first returns, but for {', '.join(found)}. Patch the original as {type(model).__name__}, or leave "
-            "out what the plan says of it.",
+            f"the first returns, but for {', '.join(found)}. If you need that, patch the original as this class.",
             UserWarning,
             stacklevel=4,
         )

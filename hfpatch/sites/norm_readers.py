@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ..measure.blocks import same_layer
 from ..measure.float64 import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
-from ..measure.outputs import InnerOutput, deviating, max_error, outputs_inside
+from ..measure.outputs import deviating, max_error, outputs_inside
 from ..runtime.edits import pattern_of
 from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
 from .norms import describe
@@ -34,12 +34,12 @@ class Reader:
     Attributes:
         pattern: of its name.
         axes: its Parameters that multiply what it reads, each with the axis of the channels.
-        returned_by: the class of a model inside (LlamaModel in LlamaForCausalLM) that returns what it reads; else "".
+        returned: what it reads, as a model inside returns that: "LlamaModel's last_hidden_state"; else "".
     """
 
     pattern: str
     axes: Axes
-    returned_by: str = ""
+    returned: str = ""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Calls:
 
     results: dict[str, list[Any]]
     read: dict[str, list[CallArguments]]
-    inside: dict[InnerOutput, Tensor]
+    inside: dict[str, list[Tensor]]
 
 
 def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple[Reader, ...] | str]:
@@ -87,13 +87,12 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     found: dict[str, set[Reader] | str] = {}
     for norm in norms:
         pattern, group = pattern_of(norm), [name for name in maps if norm in readers_of[name]]
-        reason, moved = None if seen.results[norm] else UNREACHED, list[InnerOutput]()
+        reason, moved = None if seen.results[norm] else UNREACHED, list[str]()
         if reason is None and not group:
             reason = NO_READER
         elif reason is None:
             only, moved = _is_read_only_by(small, inputs, outputs, watched, norm, group, seen)
             reason = None if only else READ_OTHERWISE
-        returned_by = min(moved, key=lambda one: len(one.model)).class_name if moved else ""
         if reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
             reason = OTHER_LAYERS
         readers = set[Reader]()
@@ -102,7 +101,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
             if axes is None:
                 reason = f"{pattern_of(name)} reads it, which isn't a linear map"
             else:
-                readers.add(Reader(pattern_of(name), axes, returned_by))
+                readers.add(Reader(pattern_of(name), axes, *moved[-1:]))
         known = found.get(pattern)
         if reason is not None or isinstance(known, str):
             found[pattern] = known if isinstance(known, str) else str(reason)
@@ -155,7 +154,7 @@ def _is_read_only_by(
     norm: str,
     held: Collection[str],
     seen: _Calls,
-) -> tuple[bool, list[InnerOutput]]:
+) -> tuple[bool, list[str]]:
     """Whether noise on a norm's output moves nothing while some maps return what they returned before.
 
     Neither the model's outputs, nor what else is passed to these maps: experts get the choice of a router, which would

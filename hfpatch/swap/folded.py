@@ -1,4 +1,4 @@
-"""Planner of folded norms: gains, shifts and fixed means go into the linear maps that alone read a norm."""
+"""Planners of fixed and of folded norms: gain, shift and fixed mean go into the linear maps that alone read a norm."""
 
 from __future__ import annotations
 
@@ -22,16 +22,26 @@ from ..runtime.float64 import in_float64
 from ..runtime.norms import NormFacts
 from ..schemes.fixed import Folded
 from ..schemes.request import SchemeRequest
+from ..sites.final_norms import find_final_norms
 from ..sites.linear_maps import holds_maps, is_linear_map
 from ..sites.norm_readers import Reader, find_readers
 from ..sites.norms import describe
 from ..sites.sites import Sites
-from .fixed import plan_fixed
 from .norms import norm_text, plan_norms
 from .planners import PlannerResult
 
 _WHY_EXACT = "the layers that read it compute with its gain and shift"
 _ROWS = 4096  # of a weight, multiplied at once
+
+
+def plan_fixed(sites: Sites, part: SchemeRequest) -> PlannerResult:
+    """Plan a swap to fixed norms, as for others, but the last norm of each stack is kept unless it is named.
+
+    Raises:
+        UnsupportedError: no small model of this class runs, so its last norm isn't known.
+    """
+    special = dict.fromkeys(find_final_norms(sites), "the stack's output, whose scale it sets")
+    return PlannerResult(part, plan_norms(sites, part, special))
 
 
 def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
@@ -64,8 +74,9 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
 
 def plan_fold_of_fixed(sites: Sites, part: SchemeRequest, names: Iterable[str]) -> PlannerResult:
     """Plan folding the fixed norms of these names, for a request that is in the record already."""
-    changes = [one for one in plan_norms(sites, SchemeRequest(Folded(), tuple(names))) if one.changes]
-    return PlannerResult(part, _Folder.of(sites, part).fold_all(changes))
+    changes = plan_norms(sites, SchemeRequest(Folded(), tuple(names)))
+    folded = _Folder.of(sites, part).fold_all(changes)
+    return PlannerResult(part, [new for new, old in zip(folded, changes, strict=True) if old.changes])
 
 
 @dataclass
@@ -107,17 +118,16 @@ class _Folder:
 
     def named(self, changes: Iterable[Change]) -> set[tuple[str, ...]]:
         """The names of norms whose output a model inside returns, and that `only` names nevertheless."""
-        returned = {_names(one): bool(self._returned_by(one)) for one in changes if one.changes}
+        returned = {_names(one): one.changes and bool(self._returned(one)) for one in changes}
         return self.globs.explicitly_selected(self.part.only, returned)
 
-    def _returned_by(self, change: Change) -> str:
+    def _returned(self, change: Change) -> str:
         readers = self.readers.get(pattern_of(change.row.module), "")
-        return "" if isinstance(readers, str) else max((reader.returned_by for reader in readers), default="")
+        return "" if isinstance(readers, str) else max((reader.returned for reader in readers), default="")
 
     def note(self, change: Change) -> str:
         """Where a fold isn't exact, in words for the plan; "" if it is everywhere."""
-        returned_by = self._returned_by(change)
-        return f"; not in what {returned_by} returns" if returned_by else ""
+        return f"; not in {returned}" if (returned := self._returned(change)) else ""
 
     def _fold(self, change: Change, named: set[tuple[str, ...]]) -> Change:
         row, names = change.row, _names(change)
@@ -167,8 +177,8 @@ class _Folder:
             if facts.shift and bias is None and not isinstance(reader, nn.Linear):
                 way_out = "; norm='none:shift=false' adds no shift" if facts.kind == "rms" else ""
                 return f"its shift would need a bias in {name} ({type(reader).__name__}){way_out}"
-        if (returned_by := self._returned_by(change)) and names not in named:
-            return f"{returned_by} returns its output: only=['*', its name] folds it too"
+        if (returned := self._returned(change)) and names not in named:
+            return f"it is {returned}: only=['*', its name] folds it too"
         for name, _ in self._readers_of(names):
             refuse_private_forward(name, self.model.get_submodule(name))
         return None

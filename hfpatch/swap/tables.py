@@ -151,9 +151,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
     elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row.reason = (
-            f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
-        )
+        row.reason = ALREADY_DONE if new else "needs max_positions, the number of rows to resize it to"
     else:
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, why_exact="every position keeps its row")

@@ -56,15 +56,15 @@ def bare(model: nn.Module) -> list[str]:
 CASES = [
     # family, head, options, norms that are folded, reason why the others aren't
     ("gpt2", LM, {}, 4, "lm_head, which reads it, shares its weights with another module"),
-    ("gpt2", LM, UNTIED, 4, "GPT2Model returns its output: only=['*', its name] folds it too"),
-    ("llama", LM, UNTIED, 4, "LlamaModel returns its output"),
+    ("gpt2", LM, UNTIED, 4, "it is GPT2Model's last_hidden_state: only=['*', its name] folds it too"),
+    ("llama", LM, UNTIED, 4, "it is LlamaModel's last_hidden_state"),
     ("llama", LM, {"tie_word_embeddings": True}, 4, "shares its weights with another module"),
     ("gemma", LM, {}, 4, "shares its weights with another module"),
     ("nemotron", "AutoModel", {}, 4, "no linear map reads its output as it is"),
-    ("mixtral", LM, {}, 4, "MixtralModel returns its output"),
+    ("mixtral", LM, {}, 4, "it is MixtralModel's last_hidden_state"),
     ("ernie4_5_moe", "AutoModel", {}, 4, "no linear map reads its output as it is"),
-    ("gpt_neox", LM, {}, 4, "GPTNeoXModel returns its output"),
-    ("convnext", "AutoModelForImageClassification", {}, 4, "ConvNextModel returns its output"),
+    ("gpt_neox", LM, {}, 4, "it is GPTNeoXModel's last_hidden_state"),
+    ("convnext", "AutoModelForImageClassification", {}, 4, "it is ConvNextModel's pooler_output"),
     ("falcon", LM, {}, 2, "shares its weights with another module"),
     ("falcon", LM, {"new_decoder_architecture": True, "num_kv_heads": 1}, 4, "shares its weights with another module"),
     ("cohere", LM, {"use_qk_norm": False}, 2, "shares its weights with another module"),
@@ -196,10 +196,10 @@ def test_every_class_that_opens_a_folded_checkpoint_returns_what_it_did(
     assert error(original, found, inputs(original)) <= 1e-12
     assert told == []
     assert "but for" not in str(outcomes(found))
-    kept = [row.module for row in plan_patch(model, norm="folded").rows if f"{base} returns" in (row.reason or "")]
+    kept = [row.module for row in plan_patch(model, norm="folded").rows if f"it is {base}'s" in (row.reason or "")]
     assert len(kept) == 1
     request = {"norm": "folded", "only": ["*", *kept], "init": "exact"}
-    assert f"; not in what {base} returns" in str(plan_patch(model, **request))
+    assert f"; not in {base}'s " in str(plan_patch(model, **request))
     patch(model, **request)
     assert f": exact but for {base}'s " in str(outcomes(model))
     model.save_pretrained(tmp_path / "named")
@@ -215,12 +215,15 @@ def test_fixed_norms_that_the_base_model_returns_are_folded_by_name_alone() -> N
     """ConvNeXt's last norm follows the pooling, so it isn't the last norm of a stack, which would be kept as it is."""
     model = tiny("convnext", "AutoModelForImageClassification")
     name = "convnext.layernorm"
-    for only, note in ((None, "not folded: ConvNextModel returns its output"), (["*", name], "then folded; not in what")):
+    for only, note in (
+        (None, "not folded: it is ConvNextModel's pooler_output"),
+        (["*", name], "then folded; not in Conv"),
+    ):
         rows = {row.module: row for row in plan_patch(model, norm="none", init="reset", only=only).rows}
         assert rows[name].reason.startswith(note)
     patch(model, norm="none", init="reset")
     assert isinstance(model.get_submodule(name), FixedNorm)
-    assert "not folded (ConvNextModel returns its output" in str(outcomes(model))
+    assert "not folded (it is ConvNextModel's pooler_output" in str(outcomes(model))
 
 
 def test_a_centred_stream_that_the_base_model_returns_is_told(tmp_path: Path) -> None:

@@ -18,10 +18,7 @@ from __future__ import annotations
 import copy
 import site
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,20 +30,18 @@ import transformers
 import workers
 import zoo
 from exact import in_float64
-from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from opened_as_base import base_with_inputs, everything_returned, heads, opened
+from torch import nn
+from transformers import PreTrainedModel
 
 from hfpatch import patch_model, plan_patch
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
 from hfpatch.measure.float64 import Float64, outputs_in_float64
-from hfpatch.measure.inputs import example_inputs
-from hfpatch.measure.outputs import FACTOR, Outputs, max_error, noise_floor
+from hfpatch.measure.outputs import FACTOR, max_error, noise_floor
 from hfpatch.measure.quiet_forward import cast
-from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.sites.norms import describe
 
 EXACT = 1e-9
-HEADS = ("CausalLM", "ConditionalGeneration", "WithProjection", "SequenceClassification", "ImageClassification", "CTC")
 
 
 @dataclass
@@ -88,73 +83,43 @@ def examine(model_type: str) -> Result:
     model, fresh = in_float64(model), cast(fresh, torch.device("cpu"), torch.float64)
     fold(model, inputs, fresh, result)
     take_out(model, inputs, fresh, result)
-    for head in heads(model_type, type(model)):
-        open_as_base(head, result)
+    for head, inputs in heads(model_type, type(model)):
+        open_as_base(head, inputs, result)
     return result
 
 
-def heads(model_type: str, base: type) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
-    """Models of the usual heads of a type, whose embeddings aren't tied, in float64, with inputs."""
-    written = zoo.classes_of(model_type)
-    for name in [name for end in HEADS for name in written if name.endswith(end) and written[name] is not base]:
-        with suppress(zoo.Unbuildable):
-            model, inputs = zoo.tiny(model_type, auto_class=written[name], tie_word_embeddings=False, pad_token_id=0)
-            yield in_float64(model), inputs
-
-
-def open_as_base(head: tuple[PreTrainedModel, dict[str, Any]], result: Result) -> None:
+def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result) -> None:
     """Fill in what AutoModel makes of a checkpoint with a head, folded by default, and with what `only=` names."""
-    model, inputs = head
     request: dict[str, Any] = {"norm": "folded", "example_inputs": inputs}
+    model = in_float64(model)
     with tempfile.TemporaryDirectory() as folder:
+        if (found := base_with_inputs(model, folder)) is None:
+            return
+        base, given = found
         try:
-            plain = opened(model, folder)
-            given = cast(example_inputs(plain), torch.device("cpu"), torch.float64)
-            before = everything_returned(plain, given)
-        except Exception:  # AutoModel doesn't open it, or no inputs can be made
-            return
-        if type(plain) is type(model):
-            return
-        with Float64():
-            try:
-                plan = plan_patch(model, **request)
-            except PatchError:  # no norm is folded
-                return
-            found = patch_model(copy.deepcopy(model), **request)
-        found = opened(found, folder)
-        result.heads.append(type(model).__name__)
-        after = everything_returned(found, given)
-        result.opened = max(result.opened or 0.0, error := max_error(before, after))
-        if not error <= tolerance(plain, given, error):
-            result.status = "wrong"
-        names = [row.module for row in plan.rows if row.becomes is None and " returns its output: " in row.reason]
-        result.returned += len(names)
-        if names:
             with Float64():
-                named = patch_model(copy.deepcopy(model), **request, only=["*", *names])
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                error = max_error(before, everything_returned(opened(named, folder), given))
+                plan = plan_patch(model, **request)
+        except PatchError:  # no norm is folded
+            return
+        before = everything_returned(base, given)
+
+        def compare(**more: Any) -> tuple[float, bool]:
+            with Float64():
+                folded = patch_model(copy.deepcopy(model), **request, **more)
+            found, told = opened(folded, folder)
+            return max_error(before, everything_returned(in_float64(found), given)), told
+
+        error, told = compare()
+        result.heads.append(type(model).__name__)
+        result.opened = max(result.opened or 0.0, error)
+        names = [row.module for row in plan.rows if row.becomes is None and row.reason.endswith("folds it too")]
+        result.returned += len(names)
+        wrong = told or not error <= tolerance(base, given, error)
+        if names:
+            error, told = compare(only=["*", *names])
             result.opened_control = max(result.opened_control or 0.0, error)
-            if error > 1e-6 and not any("and is opened as" in str(one.message) for one in told):
-                result.status = "wrong"
-
-
-def opened(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """What AutoModel makes of a model's checkpoint."""
-    model.save_pretrained(folder)
-    return in_float64(AutoModel.from_pretrained(folder, dtype=torch.float64).eval())
-
-
-def everything_returned(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs of one forward in float64, with all hidden states where it gives them."""
-    with seed_deterministically(0), torch.no_grad(), Float64():
-        try:
-            returned = Outputs.of(model(**copy.deepcopy(inputs), output_hidden_states=True))
-        except TypeError:
-            returned = Outputs.of(model(**copy.deepcopy(inputs)))
-    states = {f"{name} {i}": one for name, layers in returned.streams.items() for i, one in enumerate(layers)}
-    return returned.floats | states
+            wrong = wrong or (error > 1e-6 and not told)
+        result.status = "wrong" if wrong else result.status
 
 
 def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
