@@ -250,13 +250,21 @@ def to_markdown(results: list[Result]) -> str:
         f"what the families compute in float32 inside, {max(embedded, default=0.0):.1e} with embeddings in place of "
         f"tokens ({len(embedded)} types take them).",
         "The control is the error of the same swap without any centring.",
-        f"{sum(len(r.heads) for r in results)} classes with heads, of {sum(bool(r.heads) for r in results)} types, were "
-        f"opened by AutoModel as well; of {sum(len(r.told) for r in results)} it tells that it returns something else.",
         "",
         *workers.table(
             "model type | status | >LayerNorms | >exact | why the others aren't | >error | >as written | >embeddings "
-            "| >control | class | heads | told",
+            "| >control | class",
             map(_cells, results),
+        ),
+        "",
+        "## Opened by AutoModel",
+        "",
+        f"{sum(len(r.heads) for r in results)} classes with heads; of {sum(len(r.told) for r in results)} it warns "
+        "that it returns something else.",
+        "",
+        *workers.table(
+            "model type | classes | warned of",
+            ((r.model_type, ", ".join(r.heads), ", ".join(r.told)) for r in results if r.heads),
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -266,19 +274,7 @@ def _cells(result: Result) -> tuple[object, ...]:
     measured = (result.error, result.as_written, result.embedded, result.control)
     errors = [f"{one:.1e}" if one is not None else "" for one in measured]
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
-    return (
-        result.model_type,
-        result.status,
-        result.layer_norms,
-        result.exact,
-        reasons,
-        *errors,
-        *result_of_heads(result),
-    )
-
-
-def result_of_heads(result: Result) -> tuple[str, str, str]:
-    return result.class_name, ", ".join(result.heads), ", ".join(result.told)
+    return result.model_type, result.status, result.layer_norms, result.exact, reasons, *errors, result.class_name
 
 
 SWEEP = workers.Sweep(

@@ -8,9 +8,9 @@ Tiny random models in float64. `norm="folded"` is compared with the model before
 and above ten times what noise in the last bit of float64 makes (a choice among candidates may tip), is *wrong*. The
 control is the error where gains and shifts are left out, and no map takes them over.
 
-Other classes open a folded checkpoint as well. So models with heads (untied) are folded, saved, and opened by AutoModel:
-outputs and hidden states are compared with those of the original's checkpoint, opened likewise. `kept for AutoModel` are
-norms that a head alone reads; its control is the error where `only=` names them, which must be told at opening.
+Other classes open a folded checkpoint as well. So models with heads (untied) are folded, saved, and opened by
+AutoModel: outputs and hidden states are compared with those of the original's checkpoint, opened likewise. "Kept for
+it" are norms that a head alone reads; the control is the error where `only=` names them, of which opening must warn.
 """
 
 from __future__ import annotations
@@ -202,14 +202,21 @@ def to_markdown(every: list[Result]) -> str:
         f"{count['kept']} kept all, {count['refused']} refused with the reason, **{count['wrong']} wrong**; {folded} "
         f"of {norms} norms are folded, and of {fixed} fixed norms {gone} go altogether. Largest error "
         f"{max(errors, default=0.0):.1e}.",
-        f"{sum(len(r.heads) for r in results)} classes with heads, of {sum(bool(r.heads) for r in results)} types, were "
-        f"opened by AutoModel as well: {sum(r.returned for r in results)} norms are kept for it, the largest error is "
-        f"{max((r.opened or 0.0 for r in results), default=0.0):.1e}.",
         "",
         *workers.table(
             "model type | status | >norms | >folded | why the others aren't | >error | >fixed | >gone | >error of none "
-            "| >control | class | heads | >kept for AutoModel | >its error | >its control",
+            "| >control | class",
             map(_cells, results),
+        ),
+        "",
+        "## Opened by AutoModel",
+        "",
+        f"{sum(len(r.heads) for r in results)} classes with heads: {sum(r.returned for r in results)} norms are kept "
+        f"for it, the largest error is {max((r.opened or 0.0 for r in results), default=0.0):.1e}.",
+        "",
+        *workers.table(
+            "model type | classes | >kept for it | >error | >control",
+            (_opened_cells(result) for result in results if result.heads),
         ),
         "",
         "## Not examined",
@@ -220,14 +227,22 @@ def to_markdown(every: list[Result]) -> str:
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    measured = result.error, result.none_error, result.control, result.opened, result.opened_control
-    error, none, control, *opened = (f"{one:.1e}" if one is not None else "" for one in measured)
+    error, none, control = map(_number, (result.error, result.none_error, result.control))
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
     fixed = result.none_refused or result.fixed
     return (
         *(result.model_type, result.status, result.norms, result.folded, reasons, error),
-        *(fixed, result.gone, none, control, result.class_name, ", ".join(result.heads), result.returned, *opened),
+        *(fixed, result.gone, none, control, result.class_name),
     )
+
+
+def _opened_cells(result: Result) -> tuple[object, ...]:
+    measured = map(_number, (result.opened, result.opened_control))
+    return result.model_type, ", ".join(result.heads), result.returned, *measured
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
 
 
 def kinds(results: list[Result]) -> Counter[str]:
