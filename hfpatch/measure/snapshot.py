@@ -263,10 +263,9 @@ class Snapshot:
     def within_rounding(self, model: nn.Module, error: float) -> Verdict:
         """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
         least = last_bit(model)
-        copied = copy_of(model, share=True)
-        floor = least if error <= FACTOR * least else noise_floor(copied, self.inputs)
-        tolerance = FACTOR * max(floor, least)
-        return Verdict(error, tolerance, elsewhere=self._elsewhere(run(copied, self.inputs, {}), tolerance))
+        floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
+        now, tolerance = run(copy_of(model, share=True), self.inputs, {}), FACTOR * max(floor, least)
+        return Verdict(error, tolerance, elsewhere=self._elsewhere(now, tolerance))
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
