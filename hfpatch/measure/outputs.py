@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..runtime.float64 import in_float64
+from .hooks import observe_calls
 from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -119,6 +121,29 @@ def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) ->
     return mask if isinstance(mask, Tensor) else None
 
 
+@contextmanager
+def outputs_inside(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
+
+    Other classes that open the checkpoint return it as their own.
+    """
+    found: dict[str, list[Tensor]] = {}
+    inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
+
+    def note(name: str, result: Any) -> None:
+        for output, value in Outputs.of(result).floats.items():
+            found.setdefault(f"{type(inside[name]).__name__}'s {output}", []).append(value.detach().clone())
+
+    with observe_calls(inside, on_result=note):
+        yield found
+
+
+def deviating(truth: Mapping[str, list[Tensor]], outputs: Mapping[str, list[Tensor]], tolerance: float) -> list[str]:
+    """Return which outputs of models inside deviate by more than a tolerance in the root mean square."""
+    numbered = {name: [dict(enumerate(one.get(name, []))) for one in (truth, outputs)] for name in truth}
+    return [name for name, pair in numbered.items() if max(one.rms_error for one in deviations(*pair)) > tolerance]
+
+
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
     """Return a sentence-transformers model's embeddings of texts as queries and documents, or scores of text pairs."""
     options = {"convert_to_tensor": True, "show_progress_bar": False}
@@ -206,7 +231,7 @@ class Deviation:
         return error / scale if scale else math.inf if error else 0.0
 
 
-def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
+def deviations(truth: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor]) -> list[Deviation]:
     """Return the deviation of every output; one incomparable deviation if names differ or there are none.
 
     NaN in both counts as equal.

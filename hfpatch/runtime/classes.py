@@ -39,6 +39,7 @@ from .record import (
     edits_of,
     names_on_disk,
     warn_of_ineffective_overrides,
+    warn_of_other_outputs,
 )
 from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
 from .rotary import LENGTH
@@ -178,6 +179,7 @@ class PatchedModel(UnlimitedGeneration):
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
             warn_of_ineffective_overrides(saved, model.config, str(name))
+        warn_of_other_outputs(model, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,25 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
         )
 
 
+def warn_of_other_outputs(model: Any, where: str) -> None:
+    """Warn of a class that returns what the patch didn't keep, being another one than the checkpoint was saved from.
+
+    Args:
+        model: opened.
+        where: what the checkpoint is called in the warning.
+    """
+    outcomes = (one.get("outcome") for one in getattr(model.config, KEY)["request"])
+    found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
+    saved = saved_from(model.config)
+    if found and type(model).__name__ not in saved:
+        warnings.warn(
+            f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. The patch kept what "
+            f"the first returns, but for {', '.join(found)}. If you need that, patch the original as this class.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def _flatten(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Settings and those of their parts, by dotted names."""
     found: dict[str, Any] = {}

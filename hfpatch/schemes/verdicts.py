@@ -38,6 +38,8 @@ class Outcome:
             planned, not measured", "on inputs without images".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
+        elsewhere: what is another function nevertheless, of models inside, which other classes than the saved one open:
+            "LlamaModel's last_hidden_state".
         by_repair: whether a repair came to it, also one that was undone.
         metric: what `copied` and `repaired` are: DIFFERENCE, KL or SQUARED_ERROR.
         copied, repaired: distance from the model before the patch, before a repair and after one that was kept.
@@ -49,6 +51,7 @@ class Outcome:
     basis: str = ""
     lost: str = ""
     kept: str = ""
+    elsewhere: str = ""
     by_repair: bool = False
     metric: str = ""
     copied: float | None = None
@@ -63,6 +66,7 @@ class Outcome:
     def result(self) -> str:
         """The verdict and what was measured: "exact: outputs differ by 2e-07"."""
         verdict = f"{self.verdict} {self.basis}" if self.basis else self.verdict
+        verdict += f" but for {self.elsewhere}" if self.elsewhere else ""
         return f"{verdict}: {self.measured}" if self.measured else verdict
 
     @property

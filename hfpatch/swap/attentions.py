@@ -146,7 +146,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     if row.reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
         row.reason = OWN_ROTATION_KEPT
     if row.reason is None and scheme.name == "nope" and hidden and rotary is None:
-        row.reason = "dropped already"
+        row.reason = ALREADY_DONE
     if row.reason is not None:
         return Change(row)
     if isinstance(scheme, RoPE) and rotary is None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import Change, Row, refuse_foreign_forward, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
@@ -139,7 +139,7 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
     if isinstance(scheme, RoPE):
         return _settings_change(sites, rotation, scheme, row)
     if scheme.name != "nope" or rotation.is_dropped:
-        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
+        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else ALREADY_DONE
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..core.globs import Names
-from ..core.plan_table import Change, Row
+from ..core.plan_table import ALREADY_DONE, Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
@@ -123,7 +123,7 @@ def _bias_changes(
     reasons, why = reasons_to_keep(item, part, names)
     row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
-        row.now, row.reason = "no biases", "removed already"
+        row.now, row.reason = "no biases", why or ALREADY_DONE
     change = Change(row)
     left = {path: module for path, module in item.attentions.items() if path not in covered}
     if scheme.keeps_table and not left:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.trained_rows import count_trained_rows
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
@@ -35,7 +35,7 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
-        return Change(Row("position", item.table_name, "a constant", reason="its table is removed already"))
+        return Change(Row("position", item.table_name, "a constant", reason=why or ALREADY_DONE))
     row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)
@@ -152,9 +152,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
     elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row.reason = (
-            f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
-        )
+        row.reason = ALREADY_DONE if new else "needs max_positions, the number of rows to resize it to"
     else:
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, why_exact="every position keeps its row")
