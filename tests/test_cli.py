@@ -202,12 +202,6 @@ def test_without_calibration_nothing_is_repaired(model: str, request_: str, says
     assert ['"self"' in one for one in planned] == ([model == "gpt2"] if says else [])
 
 
-def test_the_old_word_for_no_repair_is_taken_with_a_warning(checkpoint: Path, tmp_path: Path) -> None:
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
-    assert "Warning: --calibration none isn't needed" in out
-    assert "Repair on" not in out
-
-
 @pytest.mark.slow
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     weights = []

@@ -10,8 +10,7 @@ A tensor's digest is the first half of the sha256 of its dtype, shape and bytes.
 seconds (AMD EPYC), where saving it takes about one, and longer for the disk.
 
 By default opening compares samples of a larger tensor instead, since a file is only mapped when it is opened, and
-reading all of it would cost more than all the rest. Files of hfpatch 0.2 have no samples, so of their larger tensors
-the names are compared; their digest of config.json is in its record, and the report in a file of its own.
+reading all of it would cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
-VERSION_2_REPORT = "hfpatch_repair.json"
 _THREADS, _MOST_NAMED = 8, 5
 _WHOLE = 4096  # entries up to which a tensor is read in full: gains, shifts and biases are
 _RUN = 64  # neighboring entries that are read at each place of a larger one
@@ -61,14 +59,14 @@ class DigestFile(NamedTuple):
         path: the file.
         tensors: by name the digest of each tensor.
         samples: by name that of samples of the larger ones.
-        config: the digest of config.json; None in files of hfpatch 0.2.
+        config: the digest of config.json.
         repair: the report of the latest repair, as JSON has it; None without one.
     """
 
     path: Path
     tensors: dict[str, str]
     samples: dict[str, str]
-    config: str | None
+    config: str
     repair: dict[str, Any] | None
 
 
@@ -122,7 +120,7 @@ def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
         tables = stored["tensors"], stored.get("samples", {}), stored.get("repair")
         if not all(isinstance(table, dict) for table in tables[:2]) or not isinstance(tables[2], dict | None):
             raise TypeError
-        return DigestFile(path, *tables[:2], stored.get("config"), tables[2]), stored["version"]
+        return DigestFile(path, *tables[:2], str(stored["config"]), tables[2]), stored["version"]
 
     saved, version = read_json(path, read)
     if version != _VERSION:
@@ -321,10 +319,3 @@ def stored_report(model: nn.Module) -> dict[str, Any] | None:
     """Return the report of a model's latest repair as JSON has it; None without one."""
     kept: Any = vars(model).get(REPAIR)
     return kept if kept is None or isinstance(kept, dict) else kept.to_json()
-
-
-def report_of_version_2(name: Any, options: Mapping[str, Any], digest: Any) -> dict[str, Any] | None:
-    """Return the report of a checkpoint that hfpatch 0.2 saved, of which config.json has this digest."""
-    path = finder(name, options)(VERSION_2_REPORT)
-    content = b"" if path is None else path.read_bytes()
-    return json.loads(content) if hashlib.sha256(content).hexdigest()[:32] == digest else None

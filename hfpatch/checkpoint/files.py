@@ -22,8 +22,6 @@ from ..runtime.record import saved_from
 T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
-# a tensor that checkpoints of hfpatch 0.2 hold beside the model's own
-MARKER = "this_checkpoint_is_patched_by_hfpatch.import_hfpatch_and_open_it_with_an_Auto_class"
 FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 

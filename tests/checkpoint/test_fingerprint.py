@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import types
 import warnings
@@ -92,7 +91,7 @@ IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pairing": in_edits("theta=300.0", "theta=300.0, pairing='interleaved'"),
     "length": lambda config: config.update(n_positions=2 * config["n_positions"]),
     "dropout": lambda config: config.update(attn_pdrop=0.5),
-    "what the record says": lambda config: config["hfpatch"]["request"][0].update(outcome="exact"),
+    "what the record says": lambda config: config["hfpatch"]["request"][0].update(outcome={"verdict": "exact"}),
 }
 
 
@@ -375,18 +374,6 @@ def test_a_config_that_was_saved_alone(saved: Path, tmp_path: Path, silent: None
     config.save_pretrained(tmp_path)
     with pytest.warns(FingerprintWarning, match="edited"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("value", [None, 5, [], {}, {"config": 5}, {"config": "0" * 32}, "weights: float32 3-01"])
-def test_a_malformed_fingerprint_of_an_older_version(value: Any, folder: Path) -> None:
-    """It says that the config isn't the one that was saved, and nothing else can come of it."""
-    digests = json.loads((folder / "hfpatch_weights.json").read_text())
-    del digests["config"], digests["samples"]
-    (folder / "hfpatch_weights.json").write_text(json.dumps(digests))
-    AutoModel.from_pretrained(folder, check_fingerprint="full")
-    with_config(folder, lambda config: config["hfpatch"].update(fingerprint=value))
-    with pytest.warns(FingerprintWarning, match="edited"):
-        AutoModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("value", ["Full", 1, None, "compared"])

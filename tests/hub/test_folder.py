@@ -158,7 +158,7 @@ def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
 
 EDITS: dict[str, Callable[[Path], None]] = {
     "a setting": lambda folder: with_config(folder, attn_pdrop=0.9),
-    "a better outcome": lambda folder: with_record(folder, request=[{"norm": "dyt", "outcome": "exact: the same"}]),
+    "a better outcome": lambda folder: with_record(folder, request=[{"norm": "dyt", "outcome": {"verdict": "exact"}}]),
 }
 
 
