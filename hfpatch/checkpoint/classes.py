@@ -170,8 +170,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             except CheckpointError:
                 if check_fingerprint:
                     raise
-            if check_fingerprint:
-                kwargs |= compare(name, kwargs, saved, every_byte=full).same
+            if full:
+                kwargs |= compare(name, kwargs, saved).same
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
                 loaded = with_loading_info(load)
@@ -197,7 +197,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 model.__dict__[REPAIR] = saved.repair
             if check_fingerprint:
                 opened.require_unchanged(name, None if saved is None else saved.config, refuse=full)
-                require_known_names(model, name, info)
+                require_known_names(model, name, info, () if saved is None else saved.tensors)
             return loaded if wants_info else model
 
         def save_pretrained(
