@@ -204,12 +204,6 @@ def test_without_calibration_nothing_is_repaired(model: str, request_: str, says
     assert ['"self"' in one for one in planned] == ([model == "gpt2"] if says else [])
 
 
-def test_the_old_word_for_no_repair_is_taken_with_a_warning(checkpoint: Path, tmp_path: Path) -> None:
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
-    assert "Warning: --calibration none isn't needed" in out
-    assert "Repair on" not in out
-
-
 @pytest.mark.slow
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     weights = []
@@ -263,12 +257,12 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
 
 
 def test_warnings_are_one_line_on_stderr(patched: Path, tmp_path: Path) -> None:
-    (patched / "hfpatch_weights.json").unlink()
+    edited(patched, lambda stored: stored.update(attn_pdrop=0.3))
     request = ["patch", str(patched), str(tmp_path / "out"), "--pos", "nope"]
     result = run.invoke(app, request)
-    unchecked, lossy = result.stderr.splitlines()
+    opened, lossy = result.stderr.splitlines()
     assert lossy.startswith("Warning: GPT2LMHeadModel: the patched model computes another function. pos='nope' is a")
-    assert unchecked.startswith(f"Warning: {patched} has no hfpatch_weights.json")
+    assert opened.startswith(f"Warning: {patched}: its config.json, or the patch record in it, was edited")
     assert "Warning" not in result.stdout
 
 

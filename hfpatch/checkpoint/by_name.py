@@ -24,7 +24,7 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
-from .file_digests import read_digests
+from .file_digests import digests_or_warning
 from .mapped_weights import files_of, open_mapped
 
 _RANDOM = "config:"
@@ -145,7 +145,7 @@ def _open(
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel
     if hasattr(config, KEY) and strongest:
-        options["check_fingerprint"] = "full" if read_digests(model, {}) else True
+        options["check_fingerprint"] = "full" if digests_or_warning(model, {}) else True
     options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
     loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))
     built, info = loaded if isinstance(loaded, tuple) else (loaded, {})

@@ -14,8 +14,7 @@ from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, validate_record
-from ..runtime.refuse_host import ENTRY as GUARDED
+from ..runtime.record import ARCHITECTURE, KEY, validate_record
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
@@ -30,30 +29,26 @@ _FLOAT = "__float__"  # of the object that transformers writes for inf and nan
 
 
 class ConfigFile(NamedTuple):
-    """Digests of a config.json that was read from disk, and whether remote code is next to it.
+    """The digest of a config.json that was read from disk, and whether remote code is next to it.
 
     Attributes:
         digest: of what it says.
-        saved: what that was when hfpatch 0.2 saved it; None in a newer file.
-        report: the digest of the report of its repair, if it has one.
         remote: whether an export's code lies beside it.
     """
 
     digest: str
-    saved: Any
-    report: Any
     remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
         """Return whether it is the saved one, as far as known; `saved` is as in `require_unchanged`."""
-        return (saved or self.saved) in (None, self.digest)
+        return saved in (None, self.digest)
 
     def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
         """Report a config.json that isn't the saved one: by default as a warning, since many changes are intended.
 
         Args:
             name: of the checkpoint.
-            saved: the digest that lies beside its weights.
+            saved: the digest that lies beside its weights; None without one.
             refuse: whether it is an error.
 
         Raises:
@@ -83,7 +78,7 @@ def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     auto_map = config_dict.get("auto_map") or {}
     if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
         raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
-    record: Any = without_disk_only_entry(config_dict.get(KEY))
+    record: Any = config_dict.get(KEY)
     validate_record(record, where)
     parse_edits(record["edits"], where)
     return without_remote_code(config_dict)
@@ -128,11 +123,6 @@ def checkpoint_name(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
-def without_disk_only_entry(stored: Any) -> Any:
-    """Return a patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
-    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
-
-
 def _is_reference(value: Any) -> bool:
     """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
@@ -142,14 +132,13 @@ def _is_reference(value: Any) -> bool:
 
 
 def config_digest(stored: Mapping[str, Any]) -> str:
-    """Return a digest of config.json and its patch record, without the digests that hfpatch 0.2 added.
+    """Return a digest of config.json and its patch record.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
     inf and nan are read as transformers writes them, so that its reading of the file and json's have one digest.
     """
-    record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
     settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
-    text = json.dumps([_without_harmless(settings), record], default=str)
+    text = json.dumps([_without_harmless(settings), stored[KEY]], default=str)
     plain = json.loads(text, parse_constant=lambda number: {_FLOAT: number})
     text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

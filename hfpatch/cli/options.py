@@ -103,9 +103,7 @@ def data_of_repair(calibration: str | None, model: Any, processor: Any, sequence
 
     Its values have to be in memory, since a repair writes them.
     """
-    if calibration == "none":  # the way to say so up to version 0.2
-        _say("Warning: --calibration none isn't needed: without --calibration nothing is repaired. Leave it out.")
-    if calibration in (None, "none"):
+    if calibration is None:
         return None
     read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import config_of
-from ..checkpoint.file_digests import compare, read_digests, variant_of
-from ..checkpoint.files import SUFFIX, read_json, require_sound_files
+from ..checkpoint.file_digests import compare, digests_or_warning, variant_of
+from ..checkpoint.files import SUFFIX, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds
 from ..checkpoint.stored_config import OPENED
@@ -171,9 +171,10 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     """
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        saved = read_digests(folder, options)
         if found.record is not None:
-            compare(folder, options, saved, every_byte=saved is not None)
+            saved = digests_or_warning(folder, options)
+            if saved is not None:
+                compare(folder, options, saved)
             vars(found.opened)[OPENED].require_unchanged(folder, saved and saved.config, refuse=True)
 
 

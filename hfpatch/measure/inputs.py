@@ -57,16 +57,22 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
         ) from error
 
 
-def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:
-    """Return token ids in which each ordinary token is another one, drawn uniformly from the whole vocabulary.
+def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0, *, decoder: bool = False) -> Tensor:
+    """Return token ids (N, T) drawn uniformly from a model's whole vocabulary, without its special tokens.
 
     Args:
         model: isn't run; its config says how large the vocabulary is and which tokens are special: those that mark
             begins, ends, padding, masks, images or sounds.
-        ids: of any shape. Special tokens stay in their places.
+        sequences, length: N and T.
         seed: equal seeds give equal ids, on the CPU; torch's global generator is left as it was.
         decoder: of an encoder-decoder's decoder, whose vocabulary may be another one.
     """
+    with seed_deterministically(seed), torch.device("cpu"):
+        return Inputs(model).ids(sequences, length, decoder=decoder)
+
+
+def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:
+    """Return token ids in which each ordinary token is another one, as in `random_tokens`; special ones stay."""
     with seed_deterministically(seed), torch.device("cpu"):
         make, ids = Inputs(model), ids.cpu()
         return torch.where(torch.isin(ids, make.ordinary_tokens(decoder)), make.ids(*ids.shape, decoder=decoder), ids)

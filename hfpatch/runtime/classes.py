@@ -35,7 +35,6 @@ from .record import (
     FOREIGN,
     KEY,
     MODEL_TYPE,
-    ON_DISK,
     edits_of,
     names_on_disk,
     warn_of_ineffective_overrides,
@@ -72,10 +71,10 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config in memory: the host's model type, and the record without disk-only entries."""
+        """Return the config in memory, which has the host's model type."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        settings: Any = remove_guard(config_dict, where)
+        settings: Any = copy.deepcopy(remove_guard(config_dict))
         record = settings.get(KEY)
         # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
@@ -84,8 +83,6 @@ class PatchedConfig:
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
                 raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
             settings["architectures"] = names_on_disk(architectures)
-        if isinstance(record, dict):
-            settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
         found = super().from_dict(copy.deepcopy(settings), **kwargs)  # type: ignore[misc]  # some hosts empty it
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)

@@ -287,10 +287,8 @@ def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     for globs in (only, keep):
         if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
             raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
-    # version 0.2 had this option, and what it came to stands in the edits
-    text = "rms" if stored[kind] == "rms:fold_bias=true" else stored[kind]
     try:
-        scheme = KINDS[kind].resolve(text)
+        scheme = KINDS[kind].resolve(stored[kind])
     except (PatchError, RecursionError) as error:
         raise CheckpointError(
             f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."
