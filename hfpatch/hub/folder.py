@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import config_of
 from ..checkpoint.file_digests import compare, digests_or_warning, variant_of
-from ..checkpoint.files import SUFFIX, require_sound_files
+from ..checkpoint.files import SUFFIX, read_json, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds
 from ..checkpoint.stored_config import OPENED
