@@ -393,6 +393,6 @@ def _not_preserved(plan: Plan, changed: Mapping[str, Outcome], report: RepairRep
         "labels. plan_patch(...) lists the modules."
     )
     if report is not None:
-        advice = f"{report.advice} repair_report(model) lists the repair's steps and what couldn't be fitted.".lstrip()
+        advice = f"{report.notes} repair_report(model) lists the repair's steps and what couldn't be fitted.".lstrip()
     what = ". ".join(f"{request} is {outcome}" for request, outcome in changed.items())
     return f"{plan.model_name}: the patched model computes another function. {what}. {advice}"

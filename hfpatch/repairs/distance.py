@@ -53,7 +53,7 @@ def helps(before: Tensor, after: Tensor) -> bool:
 
 def mean_and_worst(distances: Tensor) -> tuple[float, float]:
     """Return the mean distance and the largest; both are infinite if one isn't finite."""
-    found = distances.nan_to_num(nan=math.inf)
+    found = distances.nan_to_num(nan=math.inf, posinf=math.inf)
     return float(found.mean()), float(found.max())
 
 

@@ -238,10 +238,14 @@ class RepairReport(SavedResult):
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
         result = f"{self._figures}; {'kept' if self.kept else self._undone}."
-        advice = "" if self.suffices else self.advice
+        return f"Repair on {self.sequences} sequences{amount}: {result} {self.notes}".rstrip()
+
+    @property
+    def notes(self) -> str:
+        """What to do for a better repair, or to know more of this one; "" if there is nothing to say."""
         few = "One held-out sequence is no judgement: calibrate on more." if self.held_out == 1 else ""
-        parts = (f"Repair on {self.sequences} sequences{amount}: {result}", few, self.length_note, advice)
-        return " ".join(part for part in parts if part)
+        advice = "" if self.suffices else self.advice
+        return " ".join(part for part in (few, self.length_note, advice) if part)
 
     @property
     def length_note(self) -> str:
