@@ -63,6 +63,7 @@ def measure_outcomes(
     original: PreTrainedModel | None,
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
+    finite: bool,
 ) -> dict[str, list[Outcome]]:
     """Return the measured outcomes of a patch's schemes, by kind.
 
@@ -76,9 +77,11 @@ def measure_outcomes(
         original: a copy that computes what the model computed before; None where the weights aren't in memory.
         verdict: of the check of the exact conversion of norms; None where there was none.
         given: the user's inputs of one forward, if there are any.
+        finite: whether outputs have to be finite now; not if a repair or training follows.
 
     Raises:
-        UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
+        UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't, or a change
+            of positions moved no output.
     """
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
@@ -88,6 +91,8 @@ def measure_outcomes(
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
+        if finite and isinstance(after, dict) and before.forward is not None:
+            _require_finite(before.forward.outputs, after, model)
         runs = False
         if original is not None and "pos" in plan.kinds:
             runs = _positions_run(plan, before, model, original, after, given)
@@ -101,6 +106,20 @@ def measure_outcomes(
         outcome = checked if is_checked else apart if lossy and not found.losses else whole
         outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept=kept))
     return outcomes
+
+
+def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Refuse outputs that were finite and aren't any more.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    finite = (name for name, value in after.items() if name not in before or bool(before[name].isfinite().all()))
+    if (broken := next((name for name in finite if not bool(after[name].isfinite().all())), None)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model was "
+            "left unchanged. Pass calibration= for a repair, keep= for norms that are to stay, or use a wider dtype."
+        )
 
 
 def _positions_run(

@@ -170,8 +170,10 @@ def _carry_out(
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs), init)
-        if calibration is None or original is None or not plan.losses():
+        repairs = calibration is not None and original is not None and bool(plan.losses())
+        finite = init != "reset" and not repairs
+        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs, finite), init)
+        if not repairs:
             return plan, None
         return plan, repair(model, original, calibration, transaction, fit)
 

@@ -629,3 +629,20 @@ def test_the_users_text_is_said_to_be_without_images() -> None:
 def outcome(model: Any) -> str:
     (found,) = outcomes(model).values()
     return str(found)
+
+
+def test_outputs_that_were_finite_stay_finite_or_the_model_is_as_it_was() -> None:
+    """Half precision, and a norm that takes its scale from one channel, which is empty."""
+    model = tiny("gpt2", LM)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "wte" in name or "wpe" in name or "c_proj" in name:
+                value[..., 0] = 0
+        model.transformer.ln_f.weight.fill_(200.0)
+    model, request = model.half(), {"norm": "rms:fraction=0.03125", "only": "*.ln_f"}
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"logits is NaN or infinite, and wasn't before.*left unchanged"):
+        patch_model(model, **request)
+    assert not changes(before, fingerprint(model))
+    (line,) = outcomes(patch(model.float(), **request)).values()
+    assert line.startswith("approximate")  # control
