@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-importlib.import_module(".checkpoint.outer", __name__)  # learns from now on which models are parts of which
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,6 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
     """Return a family's patched config class, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
-    answer_to_architectures()
     return patched
 
 
@@ -117,6 +117,8 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             opened = ConfigFile(config_digest(config_dict), has_remote_code(config_dict))
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
+            for name in config.architectures or ():
+                _name_in_transformers(name)
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
             config.__dict__[OPENED] = opened
@@ -355,7 +357,7 @@ for _class in (HfpatchConfig, _ExportConfig):
 def _class_named_on_disk(name: str) -> Any:
     """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
 
-    TRL, vLLM and SGLang do. Python asks a module's `__getattr__` for names that it lacks.
+    TRL, vLLM and SGLang do.
     """
     host = getattr(transformers, name.removeprefix(ARCHITECTURE), None) if name.startswith(ARCHITECTURE) else None
     if not isinstance(host, type) or not issubclass(host, PreTrainedModel):
@@ -363,12 +365,18 @@ def _class_named_on_disk(name: str) -> Any:
     return patched_model_class(host)
 
 
-def answer_to_architectures() -> None:
-    """Let transformers resolve architectures of patched checkpoints; an entry point that vLLM's processes call.
+def _name_in_transformers(name: str) -> None:
+    """Let transformers have the class that a checkpoint's config names, if its host is one of transformers.
 
     Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """
+    with suppress(AttributeError, ImportError):
+        setattr(sys.modules[transformers.__name__], name, _class_named_on_disk(name))
+
+
+def answer_to_architectures() -> None:
+    """Let transformers resolve the names in processes of vLLM, which get a config that another process read.
+
+    Its entry point for plugins calls this. Python asks a module's `__getattr__` for names that it lacks.
+    """
     vars(sys.modules[transformers.__name__])["__getattr__"] = _class_named_on_disk
-
-
-answer_to_architectures()

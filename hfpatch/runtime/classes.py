@@ -27,7 +27,6 @@ from .errors import CheckpointError, PositionError, UnsupportedError
 from .float64 import in_float64
 from .foreign import warn_of_missing
 from .gated import initialise_fresh
-from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import (
@@ -40,7 +39,7 @@ from .record import (
     warn_of_ineffective_overrides,
     warn_of_other_outputs,
 )
-from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
+from .refuse_host import WeightFileGuard, add_guard, loading_patched, parts, remove_guard
 from .rotary import LENGTH
 from .tables import ComputedPositions
 
@@ -49,8 +48,6 @@ SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
-
-check_every_save()
 
 
 class PatchedConfig:
@@ -72,7 +69,6 @@ class PatchedConfig:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the config in memory, which has the host's model type."""
-        list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = copy.deepcopy(remove_guard(config_dict))
         record = settings.get(KEY)
@@ -383,5 +379,4 @@ def register(config: type, models: dict[str, type]) -> None:
         auto = getattr(transformers, name, None)
         if auto is not None and name != "AutoConfig":
             auto.register(config, model, exist_ok=True)
-        if "__getattr__" not in vars(transformers):  # by which hfpatch, where it is imported, answers with its own
-            setattr(transformers, ARCHITECTURE + model.__name__, model)
+        setattr(transformers, ARCHITECTURE + model.__name__, model)

@@ -4,15 +4,12 @@
 But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence
 stands: on disk in config.json and in the settings of its parts, in memory in the config, which a caller may pass
 (`config=`). Patched classes do without it. The host's own config, passed by the caller, opens the weights unpatched.
-
-sentence-transformers opens encoders of encoder-decoders by a list of classes, with the config that it read; that would
-be refused, so `list_encoder` puts the patched class on the list. Nothing in this file needs the rest of the package.
+Nothing in this file needs the rest of the package.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,14 +17,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .record import names_on_disk
-
 FILE = "transformers_weights"  # the setting
 SENTENCE = (
     "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
     "the class that was called would open it unpatched."
 )
-LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of others
 
 _opens_patched = ContextVar("_opens_patched", default=False)
@@ -100,25 +94,3 @@ def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tupl
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from parts(value, (*path, name))
-
-
-def find_nested_config(config: type) -> tuple[type, str, str] | None:
-    """Return sentence-transformers' entry for the encoder of an encoder-decoder (T5) with this config, or None.
-
-    It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
-    """
-    listed = getattr(sys.modules.get(LISTS_ENCODERS), "_ENCODER_ONLY_MODELS", ())
-    found = next((entry for entry in listed if issubclass(config, entry[0])), None)
-    return found if found is not None and (found[0] is config or found[1] == "transformers") else None
-
-
-def list_encoder(config: type) -> None:
-    """Register a patched config's class with sentence-transformers, which would open the host's encoder.
-
-    Without the entry the host's class refuses the config (`WeightFileGuard`).
-    """
-    entry = find_nested_config(config)
-    if entry is not None and entry[0] is not config:
-        of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
-        own = (config.__module__, entry[2]) if of_export else (entry[1], *names_on_disk([entry[2]]))
-        vars(sys.modules[LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))

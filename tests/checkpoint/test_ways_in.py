@@ -21,6 +21,8 @@ from tiny_models import difference, load, logged, patch, peft_of_transformers, t
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
+from hfpatch.checkpoint.classes import answer_to_architectures
+
 CAUSAL = "AutoModelForCausalLM"
 REQUESTS: dict[str, dict[str, Any]] = {"gpt2": {"norm": "dyt", "pos": "rope"}, "llama": {"pos": "nope"}}
 
@@ -148,3 +150,14 @@ def test_into_a_patched_model(way: str, saved: Saved, tmp_path: Path) -> None:
 def test_a_file_has_the_models_tensors_and_no_others(saved: Saved) -> None:
     for folder in (saved.folder, saved.folder / "shards"):
         assert weights_of(folder).keys() == saved.model.state_dict().keys()
+
+
+def test_the_entry_point_of_vllm_answers_to_names_that_no_config_was_read_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes get a config that another one read."""
+    module = sys.modules["transformers"]
+    monkeypatch.setitem(vars(module), "__getattr__", None)  # taken away again afterwards
+    answer_to_architectures()
+    assert getattr(module, "HfpatchCTRLModel").hfpatch_host is module.CTRLModel  # noqa: B009
+    for name in ("HfpatchNoSuchModel", "HfpatchGPT2Config", "NoSuchModel"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(module, name)
