@@ -117,8 +117,8 @@ def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], m
     finite = (name for name, value in after.items() if name not in before or bool(before[name].isfinite().all()))
     if (broken := next((name for name in finite if not bool(after[name].isfinite().all())), None)) is not None:
         raise UnsupportedError(
-            f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model was "
-            "left unchanged. Pass calibration= for a repair, keep= for norms that are to stay, or use a wider dtype."
+            f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model "
+            "was left unchanged. Pass calibration= for a repair, keep= for norms that are to stay, or use a wider dtype."
         )
 
 

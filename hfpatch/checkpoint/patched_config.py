@@ -54,8 +54,8 @@ def give_patched_config(
         if not isinstance(own, PreTrainedConfig) or part not in copies or ROPE_SETTINGS_PATH in vars(module):
             continue
         held[part] += (copies[part], copy.deepcopy(own, copies))
-        for setting in set(_SET_BY_FORWARDS) & vars(module).keys() & vars(own).keys():
-            for one in held[part][-2:]:
+        for setting in _SET_BY_FORWARDS if isinstance(module, PreTrainedModel) else ():
+            for one in held[part][-2:] if setting in vars(module) and setting in vars(own) else ():
                 setattr(one, setting, vars(module)[setting])
     for original, attribute, value in lengths:
         changed: Any = copies[id(original)]

@@ -39,7 +39,7 @@ class Learned(Position):
 
     Args:
         max_positions: positions of the new table; rows that hold none (BART's and OPT's two) come on top and are kept.
-            Of a square grid of patches: how many patches, a square number.
+            Of a square grid of patches, in a model without such a table: how many patches, a square number.
         method: "tile" repeats the table (Longformer: Beltagy et al. 2020, arXiv:2004.05150, section 5); "linear"
             interpolates it between its ends (position interpolation: Chen et al. 2023, arXiv:2306.15595, on a table).
             On a grid: "bicubic" or "linear", both also as "...-antialias". None is "tile", and on a grid what the host
