@@ -25,6 +25,7 @@ from ..runtime.gated import GatedLinear
 from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
+from ..runtime.refuse_host import parts
 from ..runtime.tables import ComputedPositions
 from ..schemes.rope import merged
 from ..sites.architectures.biases import BIASES
@@ -34,6 +35,7 @@ from .fixed_norms import with_fixed_norms
 from .layouts import NO_ROTATION
 from .weights import EXPRESSIBLE, Weights, gains_of
 
+_CODE = ("auto_map", "custom_pipelines")  # settings that name code of the original's repository
 _STAYS_ON = "has lost its positions, which in {host} can't be switched off"
 
 
@@ -53,6 +55,9 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
         if obstacle is not None:
             raise UnsupportedError(f"{name} {obstacle.format(host=host.__name__)}")
     config = _without_dropped_rotations(model)
+    for _, part in parts(config):
+        for name in _CODE:
+            vars(part).pop(name, None)
     try:
         with keep_random_state(), torch.device("cpu"):
             twin = host._from_config(config, dtype=model.dtype).eval()

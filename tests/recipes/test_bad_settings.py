@@ -83,7 +83,7 @@ LAUNCHED = {
     "stability": "",
     "benchmark": "",
     "evaluate": "--models ./it",
-    "gpu_check": "--device cpu",
+    "gpu_check": "--device cpu --tiny",
 }
 
 
@@ -94,6 +94,7 @@ def test_processes_that_accelerate_does_not_join(refused, tmp_path, monkeypatch,
     assert PartialState().num_processes == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(launcher, "2")
+    (tmp_path / "it").mkdir()
     said = refused(recipe, ["--output_dir", "out", *LAUNCHED[recipe].split()])
     assert said.startswith("RecipeError: 2 processes were started, and accelerate joins 1 of them")
     assert "ACCELERATE_USE_CPU=true" in said

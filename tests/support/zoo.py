@@ -40,8 +40,11 @@ class Unbuildable(Exception):  # noqa: N818
 
 
 def model_types() -> list[str]:
-    """Every model type that this transformers ships, sorted; those that others registered don't count."""
-    return sorted(configuration_auto.CONFIG_MAPPING_NAMES)
+    """Every model type that this transformers ships, sorted; those that others registered don't count.
+
+    Nor does the name of a class among them: Evolla is listed under its own, too.
+    """
+    return sorted(one for one in configuration_auto.CONFIG_MAPPING_NAMES if not hasattr(transformers, one))
 
 
 def tiny(
