@@ -5,8 +5,7 @@ and families in `hfpatch.extend`, results where they are returned. Each name is 
 """
 
 import importlib
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .lazy_names import lazy_names, modules_of
 
@@ -76,27 +75,9 @@ _MODULES = modules_of(
         "verification.verify": "verify",
     }
 )
-_MOVED = modules_of(  # names of version 0.2 that are elsewhere now; version 0.4 has them there alone
-    {
-        "errors": "PatchError",
-        "extend": "ARCHITECTURES AffineNorm Architecture MLP MLPS NORMS Norm POSITIONS Position Projections Stack",
-        "schemes.norms": "DeepNorm",
-    }
-)
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these
-    _get = lazy_names(globals(), _MODULES)
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MOVED:
-            return _get(name)
-        new = f"hfpatch.{_MOVED[name]}"
-        warnings.warn(
-            f"hfpatch.{name} has moved: `from {new} import {name}`. Version 0.4 drops the old place.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module(new), name)
+    __getattr__ = lazy_names(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

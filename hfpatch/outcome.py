@@ -84,6 +84,7 @@ def measure_outcomes(
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
     if verdict is not None:
         checked = replace(checked, measured=verdict.figures, metric=DIFFERENCE, copied=verdict.error)
+        checked = replace(checked, elsewhere=verdict.elsewhere)
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
@@ -94,8 +95,8 @@ def measure_outcomes(
         apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
     outcomes: dict[str, list[Outcome]] = {}
     for found, is_checked in zip(plan.planned, judged, strict=True):
-        own = [one for one in found.changes if one.row.kind != "stream" or not one.changes]  # not what is centred
-        reasons = [one.row.reason for one in own if not one.changes and one.row.reason]
+        own = [row for row in found.rows if row.kind != "stream" or row.becomes is None]  # not what is centred
+        reasons = [row.reason for row in own if row.becomes is None and row.reason]
         kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         outcome = checked if is_checked else apart if lossy and not found.losses else whole
         outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept=kept))
@@ -167,11 +168,12 @@ def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor],
         return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)
     if lossy and verdict.holds:
-        return differ(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
+        measured = f"outputs differ by {rms:.2g}"
+        return differ(EXACT, measured, basis or "on the inputs measured", elsewhere=verdict.elsewhere)
     if lossy:
         return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     if verdict.holds:
-        return differ(EXACT, verdict.figures, basis, copied=error)
+        return differ(EXACT, verdict.figures, basis, copied=error, elsewhere=verdict.elsewhere)
     return differ(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
 
 

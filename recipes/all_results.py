@@ -90,7 +90,7 @@ class Run:
 
     def arguments(self, work: str) -> list[str]:
         """Of the Python that runs it, in the repository's folder."""
-        needs = " ".join(f"{work}/{one}" for one in self.needs.split())
+        needs = shlex.join(f"{work}/{one}" for one in self.needs.split())
         recipe, *flags = shlex.split(self.command.format(needs=needs))
         resume = ["--resume"] if recipe not in WHOLE and self.goes_on(work) else []
         return [f"recipes/{recipe}", *flags, "--output_dir", f"{work}/{self.name}", *resume]

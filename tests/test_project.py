@@ -57,3 +57,14 @@ def test_issue_forms(form: str) -> None:
     assert all(field["attributes"]["label"] for field in fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
     assert ("transformers env" in str(read)) == (form != "feature")
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="an sdist has none")
+def test_ci_does_what_the_readme_says() -> None:
+    """Its second command, before anything is pinned."""
+    (command,) = re.findall(r"(?m)^(pip install .* && pytest [^#]*?) *#", (ROOT / "README.md").read_text())
+    free, pinned = (ROOT / ".ci/run").read_text().split("export PIP_CONSTRAINT=")
+    ran = free.replace("--quiet ", "")
+    assert all(re.search(rf"(?m)^ *{re.escape(part)}$", ran) for part in command.split(" && ")), command
+    assert "==2" not in free.partition("torch pinned")[0]
+    assert "torch==" in pinned

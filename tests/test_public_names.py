@@ -44,17 +44,6 @@ def test_users_learn_few_names() -> None:
     assert not set(hfpatch.__all__) & set(extend.__all__)
 
 
-@pytest.mark.parametrize("name", hfpatch._MOVED)
-def test_names_of_version_0_2_work_where_they_were(name: str) -> None:
-    """With a warning that says where they are now; a plain AttributeError comes for what never was there."""
-    place = f"hfpatch.{hfpatch._MOVED[name]}"
-    with pytest.warns(FutureWarning, match=f"hfpatch.{name} has moved: `from {place} import {name}`") as caught:
-        old = getattr(hfpatch, name)
-    assert old is getattr(sys.modules[place], name)
-    assert caught[0].filename == __file__
-    assert name not in {*hfpatch.__all__, *dir(hfpatch)}
-
-
 def test_every_error_can_be_imported_from_one_place() -> None:
     found = set()
     for one in (errors, runtime_errors):

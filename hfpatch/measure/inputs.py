@@ -71,6 +71,13 @@ def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0, 
         return Inputs(model).ids(sequences, length, decoder=decoder)
 
 
+def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:
+    """Return token ids in which each ordinary token is another one, as in `random_tokens`; special ones stay."""
+    with seed_deterministically(seed), torch.device("cpu"):
+        make, ids = Inputs(model), ids.cpu()
+        return torch.where(torch.isin(ids, make.ordinary_tokens(decoder)), make.ids(*ids.shape, decoder=decoder), ids)
+
+
 def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs changed as some heads want them: several choices, or an end-of-sequence token to read the answer from."""
     name, ids = type(model).__name__, inputs.get("input_ids")
@@ -192,14 +199,19 @@ class Inputs:
 
         Special are the tokens that one of its configs has a name for, and the first three.
         """
+        tokens = self.ordinary_tokens(decoder)
+        tokens = tokens if below is None else tokens[tokens < below]
+        tokens = tokens if len(tokens) else torch.zeros(1, dtype=torch.long)
+        return tokens[torch.randint(len(tokens), shape)]
+
+    def ordinary_tokens(self, decoder: bool = False) -> Tensor:
+        """Return the ids of a vocabulary that aren't special."""
         configs = [*parts_of(self.config), getattr(self.model, "generation_config", None) or self.config]
         named = [value for one in configs for name, value in vars(one).items() if re.fullmatch(_SPECIAL, name)]
-        count = self._vocabulary(decoder)
-        allowed = torch.ones(count if below is None else min(below, count), dtype=torch.bool)
+        allowed = torch.ones(self._vocabulary(decoder), dtype=torch.bool)
         special = {one for one in tree_leaves(named) if type(one) is int and 0 <= one < len(allowed)}
         allowed[[*range(min(_FIRST, len(allowed))), *special]] = False
-        tokens = allowed.nonzero().flatten() if allowed.any() else torch.zeros(1, dtype=torch.long)
-        return tokens[torch.randint(len(tokens), shape)]
+        return allowed.nonzero().flatten()
 
     def _vocabulary(self, decoder: bool) -> int:
         """How many tokens one side's texts are made of."""

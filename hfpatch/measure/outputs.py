@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..runtime.float64 import in_float64
+from .hooks import observe_calls
 from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
@@ -112,11 +114,36 @@ def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) ->
     A decoder's default is where there are labels; BART's reads the encoder's text if it isn't given one.
     """
     mask = None if _OF_MEDIA.match(name) else inputs.get("attention_mask")
-    if encoder_decoder and not name.rpartition(".")[2].startswith("encoder"):
+    if encoder_decoder and re.findall("encoder|decoder", name)[:1] != ["encoder"]:
         labels, own = inputs.get("labels"), any(one.startswith("decoder_input") for one in inputs)
         mask = labels != -100 if isinstance(labels, Tensor) else None if own else mask
         mask = given if (given := inputs.get("decoder_attention_mask")) is not None else mask
     return mask if isinstance(mask, Tensor) else None
+
+
+@contextmanager
+def outputs_inside(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, list[Tensor]]]:
+    """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
+
+    Other classes that open the checkpoint return it as their own.
+    """
+    found: dict[str, list[Tensor]] = {}
+    inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
+
+    def note(name: str, result: Any) -> None:
+        outputs = {f"{name}.{output}": x for output, x in Outputs.of(result).floats.items()}
+        for output, value in without_padding(outputs, model, inputs).items():
+            title = f"{type(inside[name]).__name__}'s {output.removeprefix(f'{name}.')}"
+            found.setdefault(title, []).append(value.detach().clone())
+
+    with observe_calls(inside, on_result=note):
+        yield found
+
+
+def deviating(truth: Mapping[str, list[Tensor]], outputs: Mapping[str, list[Tensor]], tolerance: float) -> list[str]:
+    """Return which outputs of models inside deviate by more than a tolerance in the root mean square."""
+    numbered = {name: [dict(enumerate(one.get(name, []))) for one in (truth, outputs)] for name in truth}
+    return [name for name, pair in numbered.items() if max(one.rms_error for one in deviations(*pair)) > tolerance]
 
 
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
@@ -206,7 +233,7 @@ class Deviation:
         return error / scale if scale else math.inf if error else 0.0
 
 
-def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
+def deviations(truth: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor]) -> list[Deviation]:
     """Return the deviation of every output; one incomparable deviation if names differ or there are none.
 
     NaN in both counts as equal.

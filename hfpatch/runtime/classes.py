@@ -35,15 +35,15 @@ from .record import (
     FOREIGN,
     KEY,
     MODEL_TYPE,
-    ON_DISK,
     edits_of,
     names_on_disk,
     warn_of_ineffective_overrides,
+    warn_of_other_outputs,
 )
 from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
+from .rotary import LENGTH
 from .tables import ComputedPositions
 
-LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 _ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config
@@ -71,10 +71,10 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config in memory: the host's model type, and the record without disk-only entries."""
+        """Return the config in memory, which has the host's model type."""
         list_encoder(cls)
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        settings: Any = remove_guard(config_dict, where)
+        settings: Any = copy.deepcopy(remove_guard(config_dict))
         record = settings.get(KEY)
         # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
@@ -83,8 +83,6 @@ class PatchedConfig:
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
                 raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
             settings["architectures"] = names_on_disk(architectures)
-        if isinstance(record, dict):
-            settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
         found = super().from_dict(copy.deepcopy(settings), **kwargs)  # type: ignore[misc]  # some hosts empty it
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)
@@ -178,6 +176,7 @@ class PatchedModel(UnlimitedGeneration):
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
             warn_of_ineffective_overrides(saved, model.config, str(name))
+        warn_of_other_outputs(model, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedError
-from .record import KEY, ON_DISK
+from .record import KEY
 
 _CHECKS = "hfpatch_checks_parts"  # marks the method: each remote checkpoint has a copy of this file
 
@@ -72,8 +72,8 @@ def _patched_parts(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _record_of(model: Any) -> dict[str, Any]:
-    """A model's patch record without what it has while it is saved; an empty one where it isn't patched."""
-    return {name: value for name, value in (getattr(model.config, KEY, None) or {}).items() if name not in ON_DISK}
+    """A model's patch record; an empty one where it isn't patched."""
+    return getattr(model.config, KEY, None) or {}
 
 
 def _is_built_by_its_caller(kind: type) -> bool:

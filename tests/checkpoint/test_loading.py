@@ -39,18 +39,23 @@ def test_layers_that_stay_in_float32(norm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "auto", "request_"),
-    [("gpt2", CAUSAL, {"norm": "rms", "pos": "rope"}), ("t5", "AutoModelForSeq2SeqLM", {"norm": "dyt"})],
+    ("family", "auto", "sizes", "request_"),
+    [
+        ("gpt2", CAUSAL, {"n_layer": 6}, {"norm": "rms", "pos": "rope"}),
+        ("t5", "AutoModelForSeq2SeqLM", {}, {"norm": "dyt"}),
+    ],
 )
-def test_what_memory_leaves(family: str, auto: str, request_: dict[str, Any], tmp_path: Path) -> None:
+def test_what_memory_leaves(
+    family: str, auto: str, sizes: dict[str, int], request_: dict[str, Any], tmp_path: Path
+) -> None:
     """With too little memory for `device_map="auto"` the rest lies on disk, whole blocks at a time."""
-    model = patch(tiny(family, auto), **request_)
+    model = patch(tiny(family, auto, **sizes), **request_)
     model.save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
-    options = {"device_map": "auto", "max_memory": {"cpu": size // 2}, "offload_folder": tmp_path / "offload"}
+    options = {"device_map": "auto", "max_memory": {"cpu": int(0.6 * size)}, "offload_folder": tmp_path / "offload"}
     again = getattr(transformers, auto).from_pretrained(tmp_path, **options)
     places = again.hf_device_map
-    assert "disk" in places.values()
+    assert set(places.values()) == {"cpu", "disk"}  # accelerate 1.10 refuses to put everything on disk
     assert difference(outputs(again, **inputs(model)), outputs(model)) < 1e-5
     whole = [name for name, one in again.named_modules() if type(one).__name__ in again._no_split_modules]
     assert whole
@@ -79,7 +84,7 @@ def test_hosts_that_load_in_a_way_of_their_own(model_type: str, tmp_path: Path) 
     gain = next(name for name in model.state_dict() if name.endswith("gain"))
     with_weights(tmp_path, lambda weights: weights[gain].add_(1))
     with pytest.raises(CheckpointError):
-        type(model).from_pretrained(tmp_path)
+        type(model).from_pretrained(tmp_path, check_fingerprint="full")
 
 
 # Pipelines

@@ -1,6 +1,7 @@
 """Flags of a run that takes seconds, and what a run of a recipe left in its output folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ TINY = "--layers 1 --width 32 --vocab_size 300 --block_size 16 --batch_size 4 --
 TINY += " --tracker none --eval_every 2 --save_every 2 --heldout_blocks 20 --curve_blocks 6 --warmup_steps 2"
 
 
+def words(*flags):
+    """Those of flags, of which one may have several; a path is a word, whatever its folders are called."""
+    split = [[flag] if isinstance(flag, Path) or os.path.exists(flag) else str(flag).split() for flag in flags]
+    return [str(word) for flag in split for word in flag]
+
+
 def tiny(out, text, *more, variants="dyt rms+rope control"):
     """Flags of finetune.py; `more` are words or several of them. Of heal.py and compare.py with `variants=""`."""
     named = ["--text", text, "--output_dir", out, *([f"--variants {variants}"] if variants else []), *more]
-    return [*TINY.split(), *(word for flag in named for word in str(flag).split())]
+    return words(TINY, *named)
 
 
 def read_results(out: Path) -> dict[str, Any]:

@@ -190,9 +190,9 @@ FEW = "--task embed --max_length 16 --batch_size 4 --tracker none"
 
 @pytest.mark.slow
 def test_training(folder, files, tmp_path):
-    flags = f"{FEW} --model {folder} --heldout_passages 6 --heldout_pairs 6 --curve_passages 3 --calibration 12"
+    flags = f"{FEW} --heldout_passages 6 --heldout_pairs 6 --curve_passages 3 --calibration 12"
     flags += " --variants rope:max_positions=48 --steps 30 --learning_rate 3e-3 --eval_every 30"
-    flags = [*flags.split(), "--text", *files]
+    flags = [*flags.split(), "--model", folder, "--text", *files]
     assert finetune.main([*flags, "--output_dir", str(tmp_path / "whole")]) == 0
     stages = read_results(tmp_path / "whole")["stages"]
     stage = stages["rope:max_positions=48"]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hfrecipes import corpus as data
 from hfrecipes import lm, texts
-from run_files import read_results
+from run_files import read_results, words
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -27,7 +27,7 @@ from hfpatch.patch import patch_model
 
 
 def run(out, *flags):
-    return evaluate.main([*(word for flag in flags for word in str(flag).split()), "--output_dir", str(out)])
+    return evaluate.main([*words(*flags), "--output_dir", str(out)])
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_refused_in_one_line(finished, text, tmp_path, capsys, monkeypatch, flag
     model.save_pretrained("broken")
     AutoTokenizer.from_pretrained(finished / "control").save_pretrained("broken")
     few = [] if "embed" in flags else ["--block_size", "16"]
-    flags = [*few, *flags.replace("MODEL", str(finished / "control")).split()]
+    flags = [*few, *(word.replace("MODEL", str(finished / "control")) for word in flags.split())]
     assert evaluate.main(["--text", str(text), "--output_dir", "out", *flags]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("RecipeError: ")

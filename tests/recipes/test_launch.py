@@ -64,7 +64,7 @@ def launch(config, source, tmp_path):
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "ACCELERATE_USE_CPU": str(not deepspeed)}
     if deepspeed:
         settings |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from hfrecipes import long
 from hfrecipes.corpus import RecipeError
-from run_files import read_results
+from run_files import read_results, words
 from sentence_transformers import SentenceTransformer
 from tiny_encoder import write_bert
 from transformers import BertModel
@@ -110,10 +110,10 @@ class TestLoss:
 
 
 def run(out, encoder, prose, *more):
-    flags = f"--task long --model {encoder} --start copied --no_control --max_length {LENGTH} --batch_size 4"
+    flags = f"--task long --start copied --no_control --max_length {LENGTH} --batch_size 4"
     flags += " --heldout_windows 4 --curve_windows 3 --sentences 2 --steps 4 --eval_every 2 --save_every 2"
-    flags += f" --tracker none --learning_rate 1e-3 --output_dir {out} --text"
-    return heal.main([*flags.split(), *prose, *more])
+    flags += " --tracker none --learning_rate 1e-3"
+    return heal.main([*words(flags, "--model", encoder, "--output_dir", out), "--text", *prose, *more])
 
 
 @pytest.mark.slow

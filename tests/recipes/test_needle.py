@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from hfrecipes import needle
 from hfrecipes.corpus import RecipeError
-from run_files import read_results
+from run_files import read_results, words
 from torch import nn
 
 PARTS = [(0, 32), (32, 64), (64, 128)]
@@ -98,7 +98,7 @@ FLAGS = "--task needle --block_size 32 --tracker none --calibration 4 --eval_eve
 def run(out, flags):
     assert finetune.main([*f"{FLAGS} {flags}".split(), "--output_dir", str(out)]) == 0
     models = [str(out / name) for name in read_results(out)["stages"] if (out / name / "config.json").exists()]
-    flags = f"--task needle --block_size 32 --lengths 32 64 1024 --output_dir {out}/lengths --models".split()
+    flags = words("--task needle --block_size 32 --lengths 32 64 1024 --output_dir", out / "lengths", "--models")
     assert evaluate.main([*flags, *models]) == 0
     return read_results(out / "lengths")["models"]
 
@@ -130,8 +130,8 @@ def test_training(tmp_path, monkeypatch):
     flags = "--task needle --tracker none --steps 20 --variants rms control --eval_every 500 --output_dir"
     assert finetune.main([*flags.split(), str(tmp_path)]) == 0
     end = read_results(tmp_path)["stages"]["control"]["end"]
-    flags = f"--task needle --lengths 32 64 --output_dir {tmp_path}/lengths --models {tmp_path}/control {tmp_path}/rms"
-    assert evaluate.main(flags.split()) == 0
+    flags = words("--task needle --lengths 32 64 --output_dir", tmp_path / "lengths", "--models")
+    assert evaluate.main([*flags, *(str(tmp_path / name) for name in ("control", "rms"))]) == 0
     for found in read_results(tmp_path / "lengths")["models"].values():
         assert found["figures"]["accuracy"] == pytest.approx(end["accuracy"], abs=0.02)
         assert min(found["lengths"][1]["by"].values()) > 0.9

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import tempfile
 from typing import Any
 
@@ -30,34 +32,43 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, mask_token="<mask>", model_max_length=LENGTH, **names)
 
 
-@functools.cache
-def _transformer(task: str, family: str) -> Any:
-    pytest.importorskip("sentence_transformers", reason="sentence-transformers isn't installed")
-    from sentence_transformers.base.modules import Transformer
+# where its modules are; in older versions all are in the last of these
+_PACKAGES = ("sentence_transformer.modules", "base.modules", "models")
 
-    auto = {"fill-mask": "AutoModelForMaskedLM", "sequence-classification": "AutoModelForSequenceClassification"}
-    head = auto.get(task, "AutoModel" if family == "bert" else "AutoModelForTextEncoding")
+
+def module(name: str) -> Any:
+    """A class of its modules."""
+    for package in _PACKAGES:
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            return getattr(importlib.import_module(f"sentence_transformers.{package}"), name)
+    raise AssertionError(f"sentence-transformers has no module {name}")
+
+
+@functools.cache
+def _opened(library: str, head: str, family: str) -> Any:
+    """What the library makes of a folder with a model and a tokenizer alone."""
+    installed = pytest.importorskip("sentence_transformers", reason="sentence-transformers isn't installed")
     sizes = {"max_position_embeddings": LENGTH} if family == "bert" else {}
     with tempfile.TemporaryDirectory() as folder:
         tiny(family, head, **sizes).save_pretrained(folder)
         word_tokenizer().save_pretrained(folder)
-        return Transformer(folder, transformer_task=task)
+        return getattr(installed, library)(folder, device="cpu").eval()
 
 
-def transformer(task: str = "feature-extraction", family: str = "bert") -> Any:
-    """The first module of all of these: a BERT (or the encoder of a T5) with its tokenizer."""
-    return copy.deepcopy(_transformer(task, family))
+def transformer(family: str = "bert") -> Any:
+    """The first module of a `SentenceTransformer`: a BERT (or the encoder of a T5) with its tokenizer."""
+    head = "AutoModel" if family == "bert" else "AutoModelForTextEncoding"
+    return copy.deepcopy(_opened("SentenceTransformer", head, family)[0])
 
 
 def sentence_encoder(family: str = "bert", **options: Any) -> Any:
     """A `SentenceTransformer` with a mean, a linear map and normalisation behind the BERT, prompts and a similarity."""
     first = transformer(family=family)
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
 
     torch.manual_seed(0)
-    width = first.get_embedding_dimension()
-    behind = [modules.Pooling(width), modules.Dense(width, 12), modules.Normalize()]
+    width = first.auto_model.config.hidden_size
+    behind = [module("Pooling")(width), module("Dense")(width, 12), module("Normalize")()]
     prompts = {"query": "a cat ", "document": ""}
     known = {"prompts": prompts, "similarity_fn_name": "dot", "device": "cpu", **options}
     return SentenceTransformer(modules=[first, *behind], **known).eval()
@@ -70,19 +81,12 @@ def t5_encoder() -> Any:
 
 def cross_encoder() -> Any:
     """A `CrossEncoder`."""
-    first = transformer("sequence-classification")
-    from sentence_transformers import CrossEncoder
-
-    return CrossEncoder(modules=[first], device="cpu").eval()
+    return copy.deepcopy(_opened("CrossEncoder", "AutoModelForSequenceClassification", "bert"))
 
 
 def sparse_encoder() -> Any:
     """A `SparseEncoder` that pools what a masked language model says (SPLADE)."""
-    first = transformer("fill-mask")
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.modules import SpladePooling
-
-    return SparseEncoder(modules=[first, SpladePooling()], device="cpu").eval()
+    return copy.deepcopy(_opened("SparseEncoder", "AutoModelForMaskedLM", "bert"))
 
 
 def embedded(encoder: Any, texts: list[str] = TEXTS, **options: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from zoo import Unbuildable, last_line
 
 GIGABYTES = 8  # per process
 KILLED = "killed: time or memory limit"
+NAMED = (transformers, torch)  # whose versions a report names
 
 
 def no_totals(results: list[Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class Sweep:
         examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
         failed: the same of one that can't be built or examined, from the type's name and the reason.
         read: the same from JSON.
-        to_markdown: the page, from all results.
+        to_markdown: the page, from all results and what they are of: "transformers 5.24.0, torch 2.13.0".
         totals: what the JSON says of all results together.
         batch: types per process.
         seconds: per type.
@@ -64,7 +65,7 @@ class Sweep:
     examine: Callable[[str], Any]
     failed: Callable[[str, str], Any]
     read: Callable[[dict[str, Any]], Any]
-    to_markdown: Callable[[list[Any]], str]
+    to_markdown: Callable[[list[Any], str], str]
     totals: Callable[[list[Any]], Mapping[str, Any]] = no_totals
     batch: int = 50
     seconds: int = 300
@@ -92,9 +93,9 @@ class Sweep:
                 found.append(self.read(row))
         return found
 
-    def to_json(self, results: list[Any]) -> str:
+    def to_json(self, results: list[Any], versions: Mapping[str, str]) -> str:
         """A line for each type."""
-        head = json.dumps({"transformers": transformers.__version__, **self.totals(results)})
+        head = json.dumps({**versions, **self.totals(results)})
         lines = ",\n  ".join(json.dumps(as_json(result)) for result in results)
         return f'{head[:-1]}, "rows": [\n  {lines}\n]}}\n'
 
@@ -118,9 +119,9 @@ class Sweep:
         if given.worker:
             self.work(given.model_types)
         elif not given.model_types:
-            self.write(self.sweep(self.every()))
+            self.write(self.sweep(self.every()), installed())
         elif given.update:
-            self.write(self.updated(given.model_types))
+            self.write(self.updated(given.model_types), versions_of(self.report()))
         else:
             self.sweep(given.model_types)
 
@@ -128,19 +129,25 @@ class Sweep:
         """The report's rows, with those of these types examined again.
 
         Raises:
-            SystemExit: the report is of another transformers, so all of it has to be made; or has no such row.
+            SystemExit: the report is of another transformers or torch, or has no such row.
         """
-        if (of := self.report()["transformers"]) != (now := transformers.__version__):
-            sys.exit(f"the report is of transformers {of}, and this is {now}: make all of it")
+        now = installed()
+        for name, of in versions_of(self.report()).items():
+            if of != now[name]:
+                sys.exit(f"the report is of {name} {of}, and this is {now[name]}: install that one, or make all of it")
         rows = dict(zip(self.every(), self.results(), strict=True))
         if unknown := set(model_types) - rows.keys():
             sys.exit(f"the report has no row of {', '.join(sorted(unknown))}")
         return [*(rows | dict(zip(model_types, self.sweep(model_types), strict=True))).values()]
 
-    def write(self, results: list[Any]) -> None:
-        """The report, as JSON and as Markdown."""
-        self.script.with_suffix(".json").write_text(self.to_json(results))
-        self.script.with_suffix(".md").write_text(self.to_markdown(results))
+    def texts(self, results: list[Any], versions: Mapping[str, str]) -> dict[str, str]:
+        """The report by its files' suffixes: a function of the rows and of the versions that they were found with."""
+        of = ", ".join(f"{name} {version}" for name, version in versions.items())
+        return {".json": self.to_json(results, versions), ".md": self.to_markdown(results, of)}
+
+    def write(self, results: list[Any], versions: Mapping[str, str]) -> None:
+        for suffix, text in self.texts(results, versions).items():
+            self.script.with_suffix(suffix).write_text(text)
 
     def work(self, model_types: list[str]) -> None:
         """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""
@@ -154,6 +161,16 @@ class Sweep:
             except Exception as error:
                 found = self.failed(model_type, f"failed: {last_line(error)}")
             print(json.dumps(as_json(found)), file=out, flush=True)
+
+
+def installed() -> dict[str, str]:
+    """The versions that a report names, here; without builds (+cpu)."""
+    return {package.__name__: package.__version__.partition("+")[0] for package in NAMED}
+
+
+def versions_of(report: Mapping[str, Any]) -> dict[str, str]:
+    """Those that a report names; older ones don't name torch."""
+    return {package.__name__: report[package.__name__] for package in NAMED if package.__name__ in report}
 
 
 def as_json(result: Any) -> Any:

@@ -26,7 +26,6 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import proof
 import torch
-import transformers
 import workers
 import zoo
 from tiny_models import changes, fingerprint, patch
@@ -245,13 +244,13 @@ def _word(text: str) -> str:
     return text.partition(":")[0].partition(",")[0]
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     """The totals, whatever is wrong, and what was refused, with the reasons."""
     count = totals(results)
     lines = ["# What is accepted runs", ""]
     lines += ["Written by `python tests/sweeps/acceptance.py`; its docstring says what is run.", ""]
     lines += [
-        f"transformers {transformers.__version__}: {len(results)} of {len(every_type())} model types, "
+        f"{of}: {len(results)} model types, "
         f"{count['ok'] + count['refused'] + count['wrong']} requests: **{count['ok']} accepted and ok, "
         f"{count['refused']} refused, {count['wrong']} wrong**.",
         "",

@@ -17,7 +17,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 from native_cases import CASES, Case
 
@@ -58,12 +57,12 @@ def asked_for(case: Case) -> str:
     return asked + "".join(f" ({name}={value})" for name, value in case.options.items())
 
 
-def to_markdown(rows: list[dict[str, Any]]) -> str:
+def to_markdown(rows: list[dict[str, Any]], of: str) -> str:
     """The table: one line for each equality."""
     lines = [
         "# What patched models equal",
         "",
-        f"transformers {transformers.__version__}; `python tests/sweeps/native_export.py`. Tiny random models; the",
+        f"{of}; `python tests/sweeps/native_export.py`. Tiny random models; the",
         "largest difference of an output by its spread, with and without padding. Classes that compute in float32",
         "whatever their weights are don't get below 1e-7 in float64.",
         "",

@@ -19,7 +19,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 from host_rotations import built, equal
 from zoo import Unbuildable, last_line, model_types, run, tiny, why_kept
@@ -109,12 +108,12 @@ def totals(results: list[Result]) -> dict[str, Any]:
     return {"rotating": len(answers), **counts}
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     """The totals, every type with what isn't "yes", and those that weren't run."""
     counts, ran = totals(results), [result for result in results if result.answers]
     lines = ["# RoPE's settings in every model type that rotates by itself", ""]
     lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
-    lines += [f"transformers {transformers.__version__}: {counts['rotating']} model types.", ""]
+    lines += [f"{of}: {counts['rotating']} model types.", ""]
     rest = {
         name: ", ".join(f"{n} {answer}" for answer, n in counts[name].items() if answer != "yes") for name in CHECKS
     }

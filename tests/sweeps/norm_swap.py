@@ -24,7 +24,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 import zoo
 from tiny_models import tensors
@@ -366,7 +365,7 @@ def totals(results: list[Result]) -> dict[str, int]:
     return {"converted": converted, "of": len(counted), "missed": missed}
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     good, counted, missed = totals(results).values()
     not_run = [result for result in results if result.status.startswith("not ")]
     without = [result.model_type for result in results if result.status == "no LayerNorm"]
@@ -379,8 +378,7 @@ def to_markdown(results: list[Result]) -> str:
         "",
         "Written by `python tests/sweeps/norm_swap.py`; its docstring says what is checked. Tiny random models.",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: "
-        f"**{good} of {counted} model types with a LayerNorm converted without fault ({share})**, "
+        f"{of}: **{good} of {counted} model types with a LayerNorm converted without fault ({share})**, "
         f"{missed} modules missed; {changed} of {norms} LayerNorms converted, the rest kept for the reasons below.",
         f"Of {len(results)} model types {len(results) - len(not_run)} run here, "
         f"{len(without)} of them have no LayerNorm.",

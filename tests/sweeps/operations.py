@@ -24,8 +24,6 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 site.addsitedir(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import proof
-import torch
-import transformers
 import workers
 import zoo
 from operations_of import of_a_step
@@ -124,7 +122,7 @@ def totals(results: list[Result]) -> dict[str, int]:
     return {"types": len(results), "rotated": len(rope), "shared": once, "in each layer": len(rope) - once}
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     count = totals(results)
     return "\n".join(
         [
@@ -132,10 +130,9 @@ def to_markdown(results: list[Result]) -> str:
             "",
             "Written by `python tests/sweeps/operations.py`; its docstring says what is counted. Tiny random models.",
             "",
-            f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: "
-            f"of {count['types']} model types {count['rotated']} rotate with `rope`; in {count['shared']} layers share "
-            f"what depends on positions alone, in {count['in each layer']} each computes its own. A dash is what "
-            "hfpatch refuses.",
+            f"{of}: of {count['types']} model types {count['rotated']} rotate with `rope`; in {count['shared']} "
+            f"layers share what depends on positions alone, in {count['in each layer']} each computes its own. A "
+            "dash is what hfpatch refuses.",
             "",
             *workers.table(
                 f"model type | >unpatched | {' | '.join(f'>{name}' for name in SCHEMES)} | rope: computed",

@@ -21,8 +21,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import proof
-import torch
-import transformers
 import workers
 import zoo
 from tiny_models import patch
@@ -216,20 +214,20 @@ def totals(results: list[Result]) -> dict[str, int]:
     return count
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     count, all_rows = totals(results), rows(results)
     served = [row for row in all_rows if row.status == "supported"]
-    families = {family for row in served for family in row.families} & set(zoo.model_types())
+    families = {family for row in served for family in row.families} - {*proof.PARTS, *proof.VARIANTS}
     lines = [
         "# RoPE in every class of transformers that owns a table of positions",
         "",
         "Written by `python tests/sweeps/positions.py`; its docstring says what is measured. Tiny random models, "
         "figures in units of an output's spread.",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: "
-        f"**{count['supported']} of {len(OWNERS)} classes that own a table are supported**, {count['refused']} refused "
-        f"with a reason, {count['open']} not served or not reached here, **{count['wrong anywhere']} wrong**; "
-        f"{count['beyond']} more classes beyond that list. They are in {len(families)} model types.",
+        f"{of}: **{count['supported']} of {len(OWNERS)} classes that own a table are supported**, "
+        f"{count['refused']} refused with a reason, {count['open']} not served or not reached here, "
+        f"**{count['wrong anywhere']} wrong**; {count['beyond']} more classes beyond that list. They "
+        f"are in {len(families)} model types.",
         "",
         *workers.table(
             "class | status | >shift | >active | >blind | >cached | >length | model types", map(_cells, all_rows)

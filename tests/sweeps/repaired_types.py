@@ -25,7 +25,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 import zoo
 from tiny_models import changes, fingerprint
@@ -105,7 +104,7 @@ def outcome(model_type: str, request: dict[str, Any]) -> Repaired | None:
     if not report.kept:
         ours, theirs = model.state_dict(), copied.state_dict()
         moved = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-        reason = "it made longer sequences worse" if report.after < report.before else "it didn't help"
+        reason = "outputs that aren't finite" if report.broken(after=True) else "it didn't help"
         return Repaired(f"wrong: undone, but {moved[0]} differs from a copy's" if moved else f"undone: {reason}")
     fresh = zoo.noise(inputs, FRESH, seed=2)
     theirs, left, now = ([zoo.run(one, batch) for batch in fresh] for one in (original, copied, model))
@@ -135,7 +134,7 @@ def totals(results: list[Result]) -> dict[str, Any]:
     return counts
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     found = totals(results)
     lines = [
         "# Repair by model type",
@@ -145,7 +144,7 @@ def to_markdown(results: list[Result]) -> str:
         "gives back in trained models stands in [Encoders](../results/encoders.md) and "
         "[Language models](../results/language-models.md).",
         "",
-        f"transformers {transformers.__version__}, {found['of']} model types.",
+        f"{of}, {found['of']} model types.",
         "",
     ]
     for name, request in REQUESTS.items():

@@ -22,7 +22,6 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import proof
 import torch
-import transformers
 import workers
 import zoo
 from rope_proof import Outputs, floating_tensors
@@ -228,14 +227,14 @@ def totals(results: list[Result]) -> dict[str, int]:
     return {**count, "of chosen length": sum(bool(row.proved.beyond) for row in rows(results))}
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     count = totals(results)
     lines = [
         "# Extended position tables: which inputs stay equal to the bit",
         "",
         "Written by `python tests/sweeps/tables.py`; its docstring says what is compared. Tiny random models, float32.",
         "",
-        f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}: **{count['supported']} "
+        f"{of}: **{count['supported']} "
         f"classes are supported**, {count['refused']} refused with a reason, **{count['wrong']} wrong**. Of "
         f"{count['of chosen length']} the inputs could be given any length, and the control holds.",
         "",

@@ -45,9 +45,35 @@ def test_the_workflow_runs_every_row() -> None:
     assert [(one["row"], one["python"]) for one in matrix] == [(name, row[0]) for name, row in versions.ROWS.items()]
 
 
+def minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
+def test_what_is_called_tested_was_run_without_a_failure(page: str) -> None:
+    """In sentences and in the badge."""
+    passed = [row["versions"] for row in json.loads(versions.RESULTS.read_text()).values() if row.get("failed") == 0]
+    text = (versions.ROOT / page).read_text().replace("%20", " ")
+    for package in ("python", "torch", "transformers"):
+        ran = sorted({minor(row[package]) for row in passed})
+        told = re.findall(rf"(?i)\b{package} (\d+\.\d+)\s+to\s+(\d+\.\d+)", text)
+        assert told, f"{page} doesn't say which {package}"
+        assert {tuple(map(minor, pair)) for pair in told} == {(ran[0], ran[-1])}, f"{page}: {package}"
+
+
+def test_a_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "versions.json"
+    monkeypatch.setattr(versions, "RESULTS", results)
+    monkeypatch.setattr("sys.argv", ["versions.py", "--check", "floors"])
+    for outcome, code in (({"passed": 1, "failed": 0}, 0), ({"passed": 1, "failed": 1}, 1), ({"not run": "no"}, 1)):
+        monkeypatch.setattr(versions, "run", lambda name, outcome=outcome: row(skipped=0, **outcome)[name])
+        assert versions.main() == code
+    assert not results.exists()
+
+
 def row(**result: Any) -> dict[str, dict[str, Any]]:
     told = {"python": "3.11.7", **dict.fromkeys(versions.SHOWN, "1.0")}
-    return {"floors": {"asked": versions.asked("floors"), "versions": told, **result}}
+    return {"floors": {"asked": versions.asked("floors"), "on": "2026-11-29", "versions": told, **result}}
 
 
 def line(results: dict[str, dict[str, Any]]) -> str:
@@ -58,7 +84,7 @@ def test_counts_are_those_of_the_report(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
     counted = versions.outcome(tmp_path / "report.xml", 1)
     assert counted == {"passed": 2, "failed": 2, "skipped": 1, "failures": ["a::bad", "a::worse"]}
-    assert line(row(**counted)).endswith("2 passed, 2 failed, 1 skipped |")
+    assert line(row(**counted)).endswith("2 passed, 2 failed, 1 skipped | 2026-11-29 |")
 
 
 def test_a_run_that_ended_early_is_no_result(tmp_path: Path) -> None:

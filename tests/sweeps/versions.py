@@ -2,8 +2,8 @@
 
 Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; the package with its extra
 `test`, installed by uv under the row's pins; the core tests on one worker. Rows that aren't named keep their results,
-which are in versions.json and from there in docs/support/index.md. Needs only the standard library, and a package
-index that offers the pinned versions.
+which are in versions.json and from there in docs/support/index.md. With `--check` nothing is written: the tests pass,
+or the command fails. Needs only the standard library, and a package index that offers the pinned versions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,19 +24,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_suffix(".json")
 SHOWN = ("torch", "transformers", "huggingface_hub", "accelerate", "peft")
 
-# patching, exact conversion, positions and decoding, saving and loading, remote code, compiling, PEFT and the Trainer
+# patching, exact conversion, positions and decoding, saving and loading, remote code, compiling, PEFT, the Trainer and
+# sentence-transformers, recipes' encoders, and the reports, which name versions
 CORE = (
     "tests/test_patch.py",
     "tests/core/test_edits.py",
+    "tests/core/test_holders.py",
     "tests/exact/test_fold.py",
     "tests/runtime/test_generation.py",
-    "tests/checkpoint/test_checkpoint.py",
-    "tests/checkpoint/test_loading.py",
+    "tests/checkpoint",
     "tests/runtime/test_guard.py",
     "tests/export/test_remote.py",
-    "tests/checkpoint/test_remote_code.py",
+    "tests/export/test_exported_holders.py",
     "tests/test_compile.py",
     "tests/contracts/test_ecosystem.py",
+    "tests/recipes/test_embed.py",
+    "tests/sweeps/test_reports.py",
     "tests/test_cli.py",
 )
 
@@ -148,7 +152,8 @@ def run(name: str) -> dict[str, Any]:
             env = install(python, pins, folder)
         except NotRunError as error:
             return {"asked": asked(name), "not run": str(error)}
-        found = {"asked": asked(name), "versions": versions(python, env)}
+        day = datetime.now(UTC).date().isoformat()
+        found = {"asked": asked(name), "on": day, "versions": versions(python, env)}
         report = folder / "report.xml"
         return found | outcome(report, run_tests(python, env, report))
 
@@ -156,8 +161,8 @@ def run(name: str) -> dict[str, Any]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The rows as a Markdown table; every row of ROWS is in it, run or not."""
     lines = [
-        "| Python | " + " | ".join(SHOWN) + " | core tests |",
-        "|---|" + "---|" * (len(SHOWN) + 1),
+        "| Python | " + " | ".join(SHOWN) + " | core tests | run on |",
+        "|---|" + "---|" * (len(SHOWN) + 2),
     ]
     for name, (version, pins) in ROWS.items():
         row = results.get(name, {})
@@ -168,13 +173,15 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             said = f"{row['passed']:,} passed, {row['failed']:,} failed, {row['skipped']:,} skipped"
         else:
             said = f"not run: {row['not run']}" if "not run" in row else f"broken: {row['broken']}"
-        lines.append("| " + " | ".join([*(told[one] for one in ("python", *SHOWN)), said]) + " |")
+        cells = [*(told[one] for one in ("python", *SHOWN)), said, row.get("on", "")]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--check", action="store_true", help="write no result")
     args = parser.parse_args()
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
@@ -182,10 +189,12 @@ def main() -> int:
     for name in args.rows or ROWS:
         print(f"== {name}: Python {ROWS[name][0]}, {ROWS[name][1]}", flush=True)
         results[name] = run(name)
-        RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
-    subprocess.run([sys.executable, str(ROOT / "tests/docs/update.py"), "versions"], check=True)
+        if not args.check:
+            RESULTS.write_text(json.dumps({one: results[one] for one in ROWS if one in results}, indent=1) + "\n")
+    if not args.check:
+        subprocess.run([sys.executable, str(ROOT / "tests/docs/update.py"), "versions"], check=True)
     print(table(results))
-    bad = any(row.get("failed") or "broken" in row for row in results.values())
+    bad = any(results[name].get("failed") or "broken" in results[name] for name in args.rows or ROWS)
     return int(bad or any("not run" in results[name] for name in args.rows))  # of a row that was named, a failure
 
 

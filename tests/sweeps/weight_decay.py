@@ -20,7 +20,6 @@ from typing import Any
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 import zoo
 from decay import Decay
@@ -97,7 +96,7 @@ def totals(results: list[Result]) -> dict[str, int]:
     }
 
 
-def to_markdown(results: list[Result]) -> str:
+def to_markdown(results: list[Result], of: str) -> str:
     types, patches, differ = totals(results).values()
     gains = [result for result in results if result.left_out]
     others = [result for result in results if not result.patched]
@@ -106,7 +105,7 @@ def to_markdown(results: list[Result]) -> str:
         "",
         "Written by `python tests/sweeps/weight_decay.py`; its docstring says what is compared.",
         "",
-        f"transformers {transformers.__version__}: **{differ} Parameters differ** in {patches} patches of {types} "
+        f"{of}: **{differ} Parameters differ** in {patches} patches of {types} "
         "model types. Cells: how many patches of that kind the type takes; what differs stands in the last column.",
         f"In {len(gains)} types gains decay in the original, where a norm is no nn.LayerNorm and is called otherwise "
         "than norms are (ln_1, norm1). They do with every scheme that has weight and bias alone, and not where a norm "
