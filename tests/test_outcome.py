@@ -18,6 +18,7 @@ import zoo
 from tiny_models import changes, difference, fingerprint, inputs, patch, reload, tiny, tiny_config
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hfpatch.checkpoint.patched_config import give_patched_config
@@ -516,7 +517,8 @@ def padded(model: nn.Module, side: str = "right") -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "head"),
     [
-        ("bert", "AutoModel"),
+        ("bert", "AutoModel"),  # its pooled output counts as it is
+        ("bert", "AutoModelForMaskedLM"),
         ("gpt2", LM),
         ("t5", "AutoModelForSeq2SeqLM"),
         ("bert", "AutoModelForQuestionAnswering"),
@@ -557,6 +559,24 @@ def test_what_is_exact_may_differ_at_padding(monkeypatch: pytest.MonkeyPatch) ->
     patch_model(model, norm="rms", init="exact", example_inputs=given)
     (outcome,) = outcomes(model).values()
     assert outcome.startswith("exact: ")
+
+
+def test_norms_may_read_nan_at_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gpt2", LM)
+    given, forward = padded(model), GPT2Block.forward
+
+    def spoiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if self.attn.layer_idx == model.config.n_layer - 1:  # before, other tokens would read it
+            output[given["attention_mask"] == 0] = math.nan
+        return output
+
+    monkeypatch.setattr(GPT2Block, "forward", spoiled)
+    patch_model(model, norm="rms", init="exact", example_inputs=given)
+    (outcome,) = outcomes(model).values()
+    assert outcome.startswith("exact: ")
+    with pytest.raises(PatchError):  # control: RoPE isn't
+        patch_model(tiny("gpt2", LM), pos="rope", init="exact", example_inputs=given)
 
 
 def test_control_what_is_exact_may_differ_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ def observe(
     seen, known = seen or Observation(), norms or {}
 
     def mean_of_input(norm: str, call: CallArguments) -> None:
-        x = first_tensor(call)
+        x = _numbers(first_tensor(call))
         if x.numel():
             seen.calls += 1
             rms = float(torch.linalg.vector_norm(x)) / x.numel() ** 0.5
@@ -88,7 +89,7 @@ def observe(
         seen.calls += 1
         seen.called.add(module)
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.returned.setdefault(module, []).append(ObservedCall(seen.calls, output.clone()))
+            seen.returned.setdefault(module, []).append(ObservedCall(seen.calls, _numbers(output)))
 
     with (
         observe_calls({norm: model.get_submodule(norm) for norm in known}, on_call=mean_of_input),
@@ -97,6 +98,11 @@ def observe(
         outputs = outputs_in_float64(model, inputs)
     seen.outputs |= {f"{key} ({name})" if name else key: value for key, value in outputs.items()}
     return seen
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """A copy with 0 for NaN, which may stand at padding and compares with nothing."""
+    return x.nan_to_num(0.0, math.inf, -math.inf)
 
 
 def channel_axes(facts: NormFacts) -> tuple[int, ...]:

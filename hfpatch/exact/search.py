@@ -269,9 +269,10 @@ class _Search:
 
     def returned(self, centring: Centring) -> tuple[str, ...]:
         """Return what models inside return otherwise under a centring."""
-        with outputs_inside(self.probe.model) as before:
+        inputs = self.probe.inputs[""]
+        with outputs_inside(self.probe.model, inputs) as before:
             self.probe.forward()
-        with self.probe.centre(centring), outputs_inside(self.probe.model) as after:
+        with self.probe.centre(centring), outputs_inside(self.probe.model, inputs) as after:
             self.probe.forward()
         return tuple(deviating(before, after, TOLERANCE))
 

@@ -114,7 +114,7 @@ def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) ->
     A decoder's default is where there are labels; BART's reads the encoder's text if it isn't given one.
     """
     mask = None if _OF_MEDIA.match(name) else inputs.get("attention_mask")
-    if encoder_decoder and not name.rpartition(".")[2].startswith("encoder"):
+    if encoder_decoder and re.findall("encoder|decoder", name)[:1] != ["encoder"]:
         labels, own = inputs.get("labels"), any(one.startswith("decoder_input") for one in inputs)
         mask = labels != -100 if isinstance(labels, Tensor) else None if own else mask
         mask = given if (given := inputs.get("decoder_attention_mask")) is not None else mask
@@ -122,7 +122,7 @@ def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) ->
 
 
 @contextmanager
-def outputs_inside(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+def outputs_inside(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, list[Tensor]]]:
     """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
 
     Other classes that open the checkpoint return it as their own.
@@ -131,8 +131,10 @@ def outputs_inside(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
 
     def note(name: str, result: Any) -> None:
-        for output, value in Outputs.of(result).floats.items():
-            found.setdefault(f"{type(inside[name]).__name__}'s {output}", []).append(value.detach().clone())
+        outputs = {f"{name}.{output}": x for output, x in Outputs.of(result).floats.items()}
+        for output, value in without_padding(outputs, model, inputs).items():
+            title = f"{type(inside[name]).__name__}'s {output.removeprefix(f'{name}.')}"
+            found.setdefault(title, []).append(value.detach().clone())
 
     with observe_calls(inside, on_result=note):
         yield found

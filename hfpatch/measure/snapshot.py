@@ -78,7 +78,7 @@ def run(
     with (
         add_rounding_noise(model, noise, seed),
         observe_calls(modules, on_call=watch),
-        outputs_inside(model) as found.inside,
+        outputs_inside(model, inputs) as found.inside,
     ):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}

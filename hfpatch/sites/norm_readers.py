@@ -78,7 +78,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     watched = {name: modules[name] for name in dict.fromkeys((*norms, *maps))}
     with (
         observe_calls(watched, on_call, lambda name, result: seen.results[name].append(_copy(result))),
-        outputs_inside(small) as seen.inside,
+        outputs_inside(small, inputs) as seen.inside,
     ):
         outputs = outputs_in_float64(small, inputs)
     for name, calls in seen.read.items():
@@ -181,7 +181,7 @@ def _is_read_only_by(
 
     with (
         observe_calls({name: watched[name] for name in (norm, *held)}, on_call, on_result),
-        outputs_inside(small) as inside,
+        outputs_inside(small, inputs) as inside,
     ):
         others = outputs_in_float64(small, inputs)
     alone = not moved and max_error(outputs, others) <= _TOLERANCE

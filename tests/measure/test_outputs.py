@@ -147,7 +147,8 @@ class TestPadding:
         assert kept("logits", (2, 4, 9), True, **given) is None
         assert kept("logits", (2, 4, 9), True, **given, decoder_attention_mask=LEFT) == LEFT.tolist()
         assert kept("logits", (2, 4, 9), True, **given, labels=LEFT.masked_fill(LEFT == 0, -100)) == LEFT.tolist()
-        assert kept("encoder_last_hidden_state", (2, 4, 9), True, **given) == RIGHT.tolist()
+        for name in ("encoder_last_hidden_state", "model.encoder.last_hidden_state"):
+            assert kept(name, (2, 4, 9), True, **given) == RIGHT.tolist()
         assert kept("logits", (2, 4, 9), True, attention_mask=RIGHT) == RIGHT.tolist(), "BART's reads the same text"
         assert kept("logits", (2, 4, 9), False, labels=LEFT - 1, **PADDED) == RIGHT.tolist()
 
