@@ -61,8 +61,6 @@ class Result:
     model_type: str
     status: str
     class_name: str = ""
-    heads: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
     layer_norms: int = 0
     exact: int = 0
     unreached: int = 0
@@ -75,6 +73,8 @@ class Result:
     parametrized: bool = False
     reasons: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    heads: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
 
 def examine(model_type: str) -> Result:
@@ -93,6 +93,8 @@ def examine(model_type: str) -> Result:
         return result
     result.seconds = round(time.perf_counter() - start, 1)
     fill_in(result, centring, norms)
+    for head in heads(model_type, type(model)):
+        open_as_base(*head, result)
     result.parametrized = bool(parametrized.exact_patterns)
     if not centring.exact_patterns:
         return result
@@ -121,8 +123,6 @@ def examine(model_type: str) -> Result:
         return result
     if not (max(result.error, result.embedded or 0.0) <= EXACT and (result.as_written or 0.0) <= AS_WRITTEN):
         result.status = "wrong"
-    for head, inputs in heads(model_type, type(model)):
-        open_as_base(head, inputs, result)
     return result
 
 
