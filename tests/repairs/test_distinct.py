@@ -112,6 +112,12 @@ def test_calibration_as_long_as_the_model_is_judged_on_itself_alone() -> None:
     assert report.tokens == 14 * 20
 
 
+def test_tokens_given_as_vectors_are_counted() -> None:
+    vectors = torch.randn(16, 20, 32, generator=torch.Generator().manual_seed(0))
+    report = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration=[{"inputs_embeds": vectors}]))
+    assert report.tokens == 14 * 20
+
+
 @pytest.mark.parametrize("family", ["vit", "bart", "t5"])
 def test_models_that_read_more_than_tokens_are_judged_on_their_calibration(family: str) -> None:
     model = tiny(family)
