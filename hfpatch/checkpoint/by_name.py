@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -69,9 +70,10 @@ def opening(model: str) -> Iterator[None]:
         elif is_said and not (is_config(model) or Path(model).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", model)):
             message = f"there is no folder {model}, and no such model on the Hub: {message}"
         elif not is_said or model not in text:
+            text = shorten(text, _LONGEST, placeholder=" ...")
             message = (
-                f"transformers {transformers.__version__} can't open {model}: {type(error).__name__}: "
-                f"{text:.{_LONGEST}}. Download or save it again, mend its config.json, or install what is missing."
+                f"transformers {transformers.__version__} can't open {model}: {type(error).__name__}: {text}. Download "
+                "or save it again, mend its config.json, or install what is missing."
             )
         raise CheckpointError(message) from error
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model type": (lambda folder: (folder / "config.json").write_text('{"model_type": 5}'), r"config\.json"),
     "a later record": (lambda folder: with_config(folder, hfpatch={"version": 99}), "version 99"),
     "an older record": (lambda folder: with_config(folder, hfpatch={"version": 1}), r"hfpatch 0\.1"),
-    "a broken setting": (lambda folder: with_config(folder, n_embd="wide"), r"config\.json.*n_embd"),
+    "a broken setting": (lambda folder: with_config(folder, n_embd="wide"), r"n_embd.*config\.json"),
     "a plain model": (lambda folder: tiny("gpt2").save_pretrained(folder), r"'gpt2'.*native=True"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
     "pickled weights": (
@@ -133,7 +133,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
     assert read_checkpoint(folder, native=True).record is not None
     for other, says in (
         ({"auto_map": {"AutoModel": "a.B"}}, "without a patch record"),
-        ({"model_type": "gpt2_2"}, "config.json doesn't open: .*`gpt2_2`"),
+        ({"model_type": "gpt2_2"}, "can't open .*`gpt2_2`"),
     ):
         with_config(tmp_path / "plain", **other)
         with pytest.raises(CheckpointError, match=says):

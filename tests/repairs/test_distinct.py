@@ -128,6 +128,12 @@ def test_calibration_as_long_as_the_model_is_judged_on_no_longer_ones() -> None:
     assert report.tokens == 14 * 20
 
 
+def test_tokens_given_as_vectors_are_counted() -> None:
+    vectors = torch.randn(16, 20, 32, generator=torch.Generator().manual_seed(0))
+    report = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration=[{"inputs_embeds": vectors}]))
+    assert report.tokens == 14 * 20
+
+
 @pytest.mark.parametrize("family", ["vit", "bart", "t5"])
 def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
     """Those that read tokens alone; longer ones of an encoder-decoder would be of two texts."""
