@@ -100,13 +100,18 @@ def _with_tables(match: re.Match[str]) -> str:
             continue
         starts = [found.start() for found in re.finditer(r"-+", line)]
         end = number + 1
-        while end < len(lines) and lines[end] and not any(lines[end][at - 2 : at].strip() for at in starts[1:]):
+        while end < len(lines) and _is_row(lines[end], starts):
             end += 1
         pieces += [_lines(lines[last : number - 1]), _table([lines[number - 1], *lines[number + 1 : end]], starts)]
         last = end
     if not pieces:
         return match[0]
     return "\n".join(['<div class="printed">', *filter(None, [*pieces, _lines(lines[last:])]), "</div>"])
+
+
+def _is_row(line: str, starts: list[int]) -> bool:
+    """Whether a line has a second cell, and nothing between the columns: a short sentence would fit into the first."""
+    return (len(line) > starts[1] or line == "...") and not any(line[at - 2 : at].strip() for at in starts[1:])
 
 
 def _lines(lines: list[str]) -> str:

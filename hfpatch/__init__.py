@@ -5,8 +5,7 @@ and families in `hfpatch.extend`, results where they are returned. Each name is 
 """
 
 import importlib
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .lazy_names import lazy_names, modules_of
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-importlib.import_module(".checkpoint.outer", __name__)  # learns from now on which models are parts of which
 importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
 
 __all__ = [
@@ -76,27 +74,9 @@ _MODULES = modules_of(
         "verification.verify": "verify",
     }
 )
-_MOVED = modules_of(  # names of version 0.2 that are elsewhere now; version 0.4 has them there alone
-    {
-        "errors": "PatchError",
-        "extend": "ARCHITECTURES AffineNorm Architecture MLP MLPS NORMS Norm POSITIONS Position Projections Stack",
-        "schemes.norms": "DeepNorm",
-    }
-)
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these
-    _get = lazy_names(globals(), _MODULES)
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MOVED:
-            return _get(name)
-        new = f"hfpatch.{_MOVED[name]}"
-        warnings.warn(
-            f"hfpatch.{name} has moved: `from {new} import {name}`. Version 0.4 drops the old place.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module(new), name)
+    __getattr__ = lazy_names(globals(), _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -71,7 +71,8 @@ class NotPreservedWarning(UserWarning):
     It is given for each patch that isn't exact and whose new parameters don't start afresh (init="reset"), repaired or
     not. A repair silences it only if what is left, on held-out sequences, is at most half of the distance to the
     original that there was before, and at most 0.1 nats a token of KL divergence (a tenth more perplexity), or, for
-    models without logits, 0.01 of the outputs' mean square (a tenth of their size).
+    models without logits, 0.01 of the outputs' mean square (a tenth of their size). The same holds on longer sequences,
+    and on other fresh ones it may not have led away from the original.
     """
 
 

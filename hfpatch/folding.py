@@ -94,22 +94,28 @@ def fold_fixed_norms(
     with keep_random_state(), torch.inference_mode(False):
         sites = Sites(model, inputs)
         folded = [plan_fold_of_fixed(sites, one.part, own) for one, own in zip(found, names, strict=True)]
-        folding = Plan.of(model, Record.of(model.config), folded)
+        folding, verdict = Plan.of(model, Record.of(model.config), folded), None
         if not folding.empty:
             before = snapshot_of(model, folding, inputs)
             for phase in folding.phases:
                 phase.apply(model, transaction)
             give_patched_config(model, folding.record, transaction, [])
-            check_folded(folding, before, model)
-    _record_unfolded(model, folded)
+            verdict = check_folded(folding, before, model)
+    _record_folded(model, folded, "" if verdict is None else verdict.elsewhere)
 
 
-def _record_unfolded(model: PreTrainedModel, folded: Sequence[PlannerResult]) -> None:
-    """Add fixed norms that couldn't be folded to the outcomes in the model's record, whose newest requests they are."""
+def _record_folded(model: PreTrainedModel, folded: Sequence[PlannerResult], elsewhere: str) -> None:
+    """Add what came of folding to the outcomes in the model's record, whose newest requests these are.
+
+    Args:
+        model: after it.
+        folded: with the fixed norms that couldn't be folded.
+        elsewhere: as in `Outcome`.
+    """
     record, outcomes = Record.of(model.config), []
     for found, part in zip(folded, record.newest("norm", len(folded)), strict=True):
         reasons = [str(change.row.reason) for change in found.changes if not change.changes]
-        outcome = part.outcome or Outcome("")
+        outcome = replace(part.outcome or Outcome(""), elsewhere=elsewhere)
         if reasons:
             text = f"{len(reasons)} fixed norms, not folded ({'; '.join(dict.fromkeys(reasons))})"
             outcome = replace(outcome, kept="; ".join(filter(None, (outcome.kept, text))))

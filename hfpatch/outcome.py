@@ -63,6 +63,7 @@ def measure_outcomes(
     original: PreTrainedModel | None,
     verdict: Verdict | None,
     given: Mapping[str, Any] | None,
+    finite: bool,
 ) -> dict[str, list[Outcome]]:
     """Return the measured outcomes of a patch's schemes, by kind.
 
@@ -76,17 +77,22 @@ def measure_outcomes(
         original: a copy that computes what the model computed before; None where the weights aren't in memory.
         verdict: of the check of the exact conversion of norms; None where there was none.
         given: the user's inputs of one forward, if there are any.
+        finite: whether outputs have to be finite now; not if a repair or training follows.
 
     Raises:
-        UnsupportedError: the model ran before and no longer does, or a change of positions moved no output.
+        UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't, or a change
+            of positions moved no output.
     """
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
     if verdict is not None:
         checked = replace(checked, measured=verdict.figures, metric=DIFFERENCE, copied=verdict.error)
+        checked = replace(checked, elsewhere=verdict.elsewhere)
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
         after = before.outputs_after(model) if before.forward is not None else None
+        if finite and isinstance(after, dict) and before.forward is not None:
+            _require_finite(before.forward.outputs, after, model)
         runs = False
         if original is not None and "pos" in plan.kinds:
             runs = _positions_run(plan, before, model, original, after, given)
@@ -94,12 +100,26 @@ def measure_outcomes(
         apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
     outcomes: dict[str, list[Outcome]] = {}
     for found, is_checked in zip(plan.planned, judged, strict=True):
-        own = [one for one in found.changes if one.row.kind != "stream" or not one.changes]  # not what is centred
-        reasons = [one.row.reason for one in own if not one.changes and one.row.reason]
+        own = [row for row in found.rows if row.kind != "stream" or row.becomes is None]  # not what is centred
+        reasons = [row.reason for row in own if row.becomes is None and row.reason]
         kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         outcome = checked if is_checked else apart if lossy and not found.losses else whole
         outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept=kept))
     return outcomes
+
+
+def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Refuse outputs that were finite and aren't any more.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    finite = (name for name, value in after.items() if name not in before or bool(before[name].isfinite().all()))
+    if (broken := next((name for name in finite if not bool(after[name].isfinite().all())), None)) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model was "
+            "left unchanged. Pass calibration= for a repair, keep= for norms that are to stay, or use a wider dtype."
+        )
 
 
 def _positions_run(
@@ -167,11 +187,12 @@ def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor],
         return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     verdict = before.within_rounding(model, error)
     if lossy and verdict.holds:
-        return differ(EXACT, f"outputs differ by {rms:.2g}", basis or "on the inputs measured")
+        measured = f"outputs differ by {rms:.2g}"
+        return differ(EXACT, measured, basis or "on the inputs measured", elsewhere=verdict.elsewhere)
     if lossy:
         return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
     if verdict.holds:
-        return differ(EXACT, verdict.figures, basis, copied=error)
+        return differ(EXACT, verdict.figures, basis, copied=error, elsewhere=verdict.elsewhere)
     return differ(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
 
 

@@ -103,7 +103,8 @@ def patch_model(
     Raises:
         PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
             change of the model is rolled back before the error is passed on.
-        UnsupportedError: also where the model ran before and doesn't run after the patch, which is rolled back.
+        UnsupportedError: also if the model ran before and doesn't run after the patch, or gives outputs that aren't
+            finite, or lacks a repair that it needs (`fixed`, `none`); the patch is rolled back.
         VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
 
     Examples:
@@ -169,8 +170,10 @@ def _carry_out(
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
-        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs), init)
-        if calibration is None or original is None or not plan.losses():
+        repairs = calibration is not None and original is not None and bool(plan.losses())
+        finite = init != "reset" and not repairs
+        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs, finite), init)
+        if not repairs:
             return plan, None
         return plan, repair(model, original, calibration, transaction, fit)
 
@@ -247,7 +250,7 @@ def repair_report(model: nn.Module) -> RepairReport | None:
         >>> from hfpatch import patch_model, repair_report, sample_batches
         >>> few = partial(sample_batches, sequences=8, length=16)
         >>> print(repair_report(patch_model(model, norm="dyt", calibration=few)).summary())
-        Repair on 8 sequences...: KL divergence ... -> ... on 1 held-out sequence...
+        Repair on 8 sequences...: KL divergence ... -> ... on 2 held-out sequences...
     """
     return report_of(model)
 
@@ -392,6 +395,6 @@ def _not_preserved(plan: Plan, changed: Mapping[str, Outcome], report: RepairRep
         "labels. plan_patch(...) lists the modules."
     )
     if report is not None:
-        advice = f"{report.advice} repair_report(model) lists the repair's steps and what couldn't be fitted.".lstrip()
+        advice = f"{report.notes} repair_report(model) lists the repair's steps and what couldn't be fitted.".lstrip()
     what = ". ".join(f"{request} is {outcome}" for request, outcome in changed.items())
     return f"{plan.model_name}: the patched model computes another function. {what}. {advice}"

@@ -206,11 +206,11 @@ FAULTS = [
         ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
-        "a large weight is sampled at its beginning alone",
-        "checkpoint/file_digests.py",
-        "((n - _RUN) // (places - 1), 1)",
-        "(_RUN, 1)",
-        ("checkpoint/test_file_digests.py",),
+        "a weight that a file lost is started afresh",
+        "checkpoint/files.py",
+        "for name in missing if any(",
+        "for name in () if any(",
+        ("checkpoint/test_fingerprint.py",),
     ),
     Fault(
         "a gain that is an offset from one is exported as it is stored",

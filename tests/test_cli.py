@@ -123,11 +123,13 @@ def test_a_repair_on_sequences_that_the_model_writes(checkpoint: Path, tmp_path:
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
     report = json.loads((tmp_path / "report.json").read_text())
-    left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 1 held-out sequence"
-    left += f", and {report['longer_before']:.3g} -> {report['longer_after']:.3g} at {report['longer']} tokens"
+    worst = f"(worst token {report['worst_before']:.3g} -> {report['worst_after']:.3g})"
+    left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 2 held-out sequences {worst}"
+    (longer,) = (one for one in report["fresh"] if one["kind"] == "longer sequences")
+    left += f", and {longer['before']:.3g} -> {longer['after']:.3g} at {longer['length']} tokens"
     assert f"\nnorm='dyt': repaired: {left}\n" in out
     assert re.search(
-        rf"\nnorm='dyt'  repaired +{report['before']:.3g} +{report['after']:.3g} +[\d.]+% .*, 1 held-out\n", out
+        rf"\nnorm='dyt'  repaired +{report['before']:.3g} +{report['after']:.3g} +[\d.]+% .*, 2 held-out\n", out
     )
     assert ": norm='dyt' is repaired.\n" in out
     assert report["kept"]
@@ -202,12 +204,6 @@ def test_without_calibration_nothing_is_repaired(model: str, request_: str, says
     assert ['"self"' in one for one in planned] == ([model == "gpt2"] if says else [])
 
 
-def test_the_old_word_for_no_repair_is_taken_with_a_warning(checkpoint: Path, tmp_path: Path) -> None:
-    out = called("patch", str(checkpoint), str(tmp_path / "out"), "--norm", "dyt", "--calibration", "none")
-    assert "Warning: --calibration none isn't needed" in out
-    assert "Repair on" not in out
-
-
 @pytest.mark.slow
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     weights = []
@@ -261,12 +257,12 @@ def test_patch_spares_a_folder_that_holds_something(checkpoint: Path, tmp_path: 
 
 
 def test_warnings_are_one_line_on_stderr(patched: Path, tmp_path: Path) -> None:
-    (patched / "hfpatch_weights.json").unlink()
+    edited(patched, lambda stored: stored.update(attn_pdrop=0.3))
     request = ["patch", str(patched), str(tmp_path / "out"), "--pos", "nope"]
     result = run.invoke(app, request)
-    unchecked, lossy = result.stderr.splitlines()
+    opened, lossy = result.stderr.splitlines()
     assert lossy.startswith("Warning: GPT2LMHeadModel: the patched model computes another function. pos='nope' is a")
-    assert unchecked.startswith(f"Warning: {patched} has no hfpatch_weights.json")
+    assert opened.startswith(f"Warning: {patched}: its config.json, or the patch record in it, was edited")
     assert "Warning" not in result.stdout
 
 

@@ -30,7 +30,9 @@ from hfpatch.measure.snapshot import Forward, Snapshot, run
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
+from hfpatch.repairs.report import LONGER
 from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.schemes.request import Record
 from hfpatch.schemes.verdicts import Outcome
 from hfpatch.swap.trial import makers_of_short_inputs, require_runs_in_full
 
@@ -450,7 +452,8 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
     report = repair_report(model)
     norm, mlp = outcomes(model).values()
     figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
-    figures += f", and {report.longer_before:.3g} -> {report.longer_after:.3g} at {report.longer} tokens"
+    figures += f" (worst token {report.worst_before:.3g} -> {report.worst_after:.3g})"
+    figures += "".join(f", and {one}" for one in report.fresh if one.kind == LONGER or one in report.farther)
     assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
     assert mlp == "exact as planned, not measured apart from norm"
     again = reload(model, tmp_path / "first", LM)
@@ -493,6 +496,74 @@ def test_nan_is_no_evidence() -> None:
         patch_model(model, pos="rope", norm="rms", init="copy")
     with pytest.raises(PatchError, match="inf"):
         native_model(model)
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+def padded(model: nn.Module, side: str = "right") -> dict[str, Tensor]:
+    """Two texts, the shorter one padded."""
+    ids = torch.randint(5, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    mask = mask if side == "right" else mask.flip(1)
+    given = {"input_ids": ids * mask, "attention_mask": mask}
+    decodes = model.config.is_encoder_decoder
+    return given | ({"decoder_input_ids": ids, "decoder_attention_mask": mask} if decodes else {})
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("bert", "AutoModel"),
+        ("gpt2", LM),
+        ("t5", "AutoModelForSeq2SeqLM"),
+        ("bert", "AutoModelForQuestionAnswering"),
+    ],
+)
+def test_padding_counts_for_nothing(family: str, head: str, side: str) -> None:
+    original = tiny(family, head)
+    given = padded(original, side)
+    model = patch(copy.deepcopy(original), norm="dyt", example_inputs=given)
+    with torch.no_grad():
+        old, new = (one.eval()(**given) for one in (original, model))
+    mask = given["attention_mask"].bool()
+    errors = []
+    for name, truth in old.items():
+        if isinstance(truth, Tensor):
+            t, y = (x[mask] if x.shape[:2] == mask.shape else x for x in (truth.double(), new[name].double()))
+            errors.append(float((y - t).square().mean().sqrt() / t.square().mean().sqrt()))
+    (outcome,) = Record.of(model.config).outcomes().values()
+    assert outcome.copied == pytest.approx(max(errors), rel=1e-3)
+
+
+def garbage(monkeypatch: pytest.MonkeyPatch, where: Any) -> None:
+    """GPT-2's logits are NaN at some positions, and after a patch only there."""
+    forward = GPT2LMHeadModel.forward
+
+    def spoiled(self: Any, *args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
+        output = forward(self, *args, attention_mask=attention_mask, **kwargs)
+        output.logits[where(attention_mask)] = math.nan if isinstance(self.transformer.ln_f, nn.LayerNorm) else 1e9
+        return output
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", spoiled)
+
+
+def test_what_is_exact_may_differ_at_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage(monkeypatch, lambda mask: mask == 0)
+    model = tiny("gpt2", LM)
+    given = padded(model)
+    patch_model(model, norm="rms", init="exact", example_inputs=given)
+    (outcome,) = outcomes(model).values()
+    assert outcome.startswith("exact: ")
+
+
+def test_control_what_is_exact_may_differ_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage(monkeypatch, lambda mask: mask == 1)
+    model = tiny("gpt2", LM)
+    with pytest.raises(PatchError):
+        patch_model(model, norm="rms", init="exact", example_inputs=padded(model))
 
 
 # --- models that read images beside text ------------------------------------------------------------------------------
@@ -558,3 +629,20 @@ def test_the_users_text_is_said_to_be_without_images() -> None:
 def outcome(model: Any) -> str:
     (found,) = outcomes(model).values()
     return str(found)
+
+
+def test_outputs_that_were_finite_stay_finite_or_the_model_is_as_it_was() -> None:
+    """Half precision, and a norm that takes its scale from one channel, which is empty."""
+    model = tiny("gpt2", LM)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "wte" in name or "wpe" in name or "c_proj" in name:
+                value[..., 0] = 0
+        model.transformer.ln_f.weight.fill_(200.0)
+    model, request = model.half(), {"norm": "rms:fraction=0.03125", "only": "*.ln_f"}
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"logits is NaN or infinite, and wasn't before.*left unchanged"):
+        patch_model(model, **request)
+    assert not changes(before, fingerprint(model))
+    (line,) = outcomes(patch(model.float(), **request)).values()
+    assert line.startswith("approximate")  # control

@@ -44,17 +44,6 @@ def test_users_learn_few_names() -> None:
     assert not set(hfpatch.__all__) & set(extend.__all__)
 
 
-@pytest.mark.parametrize("name", hfpatch._MOVED)
-def test_names_of_version_0_2_work_where_they_were(name: str) -> None:
-    """With a warning that says where they are now; a plain AttributeError comes for what never was there."""
-    place = f"hfpatch.{hfpatch._MOVED[name]}"
-    with pytest.warns(FutureWarning, match=f"hfpatch.{name} has moved: `from {place} import {name}`") as caught:
-        old = getattr(hfpatch, name)
-    assert old is getattr(sys.modules[place], name)
-    assert caught[0].filename == __file__
-    assert name not in {*hfpatch.__all__, *dir(hfpatch)}
-
-
 def test_every_error_can_be_imported_from_one_place() -> None:
     found = set()
     for one in (errors, runtime_errors):
@@ -70,6 +59,24 @@ def test_planning_and_patching_take_the_same_options() -> None:
     for one in (plan, patch):
         first = [name for name, parameter in one.items() if parameter.kind is not parameter.KEYWORD_ONLY]
         assert first == ["model", "norm", "pos"]
+
+
+def test_the_import_replaces_no_method_and_adds_no_hook() -> None:
+    """It registers config and model classes with transformers' Auto classes, and that is all."""
+    code = """
+import torch, transformers
+from torch.nn.modules import module
+classes = [torch.nn.Module, torch.Tensor, module, transformers.AutoModel, transformers.AutoModelForCausalLM]
+classes += [getattr(transformers, name) for name in ("PreTrainedModel", "PreTrainedConfig", "GenerationMixin")]
+found = lambda: [{name: value for name, value in vars(one).items()} for one in classes]
+hooks = lambda: {name: len(one) for name, one in vars(module).items() if isinstance(one, dict) and "hooks" in name}
+before, hooked = found(), hooks()
+import hfpatch
+same = [all(old.get(name) is value for name, value in new.items()) for old, new in zip(before, found())]
+named = [name for name in vars(transformers) if name == "__getattr__" or name.startswith("Hfpatch")]
+print(all(same), hooked == hooks() != {}, named)
+"""
+    assert run(code) == "True True []"
 
 
 @pytest.mark.slow

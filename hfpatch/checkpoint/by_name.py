@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..core.suggest import did_you_mean
@@ -23,16 +24,56 @@ from ..runtime.lens import host_class
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .classes import patched_model_class, with_loading_info
-from .file_digests import read_digests
+from .file_digests import digests_or_warning
 from .mapped_weights import files_of, open_mapped
 
 _RANDOM = "config:"
-_MOST_NAMED = 3
+_MOST_NAMED, _LONGEST = 3, 400
+_OURS = Path(__file__).parents[1]
+_GGUF = (
+    "{}: a GGUF file is opened in Python: from_pretrained(FOLDER, gguf_file=FILE, "
+    "quantization_config=GgufConfig(dequantize=True)). Save that by save_pretrained, and pass its folder."
+)
+_FORMS: dict[str, type] = {"auto_map": dict, "architectures": list}  # of settings that hfpatch reads, too
 
 
 def is_config(model: str) -> bool:
     """Return whether a name stands for a family with random weights."""
     return model.startswith(_RANDOM)
+
+
+def is_own(error: BaseException) -> bool:
+    """Return whether hfpatch's own code raised an error, rather than code that it called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and Path(frames[-1].f_code.co_filename).is_relative_to(_OURS)
+
+
+@contextmanager
+def opening(model: str) -> Iterator[None]:
+    """Context in which transformers opens a model by its name: what it raises becomes one line with a way out.
+
+    Errors of hfpatch's own code stay what they are; of transformers' messages those that name the model stand alone.
+
+    Raises:
+        CheckpointError: there is no such folder, a file is damaged, a setting isn't one, a package isn't installed, ...
+    """
+    try:
+        yield
+    except Exception as error:  # families, quantizers and code of the repository raise whatever they like
+        if isinstance(error, PatchError) or is_own(error):
+            raise
+        text, is_said = " ".join(str(error).split()).rstrip("."), isinstance(error, OSError | ValueError)
+        message = first_line(error)
+        if "gguf" in Path(model).name.lower() or any(Path(model).glob("*.gguf")):
+            message = _GGUF.format(model)
+        elif is_said and not (is_config(model) or Path(model).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", model)):
+            message = f"there is no folder {model}, and no such model on the Hub: {message}"
+        elif not is_said or model not in text:
+            message = (
+                f"transformers {transformers.__version__} can't open {model}: {type(error).__name__}: "
+                f"{text:.{_LONGEST}}. Download or save it again, mend its config.json, or install what is missing."
+            )
+        raise CheckpointError(message) from error
 
 
 def config_of(model: str, trust: bool) -> Any:
@@ -42,23 +83,20 @@ def config_of(model: str, trust: bool) -> Any:
         trust: whether code of the repository may be run.
 
     Raises:
-        PatchError: transformers has no such family, or there is no such folder.
+        PatchError: transformers has no such family; or as in `opening`.
     """
-    if not is_config(model):
-        try:
-            return AutoConfig.from_pretrained(model, trust_remote_code=trust)
-        except (OSError, ValueError) as error:
-            if Path(model).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", model):  # a folder without a config, or a Hub id
-                raise
-            raise PatchError(
-                f"there is no folder {model}, and no such model on the Hub: {first_line(error)}"
-            ) from error
     family = model.removeprefix(_RANDOM)
-    try:
-        return AutoConfig.for_model(family)
-    except ValueError:
+    if is_config(model) and family not in CONFIG_MAPPING:
         hint = did_you_mean(family, list(CONFIG_MAPPING))
-        raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.{hint}") from None
+        raise PatchError(f"transformers {transformers.__version__} has no family {family!r}.{hint}")
+    with opening(model):
+        if is_config(model):
+            return AutoConfig.for_model(family)
+        found: Any = AutoConfig.from_pretrained(model, trust_remote_code=trust)
+    for name, form in _FORMS.items():
+        if not isinstance(value := getattr(found, name, None) or form(), form):
+            raise CheckpointError(f"{model}: {name} in its config.json is {value!r:.80}, no {form.__name__}. Mend it.")
+    return found
 
 
 def random_weights(config: Any, head: str | None, trust: bool) -> Any:
@@ -85,28 +123,33 @@ def open_model(
         CheckpointError, PatchError: it can't be opened, lacks weights, or isn't what was saved.
     """
     config = config_of(model, trust)
+    with opening(model):
+        built, missing = _open(model, config, head, trust, strongest, stored, options)
+        _require_weights(built, missing, model, config, trust)
+    return built
+
+
+def _open(
+    model: str, config: Any, head: str | None, trust: bool, strongest: bool, stored: bool, options: dict[str, Any]
+) -> tuple[Any, Collection[str]]:
+    """Open a model as `open_model` does, and return names of weights that its files lack."""
     if is_config(model):
-        return random_weights(config, head, trust)
+        return random_weights(config, head, trust), ()
     if stored and (files := files_of(model, config)) is not None:
         with torch.device("meta"), keep_random_state():
             kind = type(random_weights(copy.deepcopy(config), head, trust))
         if kind.from_pretrained.__func__ is PreTrainedModel.from_pretrained.__func__:
             built, info = open_mapped(files, kind, model, config)
-            _require_weights(built, info["missing_keys"], model, config, trust)
-            return built
+            return built, info["missing_keys"]
     cls = class_to_build(config, head)
     if hasattr(config, KEY) and not hasattr(cls, "_model_mapping"):
         cls = patched_model_class(cls)  # of a class that no Auto class opens, such as T5EncoderModel
     if hasattr(config, KEY) and strongest:
-        options["check_fingerprint"] = "full" if read_digests(model, {}) else True
+        options["check_fingerprint"] = "full" if digests_or_warning(model, {}) else True
     options |= {"config": config, "dtype": "auto", "trust_remote_code": trust}
-    try:
-        loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))
-    except SafetensorError as error:
-        raise CheckpointError(f"{model}: its weights can't be read: {error}. Download or save it again.") from error
+    loaded = with_loading_info(functools.partial(cls.from_pretrained, model, **options))
     built, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-    _require_weights(built, info.get("missing_keys", ()), model, config, trust)
-    return built
+    return built, info.get("missing_keys", ())
 
 
 def _require_weights(model: Any, missing: Collection[str], name: str, config: Any, trust: bool) -> None:

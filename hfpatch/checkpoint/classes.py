@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,21 @@ from ..runtime.apply import MISFITS
 from ..runtime.classes import PatchedConfig, PatchedModel
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, MODEL_TYPE, REPAIR, REPORT, saved_from, validate_record
+from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPE, REPAIR, saved_from, validate_record
 from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
-    VERSION_2_REPORT,
     DigestFile,
     compare,
     named_file,
     opens_weight_files,
     options_of_place,
     read_digests,
-    report_of_version_2,
     stored_report,
     write_digests,
 )
 from .files import (
     FILES,
-    MARKER,
     PAGE,
     require_known_names,
     require_sound_files,
@@ -57,7 +54,6 @@ from .stored_config import (
     has_remote_code,
     require_its_architecture,
     validate_config,
-    without_disk_only_entry,
 )
 
 _finish: ContextVar[Callable[[], None] | None] = ContextVar(
@@ -78,7 +74,7 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = checkpoint_name(config_dict)
-        base = validate_record(without_disk_only_entry(config_dict.get(KEY)), where)
+        base = validate_record(config_dict.get(KEY), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -95,7 +91,6 @@ def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConf
     """Return a family's patched config class, registered with every Auto class that knows the host's."""
     patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
-    answer_to_architectures()
     return patched
 
 
@@ -118,16 +113,15 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                     "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
                 )
             settings = validate_config(config_dict, where)
-            record = config_dict[KEY]
-            older = record.get(FINGERPRINT)
-            saved = (isinstance(older, Mapping) and older.get("config")) or "unknown" if FINGERPRINT in record else None
+            # before the host reads it: timm's wrapper changes it
+            opened = ConfigFile(config_digest(config_dict), has_remote_code(config_dict))
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
+            for name in config.architectures or ():
+                _name_in_transformers(name)
             if any(isinstance(auto._model_mapping[host], tuple) for auto, _ in opening(host)):
                 config.architectures = saved_from(config) or None  # transformers chooses among the classes by this name
-            config.__dict__[OPENED] = ConfigFile(
-                config_digest(config_dict), saved, record.get(REPORT), has_remote_code(config_dict)
-            )
+            config.__dict__[OPENED] = opened
             return found
 
         def to_dict(self) -> dict[str, Any]:
@@ -161,9 +155,6 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            ignored: Any = self._keys_to_ignore_on_load_unexpected  # type: ignore[has-type]
-            # of the instance, since some hosts (Gemma 3n) set theirs when they are built
-            self._keys_to_ignore_on_load_unexpected = {*(ignored or ()), MARKER}
             if LENS in vars(self):
                 self.__class__ = patched_model_class(host, lensed=True)
 
@@ -183,8 +174,8 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             except CheckpointError:
                 if check_fingerprint:
                     raise
-            if check_fingerprint:
-                kwargs |= compare(name, kwargs, saved, every_byte=full).same
+            if full:
+                kwargs |= compare(name, kwargs, saved).same
             load = functools.partial(super().from_pretrained, name, *args, **kwargs)
             try:
                 loaded = with_loading_info(load)
@@ -206,14 +197,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 model.__dict__[REMOTE] = True
             if opened is None or not _is_own_config(kwargs.get("config"), name):
                 return loaded if wants_info else model
-            report = None if saved is None else saved.repair
-            if opened.report is not None and name is not None:
-                report = report_of_version_2(name, kwargs, opened.report)
-            if report is not None:
-                model.__dict__[REPAIR] = report
+            if saved is not None and saved.repair is not None:
+                model.__dict__[REPAIR] = saved.repair
             if check_fingerprint:
                 opened.require_unchanged(name, None if saved is None else saved.config, refuse=full)
-                require_known_names(model, name, info)
+                require_known_names(model, name, info, () if saved is None else saved.tensors)
             return loaded if wants_info else model
 
         def save_pretrained(
@@ -234,8 +222,6 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 remote_code: write code that opens the checkpoint without hfpatch; `export_model` tries it as well.
                     None: where it was opened from a checkpoint with it.
             """
-            if kwargs.pop("mark_weights", None) is not None:
-                warnings.warn("mark_weights= has no effect: no weights are marked.", FutureWarning, stacklevel=2)
             folder, saves = Path(save_directory), self.should_save_on_this_rank(is_main_process)
             streams, distributed = FILES in vars(self), kwargs.get("distributed_checkpoint")
             if state_dict is not None and is_main_process:
@@ -262,7 +248,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             token = _finish.set(finish)
             try:
                 with add_remote_code(self, folder, saves and wants_code(self, remote_code), bool(remote_code)):
-                    for stale in (index, folder / PAGE, folder / VERSION_2_REPORT) if with_model else ():
+                    for stale in (index, folder / PAGE) if with_model else ():
                         stale.unlink(missing_ok=True)
                     options = {**size, "variant": variant, **kwargs}
                     super().save_pretrained(save_directory, is_main_process, weights, push_to_hub, **options)
@@ -270,10 +256,6 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     finish()
             finally:
                 _finish.reset(token)
-
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-            state_dict.pop(prefix + MARKER, None)  # torch's own copy
-            super()._load_from_state_dict(state_dict, prefix, *args)
 
         def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
             if (finish := _finish.get()) is not None:
@@ -375,7 +357,7 @@ for _class in (HfpatchConfig, _ExportConfig):
 def _class_named_on_disk(name: str) -> Any:
     """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
 
-    TRL, vLLM and SGLang do. Python asks a module's `__getattr__` for names that it lacks.
+    TRL, vLLM and SGLang do.
     """
     host = getattr(transformers, name.removeprefix(ARCHITECTURE), None) if name.startswith(ARCHITECTURE) else None
     if not isinstance(host, type) or not issubclass(host, PreTrainedModel):
@@ -383,12 +365,18 @@ def _class_named_on_disk(name: str) -> Any:
     return patched_model_class(host)
 
 
-def answer_to_architectures() -> None:
-    """Let transformers resolve architectures of patched checkpoints; an entry point that vLLM's processes call.
+def _name_in_transformers(name: str) -> None:
+    """Let transformers have the class that a checkpoint's config names, if its host is one of transformers.
 
     Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """
+    with suppress(AttributeError, ImportError):
+        setattr(sys.modules[transformers.__name__], name, _class_named_on_disk(name))
+
+
+def answer_to_architectures() -> None:
+    """Let transformers resolve the names in processes of vLLM, which get a config that another process read.
+
+    Its entry point for plugins calls this. Python asks a module's `__getattr__` for names that it lacks.
+    """
     vars(sys.modules[transformers.__name__])["__getattr__"] = _class_named_on_disk
-
-
-answer_to_architectures()

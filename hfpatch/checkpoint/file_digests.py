@@ -2,16 +2,12 @@
 
 `save_pretrained` writes `hfpatch_weights.json` (of a variant `hfpatch_weights.fp16.json`) from the files that it wrote:
 
-    {"version": 1, "config": "5d1e...", "repair": {...},
-     "tensors": {"transformer.wte.weight": "9f3c0a...", ...}, "samples": {"transformer.wte.weight": "77d20b...", ...}}
+    {"version": 1, "config": "5d1e...", "repair": {...}, "tensors": {"transformer.wte.weight": "9f3c0a...", ...}}
 
 A tensor's digest is the first half of the sha256 of its dtype, shape and bytes. `check_fingerprint="full"`,
 `hfpatch verify`, push and export compare it: a few threads make the digests, and the 0.5 GB of GPT-2 take 0.36 CPU
-seconds (AMD EPYC), where saving it takes about one, and longer for the disk.
-
-By default opening compares samples of a larger tensor instead, since a file is only mapped when it is opened, and
-reading all of it would cost more than all the rest. Files of hfpatch 0.2 have no samples, so of their larger tensors
-the names are compared; their digest of config.json is in its record, and the report in a file of its own.
+seconds (AMD EPYC), where saving it takes about one, and longer for the disk. Opening alone reads no tensor for it: a
+file is only mapped when it is opened, and reading all of it would cost more than all the rest.
 """
 
 from __future__ import annotations
@@ -44,11 +40,7 @@ if TYPE_CHECKING:
 
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
-VERSION_2_REPORT = "hfpatch_repair.json"
 _THREADS, _MOST_NAMED = 8, 5
-_WHOLE = 4096  # entries up to which a tensor is read in full: gains, shifts and biases are
-_RUN = 64  # neighboring entries that are read at each place of a larger one
-_APART, _FEWEST, _MOST = 2**18, 8, 64  # entries between places, and how many places there are
 _WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
 _WEIGHTS = re.compile(r"model(\..+?)?(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\..+?)?\.json")
 DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
@@ -60,15 +52,13 @@ class DigestFile(NamedTuple):
     Attributes:
         path: the file.
         tensors: by name the digest of each tensor.
-        samples: by name that of samples of the larger ones.
-        config: the digest of config.json; None in files of hfpatch 0.2.
+        config: the digest of config.json.
         repair: the report of the latest repair, as JSON has it; None without one.
     """
 
     path: Path
     tensors: dict[str, str]
-    samples: dict[str, str]
-    config: str | None
+    config: str
     repair: dict[str, Any] | None
 
 
@@ -99,14 +89,15 @@ def write_digests(folder: Path, variant: str | None = None, repair: Any = None) 
     stored: dict[str, Any] = {"version": _VERSION}
     stored["config"] = config_digest(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     stored |= {} if repair is None else {"repair": repair}
-    stored["tensors"] = {one.name: one.whole for one in found}
-    stored["samples"] = {one.name: one.sampled for one in found if one.sampled is not None}
+    stored["tensors"] = {one.name: one.digest for one in found}
     text = json.dumps(stored, indent=1, allow_nan=False)
     (folder / _NAME.format(suffix)).write_text(text + "\n", encoding="utf-8")
 
 
 def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
     """Return what the file of a checkpoint says; None without one. Name and options are as in `from_pretrained`.
+
+    Files of hfpatch 0.3 have a table of samples besides, which isn't read.
 
     Raises:
         CheckpointError: it is malformed, or of another version.
@@ -119,15 +110,28 @@ def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
         return None
 
     def read(stored: Any) -> tuple[DigestFile, Any]:
-        tables = stored["tensors"], stored.get("samples", {}), stored.get("repair")
-        if not all(isinstance(table, dict) for table in tables[:2]) or not isinstance(tables[2], dict | None):
+        tensors, config, repair = stored["tensors"], stored["config"], stored.get("repair")
+        if not isinstance(tensors, dict) or not isinstance(config, str) or not isinstance(repair, dict | None):
             raise TypeError
-        return DigestFile(path, *tables[:2], stored.get("config"), tables[2]), stored["version"]
+        return DigestFile(path, tensors, config, repair), stored["version"]
 
     saved, version = read_json(path, read)
     if version != _VERSION:
         raise CheckpointError(f"{path} has version {version!r:.20}, this hfpatch reads version {_VERSION}. Update it.")
     return saved
+
+
+def digests_or_warning(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
+    """Return what `read_digests` does, for a comparison that is left out, with a warning, where there are none."""
+    found = read_digests(name, options)
+    if found is None:
+        message = f"{_without_digests(name, options)}, so whether its weights are those that were saved isn't known."
+        warnings.warn(message, FingerprintWarning, stacklevel=3)
+    return found
+
+
+def _without_digests(name: Any, options: Mapping[str, Any]) -> str:
+    return f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained)"
 
 
 def _name(options: Mapping[str, Any]) -> str:
@@ -144,39 +148,30 @@ def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
     return name is not None and options.get("state_dict") is None and not others
 
 
-def compare(
-    name: Any, options: Mapping[str, Any], saved: DigestFile | None, every_byte: bool = True
-) -> WeightComparison:
-    """Compare a checkpoint's weight files with their saved digests before they are opened.
+def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> WeightComparison:
+    """Compare every byte of a checkpoint's weight files with their saved digests before they are opened.
 
     Args:
         name, options: as in `from_pretrained`.
-        saved: what `read_digests` returns for them. Without digests nothing is compared, and a warning says so.
-        every_byte: whether all is compared, or names, dtypes, shapes and samples.
+        saved: what `read_digests` returns for them.
 
     Raises:
-        CheckpointError: names the tensors that differ; or a file can't be read; or all should be compared, and there
-            are no digests.
-        OptionError: all should be compared, and the options open something else than safetensors files.
+        CheckpointError: names the tensors that differ; or a file can't be read; or there are no digests.
+        OptionError: the options open something else than safetensors files.
     """
     if not opens_weight_files(name, options):
-        if every_byte:
-            raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
-        return WeightComparison(0, 0, {})
+        raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
     if saved is None:
-        lacking = f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained)"
-        again = "Open it with check_fingerprint=False and save it again, and it has one"
-        if every_byte:
-            raise CheckpointError(f"{lacking}, so its weights can't be compared byte by byte. {again}.")
-        message = f"{lacking}, so whether its weights are those that were saved isn't known. {again}."
-        warnings.warn(message, FingerprintWarning, stacklevel=3)
-        return WeightComparison(0, 0, {})
+        raise CheckpointError(
+            f"{_without_digests(name, options)}, so its weights can't be compared byte by byte. Open it without "
+            "check_fingerprint and save it again, and it has one."
+        )
     named = named_file(name, options)
     find = finder(name, options)
     files = weight_files(find, _suffix(options)) if named is None else [find(named)]
     files += [*saved.path.parent.glob(DISTRIBUTED)]
-    found = {one.name: one for one in _digests(filter(None, files), every_byte)}
-    changed = {tensor for tensor in saved.tensors.keys() & found.keys() if found[tensor].differs(saved)}
+    found = {one.name: one for one in _digests(filter(None, files))}
+    changed = {name for name in saved.tensors.keys() & found.keys() if found[name].digest != saved.tensors[name]}
     missing, added = saved.tensors.keys() - found.keys(), found.keys() - saved.tensors.keys()
     states = {"missing": missing, "added": added, "changed": changed}
     differing = sorted(f"{printable(one):.100} ({state})" for state, names in states.items() for one in names)
@@ -218,27 +213,14 @@ def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None
 
 
 class _Digest(NamedTuple):
-    """Digests of one tensor of a file.
-
-    Attributes:
-        name: the tensor's.
-        whole: of all its bytes; None for a larger one of which only samples were read.
-        sampled: of samples of a larger one; None for a small one.
-        size: in bytes.
-    """
+    """Name and digest of one tensor of a file, and its size in bytes."""
 
     name: str
-    whole: str | None
-    sampled: str | None
+    digest: str
     size: int
 
-    def differs(self, saved: DigestFile) -> bool:
-        if self.whole is None:
-            return saved.samples.get(self.name, self.sampled) != self.sampled
-        return self.whole != saved.tensors[self.name]
 
-
-def _digests(files: Iterable[Path], every_byte: bool = True) -> Iterator[_Digest]:
+def _digests(files: Iterable[Path]) -> Iterator[_Digest]:
     """The digests of every tensor in safetensors files.
 
     Raises:
@@ -249,43 +231,18 @@ def _digests(files: Iterable[Path], every_byte: bool = True) -> Iterator[_Digest
             try:
                 with safe_open(path, "pt") as file:
                     names = list(file.keys())
-                    if not every_byte:
-                        yield from (_digest(file, name, every_byte) for name in names)
-                if every_byte:
-                    yield from pool.map(partial(_digest_of_file, path), names)
+                yield from pool.map(partial(_digest_of_file, path), names)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
 
 
 def _digest_of_file(path: Path, name: str) -> _Digest:
-    with safe_open(path, "pt") as file:  # for each tensor anew: what was read of an open file stays in memory
-        return _digest(file, name, every_byte=True)
-
-
-def _digest(file: Any, name: str, every_byte: bool) -> _Digest:
-    """Digests of one tensor of an opened file."""
-    with torch.device("cpu"):  # whatever the default device is
+    # opened for each tensor anew: what was read of an open file stays in memory; and whatever the default device is
+    with safe_open(path, "pt") as file, torch.device("cpu"):
         stored, tensor = file.get_slice(name), file.get_tensor(name)
-    header = f"{stored.get_dtype()} {stored.get_shape()}\n".encode()
-    samples = sample(tensor)
-    is_large = samples.numel() < tensor.numel()
-    whole = _hash(header, tensor.reshape(-1)) if every_byte or not is_large else None
-    return _Digest(name, whole, _hash(header, samples) if is_large else None, tensor.nbytes)
-
-
-def _hash(header: bytes, flat: Tensor) -> str:
-    digest = hashlib.sha256(header)
-    digest.update(as_bytes(flat))
-    return digest.hexdigest()[:32]
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Return entries of a tensor, flat: all of a small one, else runs at evenly spaced places."""
-    flat, n = tensor.detach().reshape(-1), tensor.numel()
-    if n <= _WHOLE:
-        return flat
-    places = min(max(n // _APART, _FEWEST), _MOST)
-    return flat.as_strided((places, _RUN), ((n - _RUN) // (places - 1), 1)).reshape(-1)
+        digest = hashlib.sha256(f"{stored.get_dtype()} {stored.get_shape()}\n".encode())
+    digest.update(as_bytes(tensor.reshape(-1)))
+    return _Digest(name, digest.hexdigest()[:32], tensor.nbytes)
 
 
 def as_bytes(flat: Tensor) -> Any:
@@ -321,10 +278,3 @@ def stored_report(model: nn.Module) -> dict[str, Any] | None:
     """Return the report of a model's latest repair as JSON has it; None without one."""
     kept: Any = vars(model).get(REPAIR)
     return kept if kept is None or isinstance(kept, dict) else kept.to_json()
-
-
-def report_of_version_2(name: Any, options: Mapping[str, Any], digest: Any) -> dict[str, Any] | None:
-    """Return the report of a checkpoint that hfpatch 0.2 saved, of which config.json has this digest."""
-    path = finder(name, options)(VERSION_2_REPORT)
-    content = b"" if path is None else path.read_bytes()
-    return json.loads(content) if hashlib.sha256(content).hexdigest()[:32] == digest else None

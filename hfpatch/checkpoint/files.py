@@ -22,8 +22,6 @@ from ..runtime.record import saved_from
 T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
-# a tensor that checkpoints of hfpatch 0.2 hold beside the model's own
-MARKER = "this_checkpoint_is_patched_by_hfpatch.import_hfpatch_and_open_it_with_an_Auto_class"
 FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 
@@ -122,28 +120,38 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
-def require_known_names(model: PreTrainedModel, where: Any, info: Mapping[str, Collection[str]]) -> None:
-    """Refuse weights whose names this version of transformers doesn't know for the class that saved them.
+def require_known_names(
+    model: PreTrainedModel, where: Any, info: Mapping[str, Collection[str]], saved: Collection[str] = ()
+) -> None:
+    """Refuse a file that lost weights, or whose names this version of transformers doesn't know for its class.
 
-    Weights that the file lacks alone are told: it was saved without them (a pooling layer, say).
+    A file that was saved without some (a pooling layer, say) is told.
 
     Args:
         info: what transformers says of loading the model.
+        saved: the names of the tensors that were saved, as far as known.
 
     Raises:
-        CheckpointError: it started weights afresh while the file has others that it left out.
+        CheckpointError: transformers started weights afresh which the file had, or while it has others, left out.
     """
     missing, unexpected = (sorted(info.get(f"{what}_keys", ())) for what in ("missing", "unexpected"))
+    prefix = f"{model.base_model_prefix}."  # which a head's names have, and its base's don't
+    lost = [name for name in missing if any(one in saved for one in (name, prefix + name, name.removeprefix(prefix)))]
+    if lost:
+        raise CheckpointError(
+            f"{where} lacks {len(lost)} weights that were saved with it ({printable(lost[0]):.100}): the files were "
+            "damaged or changed. Download or save it again."
+        )
     if not missing or type(model).__name__ not in saved_from(model.config):
         return
-    lost = f"{where} lacks {len(missing)} weights of {type(model).__name__}, which were started afresh ({missing[0]})"
+    afresh = f"{where} lacks {len(missing)} weights of {type(model).__name__}, which were started afresh ({missing[0]})"
     if unexpected:
         raise CheckpointError(
-            f"{lost}, and has {len(unexpected)} that it doesn't have ({unexpected[0]}): this version of transformers "
+            f"{afresh}, and has {len(unexpected)} that it doesn't have ({unexpected[0]}): this version of transformers "
             "opens it in another way than the one that it was made with. Install that one. If it is as it should be: "
             "from_pretrained(..., check_fingerprint=False), and save_pretrained."
         )
-    warnings.warn(f"{lost}: it was saved without them.", FingerprintWarning, stacklevel=3)
+    warnings.warn(f"{afresh}: it was saved without them.", FingerprintWarning, stacklevel=3)
 
 
 def warn_of_lost_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> None:

@@ -1,30 +1,17 @@
-"""Finds the transformers model that contains another one, if it was built after hfpatch was imported.
+"""Finds the transformers model that contains another one, by what Python's garbage collector knows of references.
 
-A module doesn't know its parent. torch tells whoever asks when a module becomes the child of another
-(`register_module_module_registration_hook`); of these only transformers models inside transformers models are kept,
-by weak references.
+A module doesn't know its parent, and a checkpoint has one patch record, that of the model which is saved.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
-
-_parents: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
-
-
-def _keep_parent(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(child, PreTrainedModel) and isinstance(parent, PreTrainedModel):
-        _parents[child] = ref(parent)
-
-
-register_module_module_registration_hook(_keep_parent)
 
 
 def require_outermost(model: PreTrainedModel) -> None:
@@ -33,24 +20,42 @@ def require_outermost(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: it is one; gives the call that patches it through the larger one.
     """
-    outer, path = _outer_of(model)
-    if outer is not None:
-        whole, part, name = type(outer).__name__, type(model).__name__, ".".join(path)
+    if not _is_child(model) or _place_of(model) is None:
+        return
+    gc.collect()  # the larger one may be garbage that isn't collected yet
+    if (place := _place_of(model)) is not None:
+        whole, name = place
         raise UnsupportedError(
-            f"this {part} is {name} of a {whole}, whose checkpoint would have no record of the patch. Patch the outer "
-            f"model, the one that is saved, and choose the part: patch_model(outer, ..., "
+            f"this {type(model).__name__} is {name} of a {whole}, whose checkpoint would have no record of the patch. "
+            "Patch the outer model, the one that is saved, and choose the part: patch_model(outer, ..., "
             f"only={f'{name}.*'!r}). To patch the part for use without the rest, take a copy: copy.deepcopy(part)."
         )
 
 
-def _outer_of(model: Any) -> tuple[nn.Module | None, list[str]]:
-    """The outermost model that is known to hold this one, and the path to it in there; None if none is."""
-    path: list[str] = []
-    while (known := _parents.get(model)) is not None:
-        parent = known()
-        name = None if parent is None else next((name for name, one in parent.named_children() if one is model), None)
-        if name is None:
-            break
-        path.insert(0, name)
-        model = parent
-    return (model if path else None), path
+def _is_child(model: Any) -> bool:
+    """Whether a dictionary like the `_modules` of a module holds it: one pass over all objects, in C."""
+    held = (one for one in gc.get_referrers(model) if isinstance(one, dict))
+    return any(all(isinstance(value, nn.Module | None) for value in list(one.values())) for one in held)
+
+
+def _place_of(model: Any) -> tuple[str, str] | None:
+    """The class of the largest transformers model that holds this one, and its name in there; None if none does."""
+    found = []
+    for one in gc.get_objects():
+        # by its type: lazy objects of other packages may answer for another class, and run code for it
+        if issubclass(type(one), PreTrainedModel) and one is not model:
+            names = _names(one)
+            if model in names:
+                found.append((len(names), type(one).__name__, names[model]))
+    return max(found)[1:] if found else None
+
+
+def _names(whole: Any) -> dict[Any, str]:
+    """Each module of a model and its name, also while another thread builds the model."""
+    names, waiting = {whole: ""}, [whole]
+    for module in waiting:
+        for name, child in list((vars(module).get("_modules") or {}).items()):
+            if child is not None and child not in names:
+                names[child] = f"{names[module]}.{name}".lstrip(".")
+                waiting.append(child)
+    return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
 from ..runtime.foreign import foreign_classes
+from ..runtime.host_rotary import ROPE_SETTINGS_PATH
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Record
+from ..sites.rotations import configs_of_parts
 from ..swap.config_diff import Setting
 from ..swap.image_tables import IMAGE_SIZE
 from ..swap.tables import takes_any_length
@@ -31,7 +34,8 @@ def give_patched_config(
     """Give a model a patched copy of its config; other models may share the old one.
 
     Every module that holds the config or a part of it gets the copy, in which settings that a forward changed are the
-    model's. A generation config that ended at an old length ends at the new one.
+    model's; a config that a module holds in the place of such a part is copied and changed likewise. A generation
+    config that ended at an old length ends at the new one.
 
     Args:
         model: after its patch.
@@ -44,20 +48,25 @@ def give_patched_config(
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
     unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)
     setattr(config, KEY, replace(record, any_length=unlimited, foreign=foreign_classes(model)).to_json())
-    for module in model.modules():
-        held = copies.get(id(module.config)) if isinstance(module, PreTrainedModel) else None
-        for name in _SET_BY_FORWARDS:
-            if held is not None and name in vars(module) and name in vars(held):
-                setattr(held, name, vars(module)[name])
+    stored, held = configs_of_parts(model), defaultdict[int, list[Any]](list)
+    for name, module in model.named_modules():
+        own, part = vars(module).get("config"), id(stored[name])
+        if not isinstance(own, PreTrainedConfig) or part not in copies or ROPE_SETTINGS_PATH in vars(module):
+            continue
+        held[part] += (copies[part], copy.deepcopy(own, copies))
+        for setting in set(_SET_BY_FORWARDS) & vars(module).keys() & vars(own).keys():
+            for one in held[part][-2:]:
+                setattr(one, setting, vars(module)[setting])
     for original, attribute, value in lengths:
-        own: Any = copies[id(original)]
+        changed: Any = copies[id(original)]
         generation: Any = getattr(model, "generation_config", None)
         of_text = isinstance(value, int) and attribute not in (IMAGE_SIZE, ORIGINAL)
-        if of_text and generation is not None and generation.max_length == getattr(own, attribute):
+        if of_text and generation is not None and generation.max_length == getattr(changed, attribute):
             generation = copy.deepcopy(generation)
             generation.max_length = value
             transaction.set_attribute(model, "generation_config", generation)
-        setattr(own, attribute, value)
+        for one in (changed, *held[id(original)]):
+            setattr(one, attribute, value)
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
             if isinstance(value, PreTrainedConfig) and id(value) in copies:

@@ -14,8 +14,7 @@ from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
 from ..runtime.edits import parse_edits
 from ..runtime.errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, FINGERPRINT, KEY, validate_record
-from ..runtime.refuse_host import ENTRY as GUARDED
+from ..runtime.record import ARCHITECTURE, KEY, validate_record
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
@@ -26,33 +25,30 @@ _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "ar
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
 _HARMLESS |= {FILE}  # the file's name: what is in it is compared
+_FLOAT = "__float__"  # of the object that transformers writes for inf and nan
 
 
 class ConfigFile(NamedTuple):
-    """Digests of a config.json that was read from disk, and whether remote code is next to it.
+    """The digest of a config.json that was read from disk, and whether remote code is next to it.
 
     Attributes:
         digest: of what it says.
-        saved: what that was when hfpatch 0.2 saved it; None in a newer file.
-        report: the digest of the report of its repair, if it has one.
         remote: whether an export's code lies beside it.
     """
 
     digest: str
-    saved: Any
-    report: Any
     remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
         """Return whether it is the saved one, as far as known; `saved` is as in `require_unchanged`."""
-        return (saved or self.saved) in (None, self.digest)
+        return saved in (None, self.digest)
 
     def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
         """Report a config.json that isn't the saved one: by default as a warning, since many changes are intended.
 
         Args:
             name: of the checkpoint.
-            saved: the digest that lies beside its weights.
+            saved: the digest that lies beside its weights; None without one.
             refuse: whether it is an error.
 
         Raises:
@@ -82,7 +78,7 @@ def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     auto_map = config_dict.get("auto_map") or {}
     if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
         raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
-    record: Any = without_disk_only_entry(config_dict.get(KEY))
+    record: Any = config_dict.get(KEY)
     validate_record(record, where)
     parse_edits(record["edits"], where)
     return without_remote_code(config_dict)
@@ -127,11 +123,6 @@ def checkpoint_name(config_dict: dict[str, Any]) -> Any:
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
 
 
-def without_disk_only_entry(stored: Any) -> Any:
-    """Return a patch record without the entry that exists on disk only (see `refuse_host.remove_guard`)."""
-    return {name: value for name, value in stored.items() if name != GUARDED} if isinstance(stored, dict) else stored
-
-
 def _is_reference(value: Any) -> bool:
     """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
@@ -141,13 +132,15 @@ def _is_reference(value: Any) -> bool:
 
 
 def config_digest(stored: Mapping[str, Any]) -> str:
-    """Return a digest of config.json and its patch record, without the digests that hfpatch 0.2 added.
+    """Return a digest of config.json and its patch record.
 
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
+    inf and nan are read as transformers writes them, so that its reading of the file and json's have one digest.
     """
-    record = {name: value for name, value in stored[KEY].items() if name != FINGERPRINT}
     settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
-    text = json.dumps([_without_harmless(settings), record], sort_keys=True, default=str)
+    text = json.dumps([_without_harmless(settings), stored[KEY]], default=str)
+    plain = json.loads(text, parse_constant=lambda number: {_FLOAT: number})
+    text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -156,4 +149,5 @@ def _without_harmless(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     names = {str(name): one for name, one in value.items()}
-    return {name: _without_harmless(one) for name, one in names.items() if name not in _HARMLESS and name[:1] != "_"}
+    read = {name: one for name, one in names.items() if name not in _HARMLESS and (name[:1] != "_" or name == _FLOAT)}
+    return {name: _without_harmless(one) for name, one in read.items()}

@@ -13,7 +13,7 @@ import typer
 import hfpatch
 
 from ..checkpoint.auto_classes import auto_classes_of
-from ..checkpoint.by_name import config_of, is_config, open_model, random_weights
+from ..checkpoint.by_name import config_of, is_config, open_model, opening, random_weights
 from ..checkpoint.file_digests import compare, read_digests
 from ..checkpoint.sentence_modules import with_modules
 from ..checkpoint.stored_config import OPENED
@@ -140,8 +140,9 @@ def plan(
     A table of modules: what each one becomes, whether that is exact, and what stays as it is and why. Reads the config
     only: no weights are loaded.
     """
-    with torch.device("meta"):
-        built = random_weights(config_of(model, trust_remote_code), head, trust_remote_code)
+    config = config_of(model, trust_remote_code)
+    with opening(model), torch.device("meta"):
+        built = random_weights(config, head, trust_remote_code)
     request = choices(norm=norm, pos=pos, mlp=mlp)
     typer.echo(str(plan_patch(built, **request, placement=placement, only=only, keep=keep, init=init)))
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import typer
 import typer.core
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 
+from ..checkpoint.by_name import is_own
 from ..checkpoint.files import printable
 from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
@@ -103,9 +103,7 @@ def data_of_repair(calibration: str | None, model: Any, processor: Any, sequence
 
     Its values have to be in memory, since a repair writes them.
     """
-    if calibration == "none":  # the way to say so up to version 0.2
-        _say("Warning: --calibration none isn't needed: without --calibration nothing is repaired. Leave it out.")
-    if calibration in (None, "none"):
+    if calibration is None:
         return None
     read_into_memory(model)
     most = f"up to {sequences} sequences of {length} tokens"
@@ -149,11 +147,11 @@ class Commands(typer.core.TyperGroup):
         try:
             with _own_warnings():
                 return super().invoke(ctx)
-        except (PatchError, OSError, ValueError, SafetensorError) as error:
+        except (PatchError, OSError, ValueError) as error:
+            if is_own(error) and not isinstance(error, PatchError | OSError):
+                raise
             message = str(error) if isinstance(error, PatchError) else first_line(error)
-            if isinstance(error, SafetensorError):
-                message = f"weights can't be read: {message}. Download or save the checkpoint again."
-            if "trust_remote_code=True" in str(error):
+            if "trust_remote_code=True" in f"{error} {error.__cause__}":
                 message += " Pass --trust-remote-code to run it."
             _say(f"Error: {message}")
             raise typer.Exit(1) from None

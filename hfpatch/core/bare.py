@@ -72,9 +72,15 @@ def require_unquantized(model: nn.Module) -> None:
         UnsupportedError: it is one.
     """
     if is_quantized(model):
+        settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+        how = (
+            f" with quantization_config={type(settings).__name__}(dequantize=True)"
+            if hasattr(settings, "dequantize")
+            else ""
+        )
         raise UnsupportedError(
-            f"{type(model).__name__} is quantized. Open it unquantized; patch, repair or export that; quantize the "
-            "result."
+            f"{type(model).__name__} is quantized. Open it unquantized{how}; patch, repair or export that; quantize "
+            "the result."
         )
 
 

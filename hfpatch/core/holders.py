@@ -7,10 +7,9 @@ That package is imported to look up one list (`_opens_patched`), and never else:
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
-from ..runtime.refuse_host import LISTS_ENCODERS, find_nested_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
@@ -38,11 +36,11 @@ def model_inside(candidate: Any) -> Any:
     if len(found) == 1:
         (model,) = found.values()
         name = host_class(type(model)).__name__
-        if name.endswith(_OPENED_BY_CLASS) and not _opens_patched(type(model.config)):
+        if name.endswith(_OPENED_BY_CLASS):
             raise UnsupportedError(
                 f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
-                "couldn't open a saved patch again. Use the patched model without the library, or "
-                "sentence-transformers from 6.2 on with a T5 encoder."
+                "couldn't open a saved patch again. Patch that model by itself, and put it into the library's object "
+                "whenever that was opened from the original."
             )
         return model
     if not found:
@@ -51,13 +49,6 @@ def model_inside(candidate: Any) -> Any:
         f"this {kind} holds {len(found)} transformers models ({', '.join(found)}), and a patch is of one. Patch each "
         "by itself: patch_model takes the models inside too, and the whole object saves and opens as before."
     )
-
-
-def _opens_patched(config: type) -> bool:
-    """Whether the library that is installed opens such an encoder by its list, which patched classes can be put on."""
-    with suppress(ImportError):
-        importlib.import_module(LISTS_ENCODERS)  # of a folder's modules nobody did it yet
-    return find_nested_config(config) is not None
 
 
 def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:

@@ -32,7 +32,8 @@ class Scheme:
         also_called: other names that people know it by, for suggestions where one is asked for.
         options_also_called: likewise of its options, by the other name.
         turn: when it is carried out, if one request has several schemes of a kind for different modules: 0 first (what
-            keeps the function, which is checked at once), 2 last (what waits for a repair).
+            keeps the function, which is checked at once; what changes nothing but what others change as well), 2 last
+            (what waits for a repair).
         planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
             points name it: "package.module:function".
     """

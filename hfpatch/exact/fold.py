@@ -61,6 +61,7 @@ class Centring:
         why_approximate: pattern of norms -> why its input isn't, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
             earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
+        returned: what models inside return otherwise then: "BeitModel's last_hidden_state" of its classifier.
         refused: why no norm is exact; None if some are.
     """
 
@@ -70,6 +71,7 @@ class Centring:
     exact_patterns: tuple[str, ...] = ()
     why_approximate: dict[str, str] = field(default_factory=dict)
     compensated: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
     refused: str | None = None
 
 

@@ -100,6 +100,8 @@ class Conversion:
             if centred_already:
                 centring = replace(centring, folds=(), outputs=(), embeddings=(), compensated=())
             centres_by = tuple(plan_centring(self.model, centring))
+            for change in centres_by if centring.returned else ():
+                change.row.reason = f"not in {', '.join(centring.returned)}"
         except UnsupportedError as error:
             return replace(self, centring=Centring(refused=str(error)))
         return replace(self, centring=centring, centres_by=centres_by)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import input_embedding
+from ..measure.outputs import deviating, outputs_inside
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
 from ..runtime.edits import pattern_of
@@ -127,6 +128,7 @@ class _Search:
             embeddings=self.embeddings(centring) if patterns else (),
             why_approximate=reasons,
             compensated=tuple(compensated),
+            returned=self.returned(centring) if patterns else (),
             refused=None if patterns else self.refusal(reasons),
         )
 
@@ -264,6 +266,14 @@ class _Search:
             if len(with_it - without) <= centrings:
                 kept = fewer
         return kept
+
+    def returned(self, centring: Centring) -> tuple[str, ...]:
+        """Return what models inside return otherwise under a centring."""
+        with outputs_inside(self.probe.model) as before:
+            self.probe.forward()
+        with self.probe.centre(centring), outputs_inside(self.probe.model) as after:
+            self.probe.forward()
+        return tuple(deviating(before, after, TOLERANCE))
 
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 

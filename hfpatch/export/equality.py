@@ -99,11 +99,10 @@ def _compare_outputs(model: Any, other: Any, inputs: list[Case]) -> tuple[Output
 
 
 def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> float:
-    """Largest difference outside padding, relative to the spread of the truth."""
+    """Largest difference, relative to the spread of the truth."""
     deviation, kept = Deviation(equal_nan=True), None
     if padding is not None and len(truth) == len(padding):
-        of_tokens = truth.dim() > 1 and truth.shape[:2] == padding.shape
-        kept = (padding if of_tokens else padding[:, 0]).bool()  # encoders pool the first token
+        kept = padding[:, 0].bool()  # encoders pool the first token
     if output is None:
         return float("inf")
     deviation.add(truth, output, kept)
@@ -128,7 +127,7 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
         rows, extra = 1 if alone else 3, {}
         with seed_deterministically(length), torch.device("cpu"):
-            ids = Inputs(model.config).ids(rows, length, below=2**31)
+            ids = Inputs(model).ids(rows, length)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:
                 extra["token_type_ids"] = torch.randint(types, (rows, length))
         yield f"{length} tokens", {"input_ids": ids, **extra}, None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ..errors import OptionError
 from ..runtime.alibi import LinearBias
 from ..runtime.attention import BIAS, ROTARY
 from ..runtime.constants import ConstantPositions
@@ -18,7 +19,8 @@ from ..runtime.gated import GatedActivation
 from ..runtime.lens import CENTRED
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..schemes.positions import ALiBi
-from ..schemes.rope import RoPE
+from ..schemes.request import Record
+from ..schemes.rope import PARTIAL, RoPE, rotation_after
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
 from .dropouts import embedding_dropout
@@ -143,13 +145,14 @@ def _activation(block: nn.Module, layout: FamilyLayout) -> str:
 def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALiBi | None, int]:
     """The position scheme of every attention of the stack, and the length that its scaling starts from."""
     attached: list[tuple[Any, int]] = []
+    recorded = next((part.scheme.original_max_positions or 0 for part in reversed(Record.of(model.config).pos)), 0)
     for block in stack:
         children = module_at(block, layout.paths["attention"])._modules
         rotary, bias = children.get(ROTARY), children.get(BIAS)
         if isinstance(bias, LinearBias):
             attached.append((ALiBi(bias.max_bias), 0))
         elif isinstance(rotary, RotaryEmbedding):
-            attached.append((RoPE.of(rotary), rotary.length))
+            attached.append((RoPE.of(rotary), rotary.length or recorded))
         elif rotary is not None or bias is not None:
             raise UnsupportedError("the position scheme of its attentions isn't one that configs can express")
     own = [rotation for rotation in find_rotations(model) if not rotation.is_dropped]
@@ -166,8 +169,19 @@ def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tup
     """The rotation that a model's own class carries out."""
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
-    settings = dict(rotations[0].settings)
-    theta, part = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
-    start = settings.pop(ORIGINAL, None) or setting(model.config.get_text_config(), "length", 2048)
-    scaling = settings if settings.get("rope_type", "default") != "default" else None
-    return RoPE(theta=theta, partial=part, scaling=scaling, pairing=layout.pairing).with_paper_values(), start
+    config = model.config.get_text_config()
+    own = rotation_after(
+        RoPE(), rotations[0].settings, setting(config, "length", 2048), getattr(config, ORIGINAL, None)
+    )
+    others = ("rope_theta", PARTIAL, ORIGINAL, "type")
+    scaling = {name: value for name, value in own.settings.items() if name not in others}
+    options = {
+        "theta": own.settings["rope_theta"],
+        "partial": own.settings.get(PARTIAL, 1.0),
+        "pairing": layout.pairing,
+    }
+    try:
+        scheme = RoPE(**options, scaling=None if own.kind == "default" else scaling)
+    except OptionError as error:  # a setting of its family's own
+        raise UnsupportedError(f"its rotation has other settings: {error}") from error
+    return scheme.with_paper_values(), own.original or 0

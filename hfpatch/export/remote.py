@@ -24,7 +24,7 @@ from ..core.bare import has_weights, require_bare, require_unquantized
 from ..core.staging import save_temporary
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
-from ..measure.outputs import max_error, outputs_of
+from ..measure.outputs import Outputs, max_error, without_padding
 from ..measure.quiet_forward import cast_for_model, device_of, inference_state
 from ..runtime.errors import UnsupportedError
 from . import fresh
@@ -79,7 +79,8 @@ def verify_remote(
     )
     with inference_state(model):
         torch.manual_seed(0)
-        outputs = outputs_of(_call_with_aligned_weights(model), inputs)
+        returned = _call_with_aligned_weights(model)(**inputs)
+    outputs = without_padding(Outputs.of(returned).floats, model, inputs)
     job = {
         "auto": auto,
         "class": kind.__name__,

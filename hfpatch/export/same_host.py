@@ -26,7 +26,7 @@ from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
 from ..runtime.tables import ComputedPositions
-from ..schemes.rope import SCALING_OPTIONS
+from ..schemes.rope import merged
 from ..sites.architectures.biases import BIASES
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
@@ -102,8 +102,8 @@ def _without_dropped_rotations(model: Any) -> Any:
         if rotation.path is None or rotation.reads_only_theta:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
         part: Any = reduce(getattr, rotation.path, config)
-        kept = {name: value for name, value in rotation.settings.items() if name not in SCALING_OPTIONS}
-        for name, value in settings_in(part, kept | NO_ROTATION, rotation.layer_type).items():
+        settings, _ = merged(NO_ROTATION, rotation.settings)
+        for name, value in settings_in(part, settings, rotation.layer_type).items():
             setattr(part, name, value)
     return config
 

@@ -16,7 +16,7 @@ from ..measure.randomness import keep_random_state
 from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
 from ..schemes.positions import ALiBi
-from ..schemes.rope import FACTOR_BY_LENGTH, RoPE
+from ..schemes.rope import PARTIAL, STRETCHING, RoPE
 from .anatomy import (
     Affine,
     Anatomy,
@@ -102,7 +102,7 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
             yield "its positions have one axis"
         if _rotary_share(anatomy, scheme) != 1 and "part of it" not in possible:
             yield "it rotates whole heads"
-        if scheme.scaling is not None and scheme.scaling["rope_type"] != "default" and "scaling" not in possible:
+        if _scaling_of(anatomy) != "default" and "scaling" not in possible:
             yield "its RoPE takes no scaling"
         if scheme.theta != 10_000 and not {"theta", "scaling"} & {*possible}:
             yield "its RoPE has theta 10,000"
@@ -140,6 +140,9 @@ def _blocks(anatomy: Anatomy, layout: FamilyLayout) -> Iterator[Parts]:
 def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
     """Arguments of a target's config: every fact under the first name that the config class has for it."""
     settings, known = {**anatomy.settings, **target.layout.requires}, inspect.signature(configs).parameters
+    kind, start = _scaling_of(anatomy), anatomy.scaled_from
+    if kind in STRETCHING or (kind == "default" and start != anatomy.facts["length"]):
+        settings |= {ORIGINAL: start} if start else {}  # which later scalings start from, and this one doesn't say
     for fact, value in facts_of(anatomy).items():
         name = next((name for name in SETTINGS[fact].split() if name in known), None)
         if name is not None:
@@ -179,7 +182,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
         facts["rope"] = NO_ROTATION | {"rope_theta": RoPE().with_paper_values().theta}
     if isinstance(scheme, RoPE):
         facts |= {"theta": float(scheme.theta or 0), "rope": _rope(scheme, anatomy)}
-        if scheme.scaling and scheme.scaling["rope_type"] == "dynamic":
+        if _scaling_of(anatomy) == "dynamic":
             facts["length"] = anatomy.scaled_from
     if isinstance(scheme, ALiBi):
         whole = scheme.max_bias == int(scheme.max_bias)
@@ -187,12 +190,16 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
     return facts
 
 
+def _scaling_of(anatomy: Anatomy) -> str:
+    """The type of the scaling of its RoPE."""
+    return (getattr(anatomy.positions, "scaling", None) or {}).get("rope_type", "default")
+
+
 def _rope(scheme: RoPE, anatomy: Anatomy) -> dict[str, Any]:
     """RoPE as `rope_parameters`."""
     rope = {"rope_type": "default", **(scheme.scaling or {}), "rope_theta": float(scheme.theta or 0)}
-    rope["partial_rotary_factor"] = _rotary_share(anatomy, scheme)
-    kind = rope["rope_type"]
-    if kind in (*FACTOR_BY_LENGTH, "llama3") and kind not in ("linear", "dynamic"):
+    rope[PARTIAL] = _rotary_share(anatomy, scheme)
+    if RoPE.takes(rope["rope_type"], ORIGINAL):
         rope.setdefault(ORIGINAL, anatomy.scaled_from)
     return rope
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,10 +9,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..checkpoint.file_digests import compare, read_digests, variant_of
-from ..checkpoint.files import SUFFIX, require_sound_files
+from ..checkpoint.by_name import config_of
+from ..checkpoint.file_digests import compare, digests_or_warning, variant_of
+from ..checkpoint.files import SUFFIX, read_json, require_sound_files
 from ..checkpoint.remote_code import FILE
 from ..checkpoint.sentence_modules import MODULES, module_kinds
 from ..checkpoint.stored_config import OPENED
@@ -22,7 +22,7 @@ from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
 from ..measure.text_batches import processor_of
-from ..runtime.errors import CheckpointError, PatchError, first_line
+from ..runtime.errors import CheckpointError
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
 from ..schemes.request import Record
 from ..verification.report import title_of
@@ -130,15 +130,8 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     files, left_out = _split(folder)
     if CONFIG not in files:
         raise CheckpointError(f"{folder} has no {CONFIG}. Pass a folder that save_pretrained or hfpatch patch wrote.")
-    try:
-        config = json.loads(files[CONFIG].read_text(encoding="utf-8"))
-        opened = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except PatchError:
-        raise
-    except Exception as error:  # what a family's own checks of its settings raise
-        raise CheckpointError(
-            f"{folder / CONFIG} doesn't open: {first_line(error)} Save the checkpoint again."
-        ) from error
+    opened = config_of(str(folder), trust=False)
+    config: dict[str, Any] = read_json(files[CONFIG], dict)
     config["architectures"] = [name.removeprefix(ARCHITECTURE) for name in config.get("architectures") or []]
     record = None
     if config.get("model_type") in MODEL_TYPES:
@@ -178,9 +171,10 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
     """
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
-        saved = read_digests(folder, options)
         if found.record is not None:
-            compare(folder, options, saved, every_byte=saved is not None)
+            saved = digests_or_warning(folder, options)
+            if saved is not None:
+                compare(folder, options, saved)
             vars(found.opened)[OPENED].require_unchanged(folder, saved and saved.config, refuse=True)
 
 

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from transformers import PreTrainedModel
 
-from ..checkpoint.file_digests import DIGEST_FILES, VERSION_2_REPORT
+from ..checkpoint.file_digests import DIGEST_FILES
 from ..checkpoint.files import PAGE
 from ..core.holders import model_inside
 from ..core.results import Table
@@ -45,7 +45,6 @@ STALE_WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
     DIGEST_FILES,  # of weights that were pushed before
-    VERSION_2_REPORT,
     PAGE,
 )
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..runtime.errors import PatchError, UnsupportedError
-from .outputs import Outputs
+from .outputs import Outputs, without_padding
 from .quiet_forward import cast
 from .randomness import seed_deterministically
 
@@ -63,7 +63,7 @@ def host_errors(message: str = "{error}") -> Iterator[None]:
 
 
 def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return one forward's outputs by name, in float64; the random state is restored.
+    """Return one forward's outputs by name, in float64, without positions of padding; the random state is restored.
 
     Args:
         model: in float64, on the CPU.
@@ -75,4 +75,5 @@ def outputs_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str,
     inputs = cast(inputs, torch.device("cpu"), torch.float64)
     with seed_deterministically(0), torch.no_grad(), Float64(), host_errors():
         returned = model(**inputs)
-    return {name: x.double() if x.is_floating_point() else x for name, x in Outputs.of(returned).tensors.items()}
+    outputs = without_padding(Outputs.of(returned).tensors, model, inputs)
+    return {name: x.double() if x.is_floating_point() else x for name, x in outputs.items()}

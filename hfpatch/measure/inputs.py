@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..runtime.errors import UnsupportedError
@@ -17,6 +19,14 @@ from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
 MEL_BINS = ("num_mel_bins", "feature_size", "n_mels")
 GRID = (1, 4, 4)  # frames, rows and columns of patches
+_FIRST = 3  # token: most vocabularies begin with special ones
+_UNSAID = 100  # tokens, if a config doesn't say how many there are (Canine reads characters)
+_SPECIAL = r".*_(id|index|idx)s?"  # names of special tokens in configs: eos_token_id, pad_index, im_start_id
+# Names of where the ordinary tokens end, if a vocabulary has more: padding, or rows for images and sounds
+_ENDS = (
+    *("unpadded_vocab_size", "org_vocab_size", "vocab_size_per_layer_input"),
+    *("vocab_offset", "image_token_offset", "audio_token_offset"),
+)
 
 
 def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
@@ -47,6 +57,27 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
         ) from error
 
 
+def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0, *, decoder: bool = False) -> Tensor:
+    """Return token ids (N, T) drawn uniformly from a model's whole vocabulary, without its special tokens.
+
+    Args:
+        model: isn't run; its config says how large the vocabulary is and which tokens are special: those that mark
+            begins, ends, padding, masks, images or sounds.
+        sequences, length: N and T.
+        seed: equal seeds give equal ids, on the CPU; torch's global generator is left as it was.
+        decoder: of an encoder-decoder's decoder, whose vocabulary may be another one.
+    """
+    with seed_deterministically(seed), torch.device("cpu"):
+        return Inputs(model).ids(sequences, length, decoder=decoder)
+
+
+def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:
+    """Return token ids in which each ordinary token is another one, as in `random_tokens`; special ones stay."""
+    with seed_deterministically(seed), torch.device("cpu"):
+        make, ids = Inputs(model), ids.cpu()
+        return torch.where(torch.isin(ids, make.ordinary_tokens(decoder)), make.ids(*ids.shape, decoder=decoder), ids)
+
+
 def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Inputs changed as some heads want them: several choices, or an end-of-sequence token to read the answer from."""
     name, ids = type(model).__name__, inputs.get("input_ids")
@@ -57,14 +88,15 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
             key: value.unsqueeze(1).repeat(1, 2, 1) if isinstance(value, Tensor) and value.dim() == 2 else value
             for key, value in inputs.items()
         }
-    if "SequenceClassification" not in name:
-        return inputs
-    find = Inputs(model.config).find
+    classifies = "SequenceClassification" in name
+    if not classifies and not any("eos_token_id" in vars(module) for module in model.modules()):
+        return inputs  # CLIP's towers of texts keep the token at which they pool
+    find = Inputs(model).find
     end = find("eos_token_id")
     end = end[0] if isinstance(end, list) else end
     if isinstance(end, int) and end < find("vocab_size", default=end + 1):  # GPT-2's default lies beyond a small one
         ids[..., -1] = end
-    if find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
+    if classifies and find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
         return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
     return inputs
 
@@ -111,7 +143,7 @@ def make_inputs(
         usual.add(main)
     if "encoder_hidden_states" in parameters and getattr(config, "add_cross_attention", False):
         usual.add("encoder_hidden_states")
-    make = Inputs(config, tokens, batch)
+    make = Inputs(model, tokens, batch)
     names = (required | usual | set(overrides)) - {n for n, how in overrides.items() if how is None}
     return {name: make(name, overrides.get(name, ...)) for name in sorted(names)}
 
@@ -141,8 +173,8 @@ def longest_text(model: PreTrainedModel) -> int | None:
 class Inputs:
     """Generates one input by its name, or by an override's description."""
 
-    def __init__(self, config: PreTrainedConfig, tokens: int | None = None, batch: int = BATCH) -> None:
-        self.config, self.batch = config, batch
+    def __init__(self, model: nn.Module, tokens: int | None = None, batch: int = BATCH) -> None:
+        self.model, self.config, self.batch = model, cast(PreTrainedConfig, model.config), batch
         most = self.find("max_position_embeddings")
         few = min(TOKENS, most) if isinstance(most, int) and most > 1 else TOKENS
         self.tokens = few if tokens is None else tokens
@@ -162,14 +194,34 @@ class Inputs:
                     return value
         return default
 
-    def ids(self, *shape: int, below: int = 100) -> Tensor:
-        """Return token ids that aren't special."""
-        special = {
-            v for part in parts_of(self.config) for k, v in vars(part).items() if "token_id" in k and type(v) is int
-        }
-        below = min(below, self.find("vocab_size", default=below))
-        allowed = torch.tensor([one for one in range(3, below) if one not in special] or [0])
-        return allowed[torch.randint(len(allowed), shape)]
+    def ids(self, *shape: int, below: int | None = None, decoder: bool = False) -> Tensor:
+        """Return ids drawn from a vocabulary, the decoder's or the other side's, without its special tokens.
+
+        Special are the tokens that one of its configs has a name for, and the first three.
+        """
+        tokens = self.ordinary_tokens(decoder)
+        tokens = tokens if below is None else tokens[tokens < below]
+        tokens = tokens if len(tokens) else torch.zeros(1, dtype=torch.long)
+        return tokens[torch.randint(len(tokens), shape)]
+
+    def ordinary_tokens(self, decoder: bool = False) -> Tensor:
+        """Return the ids of a vocabulary that aren't special."""
+        configs = [*parts_of(self.config), getattr(self.model, "generation_config", None) or self.config]
+        named = [value for one in configs for name, value in vars(one).items() if re.fullmatch(_SPECIAL, name)]
+        allowed = torch.ones(self._vocabulary(decoder), dtype=torch.bool)
+        special = {one for one in tree_leaves(named) if type(one) is int and 0 <= one < len(allowed)}
+        allowed[[*range(min(_FIRST, len(allowed))), *special]] = False
+        return allowed.nonzero().flatten()
+
+    def _vocabulary(self, decoder: bool) -> int:
+        """How many tokens one side's texts are made of."""
+        either = decoder or self.config.is_encoder_decoder
+        part = self.config.get_text_config(decoder=decoder, encoder=not decoder) if either else text_config(self.config)
+        name, table = "vocab_size", None if decoder else input_embedding(self.model)
+        size = (None if decoder else self.find("src_vocab_size")) or getattr(part, name, None) or self.find(name)
+        ends = [end for part in parts_of(self.config) for name in _ENDS if (end := getattr(part, name, None))]
+        rows = table.num_embeddings if table is not None else size or _UNSAID
+        return min([size or rows, rows, *ends])
 
     def normal(self, *shape: int) -> Tensor:
         """Return random numbers with a non-zero mean."""
@@ -231,7 +283,7 @@ def _sound(make: Inputs) -> Tensor:
 
 _BY_NAME: dict[str, Callable[[Inputs], Tensor]] = {
     "input_ids": lambda make: make.ids(make.batch, make.tokens),
-    "decoder_input_ids": lambda make: make.ids(make.batch, make.tokens),
+    "decoder_input_ids": lambda make: make.ids(make.batch, make.tokens, decoder=True),
     "attention_mask": lambda make: torch.ones(make.batch, make.tokens, dtype=torch.long),
     "inputs_embeds": Inputs.states,
     "encoder_hidden_states": Inputs.states,

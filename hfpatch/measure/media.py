@@ -17,23 +17,10 @@ from .randomness import seed_deterministically
 from .shrink import BATCH
 
 
-def inputs_of_every_part(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any]:
-    """Return `example_inputs`, also with images or sounds if a model reads these next to text.
-
-    Of a language model that reads them only where a token says so, text alone would leave a tower of images out.
-
-    Raises:
-        UnsupportedError: as `example_inputs` and `with_media`.
-    """
-    return with_media(model, seed, tokens=tokens, batch=batch) or example_inputs(
-        model, seed, tokens=tokens, batch=batch
-    )
-
-
 def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any] | None:
     """Return inputs with an image or a sound in front of each text, for a language model that reads them by tokens.
 
-    None for other models, and where they fill the text.
+    None for other models, and where they fill the text. Text alone would leave a tower of images out.
 
     Args:
         model: its towers run once, since they say how many tokens an image is.
@@ -48,7 +35,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
     inputs = example_inputs(model, seed, tokens=tokens, batch=batch)
     if any(one.argument in inputs for one in media):
         return inputs
-    make, ids = Inputs(model.config, tokens, batch), inputs["input_ids"]
+    make, ids = Inputs(model, tokens, batch), inputs["input_ids"]
     kinds, found = torch.zeros_like(ids), dict[str, Any]()
     failed: Exception | None = None
     for medium in media:

@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..runtime.float64 import in_float64
+from .hooks import observe_calls
 from .quiet_forward import inference_state
 
 # Names of collections that other forwards or readers take; their coordinates may change while the function stays
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
+_SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
+_OF_MEDIA = re.compile(r".*(vision|image|video|audio|qformer).*")  # outputs of models whose mask is a text's
+_SOUNDS = ("input_values", "input_features")
 _PIECE = 2**18  # numbers that are compared at once: float64 copies of all logits would be large
 _INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
 DRAWS = 2  # of noise, whose larger effect is the noise floor
@@ -65,8 +71,77 @@ class Outputs:
 
 
 def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return all floating-point outputs of one forward, by name."""
-    return Outputs.of(model(**inputs)).floats
+    """Return all floating-point outputs of one forward, by name, without positions of padding."""
+    return without_padding(Outputs.of(model(**inputs)).floats, model, inputs)
+
+
+def without_padding(outputs: Mapping[str, Tensor], model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a model's outputs (B, T, ...), those with padding as (N, ...): nobody reads what is computed there.
+
+    So what is exact may differ there, also by NaN, and numbers there don't count for the size of an output.
+    """
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    found = dict[str, Tensor]()
+    for name, x in outputs.items():
+        mask = mask_of(name, x.shape, inputs, encoder_decoder)
+        found[name] = x if mask is None else x[mask.to(x.device)]
+    return found
+
+
+def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
+    """Return which positions (B, T) of an output aren't padding; None if all count.
+
+    That is, if it has no axis of tokens, or no mask of that length: a mask (B, 1, T, T) says who reads whom. Of sounds,
+    an encoder's fewer steps count if all that they are made of isn't padding.
+
+    Args:
+        name, shape: of the output.
+        inputs: keyword arguments of the forward.
+        encoder_decoder: whether the model is one.
+    """
+    mask, last = padding_mask(name, inputs, encoder_decoder), name.rpartition(".")[2]
+    if mask is None or mask.dim() not in (2, 3) or not (len(shape) > 2 or last in _SPANS):
+        return None
+    mask = mask.flatten(0, -2) != 0  # (B, choices, T) are run as (B * choices, T)
+    if "input_ids" not in inputs and any(one in inputs for one in _SOUNDS) and shape[1] < mask.shape[1]:
+        mask = F.adaptive_max_pool1d((~mask).float(), shape[1]) == 0
+    return mask if shape[:2] == mask.shape and bool(mask.any()) and not bool(mask.all()) else None
+
+
+def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
+    """Return the attention mask of an output's side, images and sounds aside that a model reads next to text.
+
+    A decoder's default is where there are labels; BART's reads the encoder's text if it isn't given one.
+    """
+    mask = None if _OF_MEDIA.match(name) else inputs.get("attention_mask")
+    if encoder_decoder and not name.rpartition(".")[2].startswith("encoder"):
+        labels, own = inputs.get("labels"), any(one.startswith("decoder_input") for one in inputs)
+        mask = labels != -100 if isinstance(labels, Tensor) else None if own else mask
+        mask = given if (given := inputs.get("decoder_attention_mask")) is not None else mask
+    return mask if isinstance(mask, Tensor) else None
+
+
+@contextmanager
+def outputs_inside(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
+
+    Other classes that open the checkpoint return it as their own.
+    """
+    found: dict[str, list[Tensor]] = {}
+    inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
+
+    def note(name: str, result: Any) -> None:
+        for output, value in Outputs.of(result).floats.items():
+            found.setdefault(f"{type(inside[name]).__name__}'s {output}", []).append(value.detach().clone())
+
+    with observe_calls(inside, on_result=note):
+        yield found
+
+
+def deviating(truth: Mapping[str, list[Tensor]], outputs: Mapping[str, list[Tensor]], tolerance: float) -> list[str]:
+    """Return which outputs of models inside deviate by more than a tolerance in the root mean square."""
+    numbered = {name: [dict(enumerate(one.get(name, []))) for one in (truth, outputs)] for name in truth}
+    return [name for name, pair in numbered.items() if max(one.rms_error for one in deviations(*pair)) > tolerance]
 
 
 def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
@@ -156,7 +231,7 @@ class Deviation:
         return error / scale if scale else math.inf if error else 0.0
 
 
-def deviations(truth: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[Deviation]:
+def deviations(truth: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor]) -> list[Deviation]:
     """Return the deviation of every output; one incomparable deviation if names differ or there are none.
 
     NaN in both counts as equal.

@@ -21,11 +21,13 @@ from .outputs import (
     FACTOR,
     Deviation,
     add_rounding_noise,
+    deviating,
     deviations,
     last_bit,
     max_error,
     noise_floor,
     not_a_number,
+    outputs_inside,
     outputs_of,
 )
 from .quiet_forward import cast_for_model
@@ -49,9 +51,13 @@ class NormInput:
 
 @dataclass
 class Forward:
-    """Results of one forward: outputs, and mean / standard deviation at norm inputs by position, with widths."""
+    """Results of one forward: outputs, also of models inside, and mean / standard deviation at norm inputs by position.
+
+    And the widths of these norms.
+    """
 
     outputs: dict[str, Tensor]
+    inside: dict[str, list[Tensor]] = field(default_factory=dict)
     means: dict[str, Tensor] = field(default_factory=dict)
     widths: set[int] = field(default_factory=set)
 
@@ -69,7 +75,11 @@ def run(
         ratios.setdefault(name, []).append((x.mean(axes) / deviation).flatten().cpu())
 
     modules = {name: model.get_submodule(name) for name in norms}
-    with add_rounding_noise(model, noise, seed), observe_calls(modules, on_call=watch):
+    with (
+        add_rounding_noise(model, noise, seed),
+        observe_calls(modules, on_call=watch),
+        outputs_inside(model) as found.inside,
+    ):
         found.outputs = outputs_of(model, inputs)
     found.means = {name: torch.cat(ratios[name]) for name in norms if name in ratios}
     return found
@@ -116,12 +126,14 @@ class Verdict:
         error, tolerance: largest difference of an output, divided by the output's root mean square.
         mean, mean_tolerance: largest |mean| at an exact norm's input, divided by the input's standard deviation plus
             the |mean| at that place in the original.
+        elsewhere: what models inside return otherwise than before: "LlamaModel's last_hidden_state"; "" for nothing.
     """
 
     error: float
     tolerance: float
     mean: float = 0.0
     mean_tolerance: float = 0.0
+    elsewhere: str = ""
 
     @property
     def holds(self) -> bool:
@@ -222,13 +234,18 @@ class Snapshot:
         """
         assert self.forward is not None
         assert self.floor is not None
-        now = run(copy_of(model, share=True), self.inputs, self.norms)
+        now, tolerance = run(copy_of(model, share=True), self.inputs, self.norms), FACTOR * max(self.floor, self.eps)
         return Verdict(
             max_error(self.forward.outputs, now.outputs),
-            FACTOR * max(self.floor, self.eps),
+            tolerance,
             _largest_mean(self.forward.means, now.means),
             FACTOR * self.mean_floor,
+            self._elsewhere(now, tolerance),
         )
+
+    def _elsewhere(self, now: Forward, tolerance: float) -> str:
+        assert self.forward is not None
+        return ", ".join(deviating(self.forward.inside, now.inside, tolerance))
 
     def outputs_after(self, model: nn.Module) -> dict[str, Tensor] | Exception:
         """Return the outputs of a patched model on the same inputs, or the error of its forward.
@@ -247,12 +264,14 @@ class Snapshot:
         """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
         least = last_bit(model)
         floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
-        return Verdict(error, FACTOR * max(floor, least))
+        now, tolerance = run(copy_of(model, share=True), self.inputs, {}), FACTOR * max(floor, least)
+        return Verdict(error, tolerance, elsewhere=self._elsewhere(now, tolerance))
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
-    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions."""
+    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions, but for NaN in the original."""
     if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
         return float("inf")
-    pairs = ((converted[name].abs(), original[name].abs()) for name in original)
-    return max((float((new / (1 + old)).max()) for new, old in pairs), default=0.0)
+    known = {name: ~ratio.isnan() for name, ratio in original.items()}  # padding may be NaN
+    pairs = ((converted[name][known[name]].abs(), original[name][known[name]].abs()) for name in original)
+    return max((float((new / (1 + old)).max()) for new, old in pairs if len(old)), default=0.0)

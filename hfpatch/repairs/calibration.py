@@ -64,6 +64,7 @@ class Batches:
         self._inputs = Scratch()
         self._counts: list[int] = []
         self._judges: list[bool] = []
+        self._origins: list[int] = []  # the user's batch that each stored one is of
         self._masks: list[dict[str, Tensor]] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
@@ -73,6 +74,9 @@ class Batches:
         raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
             inputs = {name: to_cpu(value) for name, value in batch.items()}
+            for name, value in inputs.items():
+                if isinstance(value, Tensor) and "mask" not in name:  # a mask that is added may be infinite
+                    _require_finite(value, index, name)
             count = count_sequences(inputs, main_input(model))
             self.sequences += count
             found = self._keys(inputs, count, main_input(model))
@@ -108,7 +112,7 @@ class Batches:
                 f"that are held out to judge the repair. Pass sequences that differ; {_ENOUGH}"
             )
         place = 0
-        for path, parts in raw:
+        for origin, (path, parts) in enumerate(raw):
             inputs = torch.load(path, weights_only=True)
             for judges, side in enumerate((fitted, held_out)):
                 rows = torch.tensor([i - place for i in range(place, place + parts) if i in side], dtype=torch.long)
@@ -116,23 +120,23 @@ class Batches:
                     continue
                 count = count_sequences(inputs, main)
                 if not is_divisible(inputs, count):
-                    self._add(inputs, main, bool(judges))
+                    self._add(inputs, main, bool(judges), origin)
                     continue
                 for few in rows.split(_sequences_at_once(inputs.get(main)) if on_cpu else _MOST):
-                    self._add(rows_of(inputs, few, count), main, bool(judges))
+                    self._add(rows_of(inputs, few, count), main, bool(judges), origin)
             place += parts
             path.unlink()
 
-    def _add(self, inputs: dict[str, Any], main: str, judges: bool) -> None:
+    def _add(self, inputs: dict[str, Any], main: str, judges: bool, origin: int) -> None:
         masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
         self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
         self._counts.append(count_sequences(inputs, main))
         self._judges.append(judges)
+        self._origins.append(origin)
         self._inputs.put((len(self) - 1,), inputs)
         if not judges:
-            mask, first = self._masks[-1].get("attention_mask"), inputs.get(main)
-            like = mask if mask is not None else first if isinstance(first, Tensor) else torch.ones(self._counts[-1])
-            self.tokens += int(like.sum()) if mask is not None else like.shape[:2].numel()
+            mask = self._masks[-1].get("attention_mask")
+            self.tokens += _main_tensor(inputs, main).shape[:2].numel() if mask is None else int(mask.sum())
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -167,6 +171,18 @@ class Batches:
         """Return 1 where an input isn't padding, for the encoder (or only) side or the decoder."""
         return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
 
+    def require_finite(self, index: int, activations: Any, decoder: bool, where: str) -> None:
+        """Refuse a batch on which an activation of the original isn't finite; what stands at padding doesn't count.
+
+        Raises:
+            OptionError: names the user's batch.
+        """
+        if isinstance(activations, Tensor):
+            mask = self.mask(index, decoder)
+            if mask is not None and mask.shape == activations.shape[:2]:
+                activations = activations[mask.bool().to(activations.device)]
+            _require_finite(activations, self._origins[index], where)
+
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> Tensor:
         """Return which flattened rows of activations (B, T, ..., d) aren't padding.
 
@@ -190,6 +206,19 @@ class Batches:
         for chosen, *parts in zip(*(one.split(_ROWS) for one in (valid, *flat)), strict=True):
             rows = parts if bool(chosen.all()) else [part[chosen] for part in parts]
             yield tuple(row if row.dtype == torch.float64 else row.float() for row in rows)
+
+
+def _require_finite(value: Tensor, batch: int, what: str) -> None:
+    """Refuse a batch with a tensor that isn't finite.
+
+    Raises:
+        OptionError: names the batch.
+    """
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        raise OptionError(
+            f"calibration batch {batch}: its {what} isn't finite (NaN, or too large for {str(value.dtype)[6:]}). Leave "
+            "the batch out, mend it, or load the model in a wider dtype."
+        )
 
 
 def _sequences_at_once(first: Any) -> int:

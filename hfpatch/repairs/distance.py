@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +40,21 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
 
 
 def helps(before: Tensor, after: Tensor) -> bool:
-    """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error."""
-    gain = before - after
-    return bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
+    """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error.
+
+    What isn't finite is infinitely far, so that fewer of such tokens count more than all else.
+    """
+    broken = [int((~one.isfinite()).sum()) for one in (before, after)]
+    if broken[0] != broken[1]:
+        return broken[1] < broken[0]
+    gain = (before - after)[before.isfinite() & after.isfinite()]
+    return bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)  # False without any
+
+
+def mean_and_worst(distances: Tensor) -> tuple[float, float]:
+    """Return the mean distance and the largest; both are infinite if one isn't finite."""
+    found = distances.nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(found.mean()), float(found.max())
 
 
 def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
@@ -75,5 +88,5 @@ def _divergence(old: Tensor, new: Tensor) -> Tensor:
     found = []
     for rows in zip(old.flatten(0, -2).split(_ROWS_AT_ONCE), new.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True):
         a, b = (F.log_softmax(part.to(old.device).float(), -1) for part in rows)
-        found.append((a.exp() * (a - b)).sum(-1))
+        found.append(torch.where(a.isneginf(), 0, a.exp() * (a - b)).sum(-1))  # of logits that a model masks itself
     return torch.cat(found).unflatten(0, old.shape[:-1])

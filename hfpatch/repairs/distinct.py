@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HELD_OUT = 8  # one of every so many distinct sequences is held out, for judging
+HELD_OUT, LEAST = 8, 2  # one of every so many distinct sequences is held out for judging, but at least two of four
 _RUN, _SHARED = 4, 0.8  # tokens; share of the runs of the sequence that has fewer of them
 _FEATURES, _NEAR = 256, 0.1  # numbers that a sequence of numbers is averaged to; relative distance
 _ROWS_AT_ONCE = 1024
@@ -38,14 +38,15 @@ def key_of(sequence: Tensor, mask: Tensor | None) -> Key:
 def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
     """Return the indices of sequences to fit and of those to judge; near duplicates of the latter are left out.
 
-    Every eighth distinct sequence judges, or the last of fewer. What is nearly equal to one of these is on neither
-    side. What is equal to another sequence that is fitted counts as often as it stands there.
+    Every eighth distinct sequence judges; of 4 to 15 two do, since one sequence is no judgement, and of fewer the last.
+    What is nearly equal to one of these is on neither side. What is equal to another sequence that is fitted counts as
+    often as it stands there.
     """
     names = _names(keys)
     first: dict[Hashable, int] = {}  # where each distinct sequence stands first
     for i, name in enumerate(names):
         first.setdefault(name, i)
-    every = min(HELD_OUT, len(first))
+    every = min(HELD_OUT, len(first) // LEAST if len(first) >= 2 * LEAST else len(first))
     held_out = list(first.values())[every - 1 :: every]
     judges = {names[i] for i in held_out}
     others = [i for i, name in enumerate(names) if name not in judges]

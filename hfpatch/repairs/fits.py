@@ -292,7 +292,7 @@ class Fitter:
         mark = len(self.transaction)
         write(fit.values)
         after = error()
-        kept = after < before
+        kept = after < (math.inf if math.isnan(before) else before)  # NaN is infinitely far
         if not kept:
             self.transaction.undo(mark)
         self.report.steps.append(Step(name, kind, before, after, kept, fit.note))

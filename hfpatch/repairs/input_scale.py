@@ -142,7 +142,9 @@ def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, i
     axes = tuple(range(-max(1, len(facts.shape)), 0))
     x = x.float() if x.dtype != torch.float64 else x
     x = x - x.mean(axes, keepdim=True) if facts.kind == "layer" else x
-    found = (x.square().mean(axes) + (facts.eps or 0.0)).rsqrt().cpu().double()
+    squares = x.square().mean(axes) + (facts.eps or 0.0)
+    old.batches.require_finite(index, squares, decoder, "input of a norm, squared,")
+    found = squares.rsqrt().cpu().double()
     if found.dim() == 2 and len(found) == old.batches.count_of(index):
         valid = old.batches.rows(index, x.shape, decoder).reshape(found.shape)
         scale.add_first(x[:, 0][valid[:, 0].to(x.device)], found[:, 0][valid[:, 0]])

@@ -38,6 +38,7 @@ from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
+from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
@@ -46,17 +47,21 @@ from ..sites.norms import describe
 from .attention_maps import require_fit
 from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
-from .distance import helps, output_distance
+from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
+from .fresh import FreshSequences, positions_of
 from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
-from .longer import LongerSequences, positions_of
 from .reference import require_repairable
 from .report import RepairReport
 from .sample import SELF, sample_batches
 from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
+_KEEP = (
+    "Keep the norms behind which the stream grows (keep=), calibrate on more and longer sequences, or choose a norm "
+    "that bounds its output (dyt) or keeps the function (rms)."
+)
 _NO_REPLAY = "the block can't be run by itself: it returns more than tensors and numbers"
 
 
@@ -94,10 +99,12 @@ def repair(
 
     Raises:
         OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
-            batches, fewer than two sequences or eight held-out tokens (outputs, where a model gives one a sequence),
+            batches or one that isn't finite, fewer than two sequences or eight held-out tokens (outputs, if a model
+            gives one a sequence),
             "self" for a model that doesn't generate, or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded; or it doesn't run on single
-            sequences, or without the blocks that are finished.
+            sequences, or without the blocks that are finished; or its outputs aren't finite, before the repair and
+            after it.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -114,7 +121,7 @@ def repair(
     require_repairable(model, reference)
     by_itself = transaction is None
     draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
-    calibration = draw(reference) if callable(draw) else calibration
+    data = draw(reference) if callable(draw) else draw
     with (
         tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
@@ -124,10 +131,10 @@ def repair(
         inference_state(model),
         inference_state(reference),
     ):
-        batches = Batches(calibration, model, Path(folder), tokenizer)
+        batches = Batches(data, model, Path(folder), tokenizer)
         new = BlockReplay(model, batches, Path(folder) / "new")
         old = BlockReplay(reference, batches, Path(folder) / "old")
-        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself)
+        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not callable(draw))
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
         transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
@@ -147,12 +154,15 @@ class _Repairer:
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
         gives_up: whether the original's finished blocks may be freed.
+        writes: whether the original may write fresh sequences.
         latest: stack -> its block before the current one.
     """
 
-    def __init__(self, new: BlockReplay, old: BlockReplay, transaction: Transaction, fit: str, gives_up: bool):
+    def __init__(
+        self, new: BlockReplay, old: BlockReplay, transaction: Transaction, fit: str, gives_up: bool, writes: bool
+    ):
         self.new, self.old, self.batches, self.transaction, self.fit = new, old, new.batches, transaction, fit
-        self.gives_up = gives_up
+        self.gives_up, self.writes = gives_up, writes
         batches = self.batches
         self.report = RepairReport(
             batches.sequences,
@@ -167,15 +177,19 @@ class _Repairer:
     # Order of the steps
 
     def run(self) -> None:
-        """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards."""
+        """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards.
+
+        Raises:
+            UnsupportedError: neither the repaired model nor the one before it gives finite outputs; or the repair of
+                a scheme that needs one was undone.
+        """
         segments = self._segments()
-        if self.gives_up:
-            self._start()
+        needed = self.gives_up and self._start()
         mark = len(self.transaction)
         with tqdm(total=len(segments), desc="repair") as self.bar:
             self._show("distance before")
-            longer = LongerSequences(self.batches, self.new.model, self.old.model, self.new.folder)
-            self.report.longer, self.report.longer_before = longer.length, longer.distance()
+            fresh = FreshSequences(self.batches, self.new.model, self.old.model, self.writes)
+            fresh_before = fresh.distances()
             self.report.measure, before = output_distance(self.new, self.old)
             require_enough(len(before), self.batches)
             for segment in segments:
@@ -186,19 +200,38 @@ class _Repairer:
             for block in self.new.forms:
                 self.new.release(block)
             after = output_distance(self.new, self.old, again=True)[1]
-            self.report.longer_after = longer.distance()
-        self.report.before, self.report.after = float(before.mean()), float(after.mean())
-        harmed = longer.length and not self.report.longer_after <= self.report.longer_before
-        self.report.kept = helps(before, after) and not harmed
+            self.report.fresh = fresh.judgements(fresh_before, fresh.distances())
+        self.report.before, self.report.worst_before = mean_and_worst(before)
+        self.report.after, self.report.worst_after = mean_and_worst(after)
+        self.report.kept = helps(before, after) and not self.report.broken(after=True)
         if not self.report.kept:
             self.transaction.undo(mark)
+        self._require_usable(needed)
 
-    def _start(self) -> None:
-        """Give norms whose starting values are measured on data these values; not undone if a repair is."""
+    def _require_usable(self, needed: bool) -> None:
+        """Refuse what is left if its outputs aren't finite, or if it is far off without the repair that it needs."""
+        report, name = self.report, type(self.new.model).__name__
+        broken = report.broken(after=report.kept)
+        if broken:
+            repaired = report.broken(after=True)
+            also = f", and after it on {_listed(repaired)}" if repaired else ""
+            raise UnsupportedError(
+                f"{name}: the patched model gives NaN or infinite outputs: before a repair on {_listed(broken)}{also}. "
+                f"The model was left unchanged. {report.advice or _KEEP}"
+            )
+        if needed and not report.kept and not report.little_left:
+            raise UnsupportedError(
+                f"{name}: a norm with a constant scale needs its repair, and the repair was undone: {report.summary()} "
+                f"The model was left unchanged. {'' if report.advice else _KEEP}".rstrip()
+            )
+
+    def _start(self) -> bool:
+        """Give norms whose starting values are measured on data these values; return whether there are such norms."""
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
             scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
             self.fitter.scales, self.report.advice = scales, advice_on_sinks(scales)
+        return bool(fixed)
 
     def _segments(self) -> list[Segment]:
         """Segments to repair, in forward order: the blocks, and changed norms outside of them."""
@@ -274,6 +307,8 @@ class _Repairer:
             for name, original in counterparts.items():
                 self.old.save(name, i, first_tensor(seen["in", original]))
             for block in blocks:
+                decoder = self.roles.in_decoder(block)
+                self.batches.require_finite(i, first_tensor(seen["out", block]), decoder, f"stream behind {block}")
                 self.old.save(block, i, first_tensor(seen["out", block]))
                 self.old.freeze(block, i, seen["out", block])
 
@@ -299,6 +334,10 @@ class _Repairer:
     def _show(self, what: str) -> None:
         """Show the current step on the progress bar."""
         self.bar.set_postfix_str(what)
+
+
+def _listed(places: list[str]) -> str:
+    return " and ".join(places)
 
 
 def _first(names: Iterable[str], order: list[str]) -> str:

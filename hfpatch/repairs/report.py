@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -20,8 +20,10 @@ _LEGEND = (
     "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
     "written, as a share of the original's variance; of maps the KL divergence."
 )
+_FRESH = "fresh: sequences that nobody calibrated on. They decide nothing, unless outputs aren't finite there."
 _UNDONE = "undone, since it didn't help by more than noise"
-_HARMED = "undone, since it made longer sequences worse"
+_BROKE = "undone, since it made outputs NaN or infinite"
+LONGER, OWN, RANDOM = "longer sequences", "sequences that it writes", "random tokens"  # kinds of fresh sequences
 _SHORT = 4  # calibration that is shorter than one part in so many of the model's positions is said to be
 
 
@@ -54,6 +56,33 @@ class Step:
 
 
 @dataclass
+class Judgement:
+    """Distance from the original on fresh sequences of one kind, which nobody calibrated on.
+
+    Attributes:
+        kind: LONGER, OWN or RANDOM.
+        sequences, length: how many, and the most tokens that one has.
+        before, after: mean distance over their tokens, before and after the repair; infinite if an output isn't finite.
+        worst_before, worst_after: that of the token where it is largest.
+        broken_before, broken_after: sequences with outputs that aren't finite.
+    """
+
+    kind: str
+    sequences: int
+    length: int
+    before: float
+    after: float
+    worst_before: float
+    worst_after: float
+    broken_before: int
+    broken_after: int
+
+    def __str__(self) -> str:
+        where = f"at {self.length} tokens" if self.kind == LONGER else f"on {self.kind}"
+        return f"{self.before:.3g} -> {self.after:.3g} {where}"
+
+
+@dataclass
 class FittedValues:
     """Values fitted to a module's Parameters, before they are written and judged.
 
@@ -80,13 +109,15 @@ class RepairReport(SavedResult):
         tokens: how many tokens (or other positions) were fitted; each stands in one of the sequences.
         longest, positions: tokens of the longest sequence, and positions of the original; 0 where there is no such
             number.
-        longer: tokens of longer sequences, made of held-out ones, on which the whole was judged too; 0 for none.
-        longer_before, longer_after: distance of the outputs on these.
         measure: what `before` and `after` are.
-        before, after: distance of the model's outputs from the original's on the held-out sequences.
+        before, after: mean distance of the model's outputs from the original's on the held-out sequences; infinite if
+            one isn't finite.
+        worst_before, worst_after: that of the held-out token where it is largest.
+        fresh: the same on sequences that nobody calibrated on. They are reported and decide nothing, unless outputs
+            aren't finite there.
         advice: what in the model limits the repair, and what to do about it where it doesn't suffice.
-        kept: whether the whole helped there by more than noise, and didn't harm longer sequences; otherwise all of it
-            was undone.
+        kept: whether the whole helped on the held-out sequences by more than noise, with finite outputs on all that it
+            was judged on; otherwise all of it was undone.
         steps: in forward order.
     """
 
@@ -101,10 +132,19 @@ class RepairReport(SavedResult):
     tokens: int = 0
     longest: int = 0
     positions: int = 0
-    longer: int = 0
-    longer_before: float = math.nan
-    longer_after: float = math.nan
+    worst_before: float = math.nan
+    worst_after: float = math.nan
+    fresh: list[Judgement] = field(default_factory=list)
     advice: str = ""
+
+    version: ClassVar[int] = 2
+
+    @classmethod
+    def from_json(cls, stored: Any) -> Self:
+        """Return the report that `to_json` wrote; of version 1 without its judgement on longer sequences."""
+        if isinstance(stored, Mapping) and stored.get("version") == 1:
+            stored = {name: value for name, value in stored.items() if not name.startswith("longer")}
+        return super().from_json(stored)
 
     @property
     def recovered(self) -> float:
@@ -114,14 +154,34 @@ class RepairReport(SavedResult):
     @property
     def suffices(self) -> bool:
         """Whether what is left of the distance to the original goes without a warning (see NotPreservedWarning)."""
-        found = [(self.before, self.after)]
-        if self.longer:
-            found.append((self.longer_before, self.longer_after))
-        most = _MOST_LEFT.get(self.measure, _MOST_LEFT_OTHERWISE)
-        return all(
-            (after if self.kept else before) <= max(_NOTHING_LEFT, min(most, _MOST_SHARE_LEFT * before))
+        found = [(self.before, self.after), *((one.before, one.after) for one in self.fresh if one.kind == LONGER)]
+        enough = all(
+            (after if self.kept else before) <= max(_NOTHING_LEFT, min(self._most, _MOST_SHARE_LEFT * before))
             for before, after in found
         )
+        return enough and not (self.kept and self.farther)
+
+    @property
+    def little_left(self) -> bool:
+        """Whether the patched model, as it is now, is near the original, whoever brought it there."""
+        return (self.after if self.kept else self.before) <= self._most
+
+    @property
+    def _most(self) -> float:
+        return _MOST_LEFT.get(self.measure, _MOST_LEFT_OTHERWISE)
+
+    @property
+    def farther(self) -> list[Judgement]:
+        """The kinds of fresh sequences on which the repair led away from the original."""
+        return [one for one in self.fresh if not one.after <= max(one.before, self._most)]
+
+    def broken(self, after: bool) -> list[str]:
+        """Return where outputs aren't finite, before or after the repair, in words."""
+        found = [(f"{self.held_out} held-out sequences", not math.isfinite(self.after if after else self.before))]
+        for one in self.fresh:
+            count = one.broken_after if after else one.broken_before
+            found.append((f"{count} of {one.sequences} {one.kind} of {one.length} tokens", bool(count)))
+        return [where for where, is_broken in found if is_broken]
 
     def outcome(self) -> Outcome:
         """Return the outcome of what was repaired, as the patch record has it."""
@@ -132,15 +192,14 @@ class RepairReport(SavedResult):
 
     @property
     def _undone(self) -> str:
-        return _HARMED if self.longer and not self.longer_after <= self.longer_before else _UNDONE
+        return _BROKE if self.broken(after=True) and not self.broken(after=False) else _UNDONE
 
     @property
     def _figures(self) -> str:
         on = f"on {self.held_out} held-out sequence{'s' * (self.held_out != 1)}"
-        longer = ""
-        if self.longer:
-            longer = f", and {self.longer_before:.3g} -> {self.longer_after:.3g} at {self.longer} tokens"
-        return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{longer}"
+        worst = f" (worst token {self.worst_before:.3g} -> {self.worst_after:.3g})" * (not math.isnan(self.worst_after))
+        shown = [f", and {one}" for one in self.fresh if one.kind == LONGER or one in self.farther]
+        return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{worst}{''.join(shown)}"
 
     def to_dataframe(self) -> Any:
         """Return the steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
@@ -156,16 +215,37 @@ class RepairReport(SavedResult):
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
-        yield Table(lines), _LEGEND, self.summary()
+        yield Table(lines), _LEGEND
+        if self.fresh:
+            yield (
+                self._table_of_fresh(),
+                "fresh: sequences that nobody calibrated on. They are reported, and decide nothing.",
+            )
+        yield (self.summary(),)
+
+    def _table_of_fresh(self) -> Table:
+        lines: list[tuple[str, ...]] = [
+            ("fresh", "sequences", "tokens", "before", "after", "worst before", "worst after", "not finite")
+        ]
+        for one in self.fresh:
+            numbers = (f"{value:.3g}" for value in (one.before, one.after, one.worst_before, one.worst_after))
+            broken = f"{one.broken_before} -> {one.broken_after}"
+            lines.append((one.kind, str(one.sequences), str(one.length), *numbers, broken))
+        return Table(lines, "<>>>>>>>")
 
     def summary(self) -> str:
         """Return the whole in one line."""
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
         result = f"{self._figures}; {'kept' if self.kept else self._undone}."
+        return f"Repair on {self.sequences} sequences{amount}: {result} {self.notes}".rstrip()
+
+    @property
+    def notes(self) -> str:
+        """What to do for a better repair, or to know more of this one; "" if there is nothing to say."""
+        few = "One held-out sequence is no judgement: calibrate on more." if self.held_out == 1 else ""
         advice = "" if self.suffices else self.advice
-        parts = (f"Repair on {self.sequences} sequences{amount}: {result}", self.length_note, advice)
-        return " ".join(part for part in parts if part)
+        return " ".join(part for part in (few, self.length_note, advice) if part)
 
     @property
     def length_note(self) -> str:

@@ -14,7 +14,7 @@ from transformers.utils.logging import tqdm
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.float64 import host_errors
-from ..measure.inputs import longest_text, text_config
+from ..measure.inputs import longest_text, random_tokens, text_config
 from ..measure.quiet_forward import device_of, inference_state
 from ..runtime.errors import UnsupportedError
 
@@ -50,7 +50,6 @@ def sample_batches(
         >>> sample_batches(model, sequences=4, length=8)[0]["input_ids"].shape
         torch.Size([4, 8])
     """
-    config = text_config(model.config)
     require_generates(model)
     length = max(2, min(length, longest_text(model) or length))
     batches = []
@@ -59,12 +58,11 @@ def sample_batches(
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
-                read = torch.randint(config.vocab_size, (count, length), device=device_of(model))
-                read = _generate(model, input_ids=read)
+                read = _generate(model, input_ids=_drawn(model, count, length, seed + start))
                 drawn = _generate(model, input_ids=read, attention_mask=_mask(read, model))
                 sides = {"": read, "decoder_": drawn}
             else:
-                sides = {"": _generate(model, input_ids=_starts(model, config, count))}
+                sides = {"": _generate(model, input_ids=_starts(model, count, seed + start))}
             masks = {f"{side}attention_mask": _mask(ids, model) for side, ids in sides.items()}
             batches.append({f"{side}input_ids": ids for side, ids in sides.items()} | masks)
             bar.update(count)
@@ -97,11 +95,15 @@ def generates(model: PreTrainedModel) -> bool:
     return model.can_generate() and model.main_input_name == "input_ids"
 
 
-def _starts(model: PreTrainedModel, config: Any, count: int) -> Tensor:
+def _starts(model: PreTrainedModel, count: int, seed: int) -> Tensor:
     bos = model.generation_config.bos_token_id
-    if isinstance(bos, int) and 0 <= bos < config.vocab_size:
+    if isinstance(bos, int) and 0 <= bos < text_config(model.config).vocab_size:
         return torch.full((count, 1), bos, device=device_of(model))
-    return torch.randint(config.vocab_size, (count, 1), device=device_of(model))
+    return _drawn(model, count, 1, seed)
+
+
+def _drawn(model: PreTrainedModel, count: int, length: int, seed: int) -> Tensor:
+    return random_tokens(model, count, length, seed).to(device_of(model))
 
 
 @contextmanager

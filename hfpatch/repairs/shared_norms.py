@@ -10,7 +10,7 @@ from torch import Tensor
 from ..measure.hooks import first_tensor
 from ..runtime.norms import AffineNorm
 from .block_replay import BlockReplay
-from .distance import output_distance
+from .distance import mean_and_worst, output_distance
 from .fits import Fitter, Moments, channels_last
 from .norm_fit import fit_norm
 from .report import FittedValues, Step
@@ -39,11 +39,11 @@ def fit_shared_norms(fitter: Fitter, names: Collection[str]) -> None:
         fits[name].note = str(fitter.scales.get(name, fits[name].note))
     if fits:
         before, mark = _errors(fitter, fits), len(fitter.transaction)
-        far = output_distance(fitter.new, fitter.old, again=True)[1].mean()
+        far, _ = mean_and_worst(output_distance(fitter.new, fitter.old, again=True)[1])
         for name, fit in fits.items():
             fitter.write_norm(name, fit.values)
         after = _errors(fitter, fits)
-        kept = bool(output_distance(fitter.new, fitter.old, again=True)[1].mean() < far)
+        kept = mean_and_worst(output_distance(fitter.new, fitter.old, again=True)[1])[0] < far
         if not kept:
             fitter.transaction.undo(mark)
         fitter.report.steps += [Step(one, "norm", before[one], after[one], kept, fits[one].note) for one in fits]

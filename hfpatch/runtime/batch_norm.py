@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError, UnsupportedError
-from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
+from .errors import PositionError
+from .lens import Arguments, StandIn, put, skip_inner_checkpointing, views
 from .norms import AffineNorm
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
@@ -77,9 +77,6 @@ class Padded:
 
     Attributes:
         norms: paths of the norms, relative to the module.
-
-    Raises:
-        UnsupportedError: an earlier lens put something else in a norm's place, as hfpatch 0.2.0 had placements do.
     """
 
     norms: tuple[str, ...]
@@ -95,11 +92,6 @@ class Padded:
             for name in self.norms:
                 norm = module.get_submodule(name)
                 if _is_batch_norm(norm):  # a later patch may have put another norm there
-                    if first_at(module, name) is not norm:
-                        raise UnsupportedError(
-                            f"{name} was patched by hfpatch 0.2.0 with norm='batch' and placement= in one request, "
-                            "which counts padding in its statistics. Patch the original checkpoint again."
-                        )
                     put(tree, name, _with_padding(norm, keep))
         return {**skip_inner_checkpointing(module), **views(module, tree)}, {}
 

@@ -27,7 +27,6 @@ from .errors import CheckpointError, PositionError, UnsupportedError
 from .float64 import in_float64
 from .foreign import warn_of_missing
 from .gated import initialise_fresh
-from .halves import check_every_save
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import (
@@ -35,22 +34,20 @@ from .record import (
     FOREIGN,
     KEY,
     MODEL_TYPE,
-    ON_DISK,
     edits_of,
     names_on_disk,
     warn_of_ineffective_overrides,
+    warn_of_other_outputs,
 )
-from .refuse_host import WeightFileGuard, add_guard, list_encoder, loading_patched, parts, remove_guard
+from .refuse_host import WeightFileGuard, add_guard, loading_patched, parts, remove_guard
+from .rotary import LENGTH
 from .tables import ComputedPositions
 
-LENGTH = "max_position_embeddings"  # the config attribute that `generate()` goes by
 _ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config
 AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
 CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
-
-check_every_save()
 
 
 class PatchedConfig:
@@ -71,10 +68,9 @@ class PatchedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config in memory: the host's model type, and the record without disk-only entries."""
-        list_encoder(cls)
+        """Return the config in memory, which has the host's model type."""
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
-        settings: Any = remove_guard(config_dict, where)
+        settings: Any = copy.deepcopy(remove_guard(config_dict))
         record = settings.get(KEY)
         # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
@@ -83,8 +79,6 @@ class PatchedConfig:
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
                 raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
             settings["architectures"] = names_on_disk(architectures)
-        if isinstance(record, dict):
-            settings[KEY] = {name: value for name, value in record.items() if name not in ON_DISK}
         found = super().from_dict(copy.deepcopy(settings), **kwargs)  # type: ignore[misc]  # some hosts empty it
         config = found[0] if isinstance(found, tuple) else found
         overridden = any(hasattr(config, name) for name in kwargs)
@@ -178,6 +172,7 @@ class PatchedModel(UnlimitedGeneration):
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
             warn_of_ineffective_overrides(saved, model.config, str(name))
+        warn_of_other_outputs(model, str(name))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:
@@ -384,5 +379,4 @@ def register(config: type, models: dict[str, type]) -> None:
         auto = getattr(transformers, name, None)
         if auto is not None and name != "AutoConfig":
             auto.register(config, model, exist_ok=True)
-        if "__getattr__" not in vars(transformers):  # by which hfpatch, where it is imported, answers with its own
-            setattr(transformers, ARCHITECTURE + model.__name__, model)
+        setattr(transformers, ARCHITECTURE + model.__name__, model)

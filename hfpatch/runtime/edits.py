@@ -84,8 +84,7 @@ def find_component(name: str) -> Any:
     if name not in COMPONENTS:
         raise CheckpointError(
             f"no component called {name!r:.80} is known here. If it comes from a package or file of its own, import "
-            "it first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch) or of an older one that "
-            "had it (pip install 'hfpatch<0.3')."
+            "it first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch)."
         )
     return COMPONENTS[name]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import PositionError
 from .lens import LENS, Arguments, host_class, lens_of, lensed_class
-from .rotary import ORIGINAL
+from .rotary import LENGTH, ORIGINAL
 
 ROPE_SETTINGS_PATH = "_hfpatch_rope_settings_at"  # attribute of a rebuilt rotation: path of its settings in the config
 
@@ -28,6 +28,7 @@ class HostRotary(nn.Module):
         at: tuple[str, ...] | None = (),
         layer_type: str | None = None,
         note: str = "",
+        length: int | None = None,
     ) -> nn.Module:
         """Return another instance of the host's class with these settings, with the same device, dtype and mode.
 
@@ -39,10 +40,11 @@ class HostRotary(nn.Module):
             at: the attributes of the model's config that lead to the part it reads; None where there is none.
             layer_type: the type of layer that they are for, None for all layers.
             note: what a report says of it.
+            length: `max_position_embeddings`, by which some scalings go, if that changes.
         """
         assert old is not None
         present = next(value for name, value in old._buffers.items() if name.endswith("inv_freq") and value is not None)
-        new = with_settings(old, settings, layer_type, "meta" if present.is_meta else "cpu")
+        new = with_settings(old, settings, layer_type, length, "meta" if present.is_meta else "cpu")
         if not present.is_meta:
             new.to(present.device, present.dtype)
         new.training = old.training
@@ -61,17 +63,19 @@ class HostRotary(nn.Module):
 
 
 def with_settings(
-    rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, device: str = "cpu"
+    rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, length: int | None, device: str = "cpu"
 ) -> nn.Module:
-    """Return a new rotary module of the host with other settings."""
+    """Return a new rotary module of the host with other settings; `length` is None if that of its config stays."""
     config: Any = copy.deepcopy(rotary.config)
-    for name, value in settings_in(config, settings, layer_type).items():
+    for name, value in settings_in(config, settings, layer_type, length).items():
         setattr(config, name, value)
     with torch.device(device):
         return host_class(type(rotary))(config)
 
 
-def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
+def settings_in(
+    config: Any, settings: dict[str, Any], layer_type: str | None, length: int | None = None
+) -> dict[str, Any]:
     """Return the rotation settings in a config, by the attributes where transformers looks for them."""
     settings = copy.deepcopy(settings)
     if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
@@ -82,7 +86,7 @@ def settings_in(config: Any, settings: dict[str, Any], layer_type: str | None) -
         found = {"rope_parameters": {**config.rope_parameters, layer_type: settings}}
     if ORIGINAL in settings and getattr(config, ORIGINAL, None) is not None:
         found[ORIGINAL] = settings[ORIGINAL]  # which transformers prefers to the settings' own
-    return found
+    return found if length is None else found | {LENGTH: length}
 
 
 @dataclass(frozen=True)

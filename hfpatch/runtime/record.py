@@ -14,13 +14,12 @@ KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also 
 # model_type on disk of what needs hfpatch: transformers' error is of its own words but for this name
 MODEL_TYPE = "hfpatch__install_hfpatch_and_import_it_first"
 MODEL_TYPES = (MODEL_TYPE, KEY)
-OLDEST, VERSION = 2, 3  # of the record: those of 0.2 are read, in which an outcome is a line
-FINGERPRINT, REPORT = "fingerprint", "repair_report"  # entries of the record on disk: of what lies beside it
-ON_DISK = {FINGERPRINT, REPORT}
+VERSION = 3  # of the record
+_READ_UNTIL = {1: "0.2", 2: "0.4"}  # by version of the record: the first hfpatch without a reader
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
 FOREIGN = "foreign_classes"  # entry of the record: see foreign.py
-_OPTIONAL = {"any_length", FOREIGN, *ON_DISK}
+_OPTIONAL = {"any_length", FOREIGN}
 _MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
@@ -36,10 +35,11 @@ def validate_record(stored: Any, where: str) -> str:
     version = stored.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise CheckpointError(f"{where}: its patch record has no valid version (found {version!r:.40}).")
-    if version < OLDEST:
+    if version < VERSION:
         raise CheckpointError(
-            f"{where}: it was saved by hfpatch 0.1, whose patch record (version {version}) this version doesn't read. "
-            "Open it with hfpatch 0.1 (pip install 'hfpatch<0.2'), or patch the original again."
+            f"{where}: its patch record is that of hfpatch 0.{version}, which this version doesn't read. Patch the "
+            "original again (values that were trained since go over by load_state_dict of the file's tensors), or open "
+            f"it with the last version that reads it: pip install 'hfpatch<{_READ_UNTIL[version]}'."
         )
     if version > VERSION:
         raise CheckpointError(
@@ -93,6 +93,25 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
         warnings.warn(
             f"{where} was opened with {', '.join(fixed)}, which has no effect on modules that the patch put in: they "
             "keep what they were patched with. Patch the original with the values that you want.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_other_outputs(model: Any, where: str) -> None:
+    """Warn of a class that returns what the patch didn't keep, being another one than the checkpoint was saved from.
+
+    Args:
+        model: opened.
+        where: what the checkpoint is called in the warning.
+    """
+    outcomes = (one.get("outcome") for one in getattr(model.config, KEY)["request"])
+    found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
+    saved = saved_from(model.config)
+    if found and type(model).__name__ not in saved:
+        warnings.warn(
+            f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. The patch kept what "
+            f"the first returns, but for {', '.join(found)}. If you need that, patch the original as this class.",
             UserWarning,
             stacklevel=4,
         )

@@ -4,15 +4,12 @@
 But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence
 stands: on disk in config.json and in the settings of its parts, in memory in the config, which a caller may pass
 (`config=`). Patched classes do without it. The host's own config, passed by the caller, opens the weights unpatched.
-
-sentence-transformers opens encoders of encoder-decoders by a list of classes, with the config that it read; that would
-be refused, so `list_encoder` puts the patched class on the list. Nothing in this file needs the rest of the package.
+Nothing in this file needs the rest of the package.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,20 +17,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .errors import CheckpointError
-from .record import KEY, names_on_disk
-
 FILE = "transformers_weights"  # the setting
 SENTENCE = (
     "This checkpoint is patched by hfpatch. Install hfpatch, `import hfpatch`, and open it with an Auto class: "
     "the class that was called would open it unpatched."
 )
-# of the record that hfpatch 0.2 wrote: dotted name of a setting -> its value, in whose place a sentence stands
-ENTRY = "guarded"
-LISTS_ENCODERS = "sentence_transformers.base.modules.transformer"
 _PREFIX = "This checkpoint is patched"  # of this version's sentence and of others
-_MOST, _LONGEST, _LARGEST = 100, 1_000, 1e30
-
 
 _opens_patched = ContextVar("_opens_patched", default=False)
 
@@ -80,41 +69,13 @@ def add_guard(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, 
     return guarded
 
 
-def remove_guard(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that were passed to `add_guard`; also where hfpatch 0.2 put the sentences in other places.
-
-    Raises:
-        CheckpointError: what should be put back is malformed.
-    """
-    record = stored.get(KEY)
-    if not isinstance(record, Mapping):
-        return dict(stored)  # which no record of a patch is: the reader of that says so
-    kept = record.get(ENTRY, {})
-    if not isinstance(kept, Mapping) or len(kept) > _MOST or not all(map(_is_setting, kept.items())):
-        raise CheckpointError(f"{where}: {ENTRY} in its patch record is no object of at most {_MOST} settings.")
-    restored = copy.deepcopy(dict(stored))
-    restored[KEY].pop(ENTRY, None)
-    for path, settings, name in list(_sentences(restored)):
-        if name != FILE and path not in kept:
-            raise CheckpointError(f"{where}: its patch record lacks the value of {path}, so it can't be opened.")
-        del settings[name]
-        settings |= {} if name == FILE else {name: kept[path]}
-    return restored
-
-
-def _sentences(settings: dict[str, Any], start: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where a sentence stands in a config or one of its parts: its dotted name, the part's settings, its name there."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _sentences(value, f"{start}{name}.")
-        elif is_sentence(value):
-            yield f"{start}{name}", settings, name
-
-
-def _is_setting(item: tuple[Any, Any]) -> bool:
-    path, value = item
-    named = isinstance(path, str) and len(path) <= _LONGEST
-    return named and isinstance(value, bool | int | float) and abs(value) < _LARGEST
+def remove_guard(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were passed to `add_guard`."""
+    return {
+        name: remove_guard(value) if isinstance(value, dict) else value
+        for name, value in stored.items()
+        if not (name == FILE and is_sentence(value))
+    }
 
 
 def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
@@ -133,25 +94,3 @@ def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tupl
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from parts(value, (*path, name))
-
-
-def find_nested_config(config: type) -> tuple[type, str, str] | None:
-    """Return sentence-transformers' entry for the encoder of an encoder-decoder (T5) with this config, or None.
-
-    It asks no Auto class for these. None where it isn't imported, or lists no class of transformers' own top level.
-    """
-    listed = getattr(sys.modules.get(LISTS_ENCODERS), "_ENCODER_ONLY_MODELS", ())
-    found = next((entry for entry in listed if issubclass(config, entry[0])), None)
-    return found if found is not None and (found[0] is config or found[1] == "transformers") else None
-
-
-def list_encoder(config: type) -> None:
-    """Register a patched config's class with sentence-transformers, which would open the host's encoder.
-
-    Without the entry the host's class refuses the config (`WeightFileGuard`).
-    """
-    entry = find_nested_config(config)
-    if entry is not None and entry[0] is not config:
-        of_export = hasattr(sys.modules[config.__module__], entry[2])  # whose classes lie beside its config's
-        own = (config.__module__, entry[2]) if of_export else (entry[1], *names_on_disk([entry[2]]))
-        vars(sys.modules[LISTS_ENCODERS])["_ENCODER_ONLY_MODELS"].insert(0, (config, *own))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ORIGINAL = "original_max_position_embeddings"
+LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ADAPTIVE = ("dynamic", "longrope")  # scaling types whose frequencies depend on the input's length
 
 
@@ -205,5 +205,15 @@ def describe_rotation(head_dim: int, rotation: Any) -> str:
     rotated = rotary_dim(head_dim, rotation.partial, rotation.axes)
     dims = "" if rotated == head_dim else f", {rotated} of {head_dim} channels"
     dims += "" if rotation.axes == 1 else f", {rotation.axes} axes"
-    kind = rotation.scaling["rope_type"] if rotation.scaling else "default"
-    return f"RoPE(theta={rotation.theta:g}{dims}, {rotation.pairing}{'' if kind == 'default' else f', {kind}'})"
+    settings = rotation.scaling or {}
+    starts = [settings.get(ORIGINAL), *(getattr(rotation, name, None) for name in ("original_max_positions", "length"))]
+    scaling = describe_scaling(settings, next(filter(None, starts), None), getattr(rotation, "max_positions", None))
+    return f"RoPE({', '.join([f'theta={rotation.theta:g}{dims}', rotation.pairing, *scaling])})"
+
+
+def describe_scaling(settings: Mapping[str, Any], original: int | None, length: int | None) -> list[str]:
+    """Return what a scaling does in words: its type and factor, the length that it starts from, and the new one."""
+    kind = settings.get("rope_type", "default")
+    numbers = {"factor": settings.get("factor"), "original": original, "length": length}
+    shown = [f"{name}={number:.10g}" for name, number in numbers.items() if number]
+    return [] if kind in ("default", "axial") else [kind, *shown]

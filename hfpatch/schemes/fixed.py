@@ -52,7 +52,7 @@ class Fixed(Elementwise):
     shift: bool = True
     also_called: ClassVar[tuple[str, ...]] = ("static", "constant", "affine")
     component: ClassVar[type[AffineNorm]] = FixedNorm
-    planner: ClassVar[str] = "hfpatch.swap.fixed:plan_fixed"
+    planner: ClassVar[str] = "hfpatch.swap.folded:plan_fixed"
     needs_calibration: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Folded(Norm):
     For a linear map W, b that reads `gain * h + shift`: W' = W diag(gain), b' = b + W shift. A fixed norm goes
     altogether: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the same. This is done
     where linear maps alone read the norm; a map without a bias gets one where the norm has a shift. FlashNorm
-    (arXiv:2407.09577) does it for RMSNorm.
+    (arXiv:2407.09577) does it for RMSNorm. A norm whose output the base model returns is kept unless `only` names it.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -167,7 +167,7 @@ class RMS(Norm):
     `x / sqrt(mean(x^2) + eps) * gain + shift`, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
     the replaced norm's. The function stays the same wherever the input's mean over the channels is zero. So everything
     that writes to the residual stream is centred first, if that doesn't change the model's outputs. Hidden states that
-    the model records (`output_hidden_states=True`) lose their mean.
+    the model records (`output_hidden_states=True`) lose their mean; where a base model returns one, the plan says so.
 
     Args:
         mode: "fold" subtracts the mean from the weights once; training then differs from the LayerNorm model's.

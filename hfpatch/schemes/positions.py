@@ -188,6 +188,10 @@ class NoPE(Position):
 
     also_called: ClassVar[tuple[str, ...]] = ("none", "no positions")
 
+    @property
+    def turn(self) -> int:
+        return 0
+
 
 LAYOUTS = ("interleaved", "half", "tensor2tensor")
 

@@ -132,13 +132,18 @@ def _resolve(kind: str, value: object) -> dict[str, Scheme | None]:
 def _parts(
     by_glob: Mapping[str, Scheme | None], only: tuple[str, ...], keep: tuple[str, ...], init: str
 ) -> tuple[SchemeRequest, ...]:
-    """A request for each glob with a scheme, which leaves out what earlier globs match, in the order of their turns."""
-    globs = list(by_glob)
-    parts = [
-        SchemeRequest(scheme.with_defaults(init), both(only, globs[i]), (*keep, *globs[:i]), init)
-        for i, scheme in enumerate(by_glob.values())
-        if scheme is not None
-    ]
+    """A request for each glob with a scheme, which leaves out what earlier globs match, in the order of their turns.
+
+    Globs one after another with the same norm make one: whoever replays the record asks for them at once, too.
+    """
+    globs, parts, before = list(by_glob), list[SchemeRequest](), None
+    for i, scheme in enumerate(by_glob.values()):
+        chosen = both(only, globs[i])
+        if isinstance(scheme, Norm) and scheme == before:
+            parts[-1] = replace(parts[-1], only=(*(parts[-1].only or ("*",)), *(chosen or ("*",))))
+        elif scheme is not None:
+            parts.append(SchemeRequest(scheme.with_defaults(init), chosen, (*keep, *globs[:i]), init))
+        before = scheme
     return tuple(sorted(parts, key=lambda part: part.scheme.turn))
 
 
@@ -282,10 +287,8 @@ def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     for globs in (only, keep):
         if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
             raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
-    # version 0.2 had this option, and what it came to stands in the edits
-    text = "rms" if stored[kind] == "rms:fold_bias=true" else stored[kind]
     try:
-        scheme = KINDS[kind].resolve(text)
+        scheme = KINDS[kind].resolve(stored[kind])
     except (PatchError, RecursionError) as error:
         raise CheckpointError(
             f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."

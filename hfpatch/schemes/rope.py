@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,15 @@ from ..core.scheme import require_number
 from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.errors import UnsupportedError
-from ..runtime.rotary import ADAPTIVE, ORIGINAL, AdaptiveRotaryEmbedding, RotaryEmbedding, describe_rotation, rotary_dim
+from ..runtime.rotary import (
+    ADAPTIVE,
+    ORIGINAL,
+    AdaptiveRotaryEmbedding,
+    RotaryEmbedding,
+    describe_rotation,
+    describe_scaling,
+    rotary_dim,
+)
 from .positions import Position
 
 PAIRINGS = ("half", "interleaved")
@@ -31,22 +40,123 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
     "proportional": ((), ("factor",)),
 }
-SCALING_OPTIONS = {"rope_type"}.union(*(names for options in SCALINGS.values() for names in options))
+# of a type of scaling; the length that it starts from is a fact about the model, which some attentions read, too
+SCALING_OPTIONS = {"type"}.union(*(names for options in SCALINGS.values() for names in options)) - {ORIGINAL}
+STRETCHING = ("linear", "proportional")  # their settings don't say the original length: it is the config's over factor
 THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
+# pairs of options of which the second must be larger, with transformers' own values
+_ORDERED = (("beta_slow", "beta_fast", (1, 32)), ("low_freq_factor", "high_freq_factor", (0, float("inf"))))
+PARTIAL = "partial_rotary_factor"
 
 
-def caching_loss(scaling: Mapping[str, Any] | None, length: int) -> str | None:
+@dataclass(frozen=True)
+class Rotation:
+    """What a model does with its rotary settings.
+
+    Attributes:
+        settings: transformers' `rope_parameters`.
+        original: the length of texts that scaling starts from; None if nothing says it.
+        length: `max_position_embeddings`; None if there is none.
+        gone: settings of the scaling before, which went with it.
+    """
+
+    settings: dict[str, Any]
+    original: int | None
+    length: int | None
+    gone: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The type of scaling."""
+        return self.settings.get("rope_type", "default")
+
+    def __str__(self) -> str:
+        partial = self.settings.get(PARTIAL) or 1.0
+        pieces = [f"theta={self.settings['rope_theta']:g}", *([f"partial={partial:g}"] if partial != 1 else [])]
+        return f"RoPE({', '.join([*pieces, *describe_scaling(self.settings, self.original, self.length)])})"
+
+
+def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, original: int | None = None) -> Rotation:
+    """Return what a model does with the settings that a scheme names and those that it keeps.
+
+    A factor that isn't named is the new length over the original one, if a new length is named; from linear to linear
+    scaling that is the old factor times the new length over the old one.
+
+    Args:
+        scheme: what is named: theta, partial, scaling, and the lengths.
+        kept: the present `rope_parameters`.
+        length: the present `max_position_embeddings`.
+        original: the config's own `original_max_position_embeddings`, which transformers prefers to that in `kept`.
+
+    Raises:
+        OptionError: what is named contradicts what is kept.
+    """
+    named, new_length = scheme.scaling or {}, scheme.max_positions or length
+    settings, gone = merged(named, kept)
+    if scheme.theta is not None:
+        settings["rope_theta"] = scheme.theta
+    if scheme.partial is not None and scheme.partial != kept.get(PARTIAL, 1.0):
+        settings[PARTIAL] = scheme.partial
+    kind = settings.get("rope_type", "default")
+    start = named.get(ORIGINAL) or scheme.original_max_positions or original or kept.get(ORIGINAL)
+    stretch = kept.get("factor") if not start and kept.get("rope_type") in STRETCHING else None
+    start, stretch = start or length or 0, stretch or 1.0
+    if named:
+        if start and RoPE.takes(kind, ORIGINAL):
+            settings[ORIGINAL], stretch = round(start / stretch), 1.0
+            start = settings[ORIGINAL]
+        if start and scheme.max_positions and "factor" not in named and kind in FACTOR_BY_LENGTH:
+            settings["factor"] = _factor(scheme.max_positions * stretch, start)
+        require_in_range(settings)
+    start = new_length if kind == "dynamic" else round(start / stretch)  # that starts from the config's length
+    return Rotation(settings, start or None, new_length, {name: gone[name] for name in gone if name not in settings})
+
+
+def _factor(new: float, original: int) -> float:
+    """The factor of scaling from one length to another."""
+    return max(new / original, 1.0)
+
+
+def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return present settings with named ones, and what goes: all of a scaling whose type changes, older names of it.
+
+    Args:
+        named: of a scaling, with its `rope_type`; empty if none is.
+        kept: the present `rope_parameters`.
+    """
+    before = kept.get("rope_type", "default")
+    kind = named.get("rope_type", before)
+    gone = SCALING_OPTIONS if kind != before else {"type"} if named and kept.get("type") != kind else set()
+    settings = {name: value for name, value in kept.items() if name not in gone} | dict(named)
+    return copy.deepcopy(settings), {name: kept[name] for name in kept if name in gone - {"type"}}
+
+
+def require_in_range(scaling: Mapping[str, Any]) -> None:
+    """Refuse a factor that doesn't stretch, and bounds in the wrong order.
+
+    Raises:
+        OptionError: says which.
+    """
+    if (scaling.get("factor") or 1.0) < 1:
+        raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
+    for low, high, usual in _ORDERED:
+        pair = [scaling.get(name) or default for name, default in zip((low, high), usual, strict=True)]
+        if not pair[0] < pair[1]:
+            raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}], and they are {pair[::-1]}.")
+
+
+def caching_loss(scaling: Mapping[str, Any] | None, original: int | None) -> str | None:
     """Return what generating with a cache loses, for the plan, with scaling by the input's length; None with another.
 
     Args:
         scaling: transformers' `rope_parameters`.
-        length: from which it scales, unless it says so.
+        original: the length that it starts from.
     """
     if not scaling or scaling.get("rope_type") not in ADAPTIVE:
         return None
     return (
-        f"beyond {scaling.get(ORIGINAL) or length} tokens frequencies go by the input's length, and keys in a cache "
-        "keep those of their time: generate with use_cache=False there"
+        f"beyond {original} tokens frequencies go by the input's length, and keys in a cache keep those of their time: "
+        "generate with use_cache=False there"
     )
 
 
@@ -72,8 +182,10 @@ class RoPE(Position):
             2024, DINOv3 likewise).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
             scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
-            `original_max_position_embeddings` defaults to the model's own, else to the removed table's length; `factor`
-            to max_positions over it, where that is given. With dynamic and longrope, frequencies change as the input
+            Options of the scaling that the model has stay while the type stays. `original_max_position_embeddings`
+            defaults to the model's own, else to the removed table's length; `factor` to max_positions over it, if that
+            is given (from linear to linear scaling of a model that rotates already: to the old factor times the new
+            length over the old one). With dynamic and longrope, frequencies change as the input
             grows beyond the original length, and keys in a cache keep those of their time, as in most of transformers'
             own models: from there on, generating with a cache isn't the function that it is without one, and the plan
             and the outcome say so. (Phi-3 makes its cache anew where longrope changes over.)
@@ -151,12 +263,7 @@ class RoPE(Position):
                 raise OptionError(f"RoPE: scaling[{name!r}] must be a list of numbers, not {value!r:.40}.")
             for number in value if listed else () if name in ("rope_type", "truncate") else (value,):
                 require_number("RoPE", f"scaling[{name!r}]", number, above=0.0)
-        if scaling.get("factor", 1.0) < 1:
-            raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
-        for low, high, usual in (("beta_slow", "beta_fast", (1, 32)), ("low_freq_factor", "high_freq_factor", (0, 1))):
-            pair = [scaling.get(name, default) for name, default in zip((low, high), usual, strict=True)]
-            if {low, high} & set(scaling) and not pair[0] < pair[1]:
-                raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}], and they are {pair[::-1]}.")
+        require_in_range(scaling)
 
     @classmethod
     def takes(cls, kind: str, option: str) -> bool:
@@ -164,11 +271,17 @@ class RoPE(Position):
         return any(option in names for names in SCALINGS[kind])
 
     def over(self, present: RoPE) -> RoPE:
-        """The same with another's value for every option that is None: what a model gets that rotates like that."""
+        """The same with another's value for everything that isn't named: what a model gets that rotates like that."""
         names = ["scaling", "partial", "pairing", "axes", "original_max_positions"]
         if self.axes in (None, present.axes):  # other axes have frequencies of their own
             names.append("theta")
-        return replace(self, **{name: getattr(present, name) for name in names if getattr(self, name) is None})
+        taken = {name: getattr(present, name) for name in names if getattr(self, name) is None}
+        if self.scaling is not None and present.scaling is not None:
+            scaling, kind = merged(self.scaling, present.scaling)[0], self.scaling["rope_type"]
+            if not self.takes(kind, ORIGINAL):
+                scaling.pop(ORIGINAL, None)
+            taken["scaling"] = scaling
+        return replace(self, **taken)
 
     def with_paper_values(self) -> RoPE:
         """The scheme with the paper's value for every option that is None: for models without RoPE."""
@@ -212,7 +325,7 @@ class RoPE(Position):
         if not scaling or new is None or "factor" in scaling or scaling["rope_type"] not in FACTOR_BY_LENGTH:
             return scheme
         old = scaling.get(ORIGINAL) or scheme.original_max_positions
-        return scheme if old is None else replace(scheme, scaling={**scaling, "factor": max(new / old, 1.0)})
+        return scheme if old is None else replace(scheme, scaling={**scaling, "factor": _factor(new, old)})
 
     @classmethod
     def of(cls, rotary: RotaryEmbedding) -> RoPE:

@@ -38,6 +38,8 @@ class Outcome:
             planned, not measured", "on inputs without images".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
+        elsewhere: what is another function nevertheless, of models inside, which other classes than the saved one open:
+            "LlamaModel's last_hidden_state".
         by_repair: whether a repair came to it, also one that was undone.
         metric: what `copied` and `repaired` are: DIFFERENCE, KL or SQUARED_ERROR.
         copied, repaired: distance from the model before the patch, before a repair and after one that was kept.
@@ -49,6 +51,7 @@ class Outcome:
     basis: str = ""
     lost: str = ""
     kept: str = ""
+    elsewhere: str = ""
     by_repair: bool = False
     metric: str = ""
     copied: float | None = None
@@ -63,6 +66,7 @@ class Outcome:
     def result(self) -> str:
         """The verdict and what was measured: "exact: outputs differ by 2e-07"."""
         verdict = f"{self.verdict} {self.basis}" if self.basis else self.verdict
+        verdict += f" but for {self.elsewhere}" if self.elsewhere else ""
         return f"{verdict}: {self.measured}" if self.measured else verdict
 
     @property
@@ -91,13 +95,11 @@ class Outcome:
 
     @classmethod
     def from_json(cls, stored: Any) -> Outcome:
-        """Return the outcome that `to_json` wrote, or that hfpatch 0.2 wrote as a line.
+        """Return the outcome that `to_json` wrote.
 
         Raises:
-            ValueError: it is neither, or a text of it is no line of a bounded length.
+            ValueError: it is something else, or a text of it is no line of a bounded length.
         """
-        if isinstance(stored, str):
-            stored = _of_line(stored)
         names = [one.name for one in fields(cls)]
         if not isinstance(stored, dict) or not stored.keys() <= {*names} or stored.get("verdict") not in VERDICTS:
             raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(names)}")
@@ -147,20 +149,3 @@ class Outcomes(dict[str, str], Result):
             return
         yield outcome_table(self.found), COLUMNS
         yield [f"{request}: {line}" for request, line in self.items()]
-
-
-def _of_line(line: str) -> dict[str, Any]:
-    """The fields of a line that hfpatch 0.2 wrote in place of an outcome."""
-    rest, _, kept = line.partition("; kept: ")
-    result, _, lost = rest.partition("; not preserved: ")
-    before, _, measured = result.partition(": ")
-    verdict, _, basis = before.partition(" ")
-    by_repair = verdict == "repaired" or measured.startswith("a repair")
-    return {
-        "verdict": verdict,
-        "measured": measured,
-        "basis": basis,
-        "lost": lost,
-        "kept": kept,
-        "by_repair": by_repair,
-    }

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ..measure.blocks import same_layer
 from ..measure.float64 import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
-from ..measure.outputs import max_error
+from ..measure.outputs import deviating, max_error, outputs_inside
 from ..runtime.edits import pattern_of
 from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
 from .norms import describe
@@ -34,25 +34,29 @@ class Reader:
     Attributes:
         pattern: of its name.
         axes: its Parameters that multiply what it reads, each with the axis of the channels.
+        returned: what it reads, as a model inside returns that: "LlamaModel's last_hidden_state"; else "".
     """
 
     pattern: str
     axes: Axes
+    returned: str = ""
 
 
 @dataclass
 class _Calls:
-    """What one forward recorded: results by module and call, tensors read by linear maps, outputs of norms."""
+    """What one forward recorded: results by module and call, tensors read by linear maps, outputs of models inside."""
 
     results: dict[str, list[Any]]
     read: dict[str, list[CallArguments]]
+    inside: dict[str, list[Tensor]]
 
 
 def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple[Reader, ...] | str]:
     """Return, by pattern of a norm's name, the linear maps that alone read its output, or why there are no such maps.
 
     A map reads a norm if all of its calls get outputs of that norm. Nothing else does if noise on the norm's output
-    leaves the model's outputs as they are while these maps return what they returned before.
+    leaves the model's outputs as they are while these maps return what they returned before. What a model inside
+    returns may move, of which the `Reader` then tells: other classes open a checkpoint, too.
 
     Args:
         small: a small float64 model of the class, on the CPU.
@@ -64,7 +68,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
         names_of[module].append(name)
     norms = [name for name, module in modules.items() if describe(module) is not None]
     maps = [name for name, module in modules.items() if is_linear_map(module) or holds_maps(module)]
-    seen = _Calls(defaultdict(list), defaultdict(list))
+    seen = _Calls(defaultdict(list), defaultdict(list), {})
 
     def on_call(name: str, call: CallArguments) -> None:
         if name in readers_of:
@@ -72,7 +76,10 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
 
     readers_of = {name: set[str]() for name in maps}
     watched = {name: modules[name] for name in dict.fromkeys((*norms, *maps))}
-    with observe_calls(watched, on_call, lambda name, result: seen.results[name].append(_copy(result))):
+    with (
+        observe_calls(watched, on_call, lambda name, result: seen.results[name].append(_copy(result))),
+        outputs_inside(small) as seen.inside,
+    ):
         outputs = outputs_in_float64(small, inputs)
     for name, calls in seen.read.items():
         given = [{norm for norm in norms if _is_output(seen.results[norm], call)} for call in calls]
@@ -80,12 +87,13 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
     found: dict[str, set[Reader] | str] = {}
     for norm in norms:
         pattern, group = pattern_of(norm), [name for name in maps if norm in readers_of[name]]
-        reason = None if seen.results[norm] else UNREACHED
+        reason, moved = None if seen.results[norm] else UNREACHED, list[str]()
         if reason is None and not group:
             reason = NO_READER
-        elif reason is None and not _is_read_only_by(small, inputs, outputs, watched, norm, group, seen):
-            reason = READ_OTHERWISE
-        elif reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
+        elif reason is None:
+            only, moved = _is_read_only_by(small, inputs, outputs, watched, norm, group, seen)
+            reason = None if only else READ_OTHERWISE
+        if reason is None and _of_pattern(names_of[modules[norm]], group, seen.read) != {*group}:
             reason = OTHER_LAYERS
         readers = set[Reader]()
         for name in group if reason is None else ():
@@ -93,7 +101,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
             if axes is None:
                 reason = f"{pattern_of(name)} reads it, which isn't a linear map"
             else:
-                readers.add(Reader(pattern_of(name), axes))
+                readers.add(Reader(pattern_of(name), axes, *moved[-1:]))
         known = found.get(pattern)
         if reason is not None or isinstance(known, str):
             found[pattern] = known if isinstance(known, str) else str(reason)
@@ -146,11 +154,14 @@ def _is_read_only_by(
     norm: str,
     held: Collection[str],
     seen: _Calls,
-) -> bool:
+) -> tuple[bool, list[str]]:
     """Whether noise on a norm's output moves nothing while some maps return what they returned before.
 
     Neither the model's outputs, nor what else is passed to these maps: experts get the choice of a router, which would
     otherwise go unseen.
+
+    Returns:
+        That, and what it moves of the outputs of models inside.
     """
     count: Counter[str] = Counter()
     generator = torch.Generator().manual_seed(0)
@@ -168,9 +179,13 @@ def _is_read_only_by(
             return result + noise * result.std()
         return _copy(seen.results[name][call])
 
-    with observe_calls({name: watched[name] for name in (norm, *held)}, on_call, on_result):
+    with (
+        observe_calls({name: watched[name] for name in (norm, *held)}, on_call, on_result),
+        outputs_inside(small) as inside,
+    ):
         others = outputs_in_float64(small, inputs)
-    return not moved and max_error(outputs, others) <= _TOLERANCE
+    alone = not moved and max_error(outputs, others) <= _TOLERANCE
+    return alone, deviating(seen.inside, inside, _TOLERANCE)
 
 
 def _tensors(call: CallArguments) -> list[Tensor]:

@@ -84,9 +84,13 @@ class NativeRotation:
         assert found is not None
         return found
 
-    def rebuilt(self, settings: Settings) -> nn.Module:
+    def scale(self, module: nn.Module) -> Any:
+        """Return the factor on this rotation's cos and sin in a module of its class; None if it has none."""
+        return getattr(module, f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling", None)
+
+    def rebuilt(self, settings: Settings, length: int | None = None) -> nn.Module:
         """Return another rotary module of the host's class, on the CPU."""
-        return with_settings(self.module, settings, self.layer_type)
+        return with_settings(self.module, settings, self.layer_type, length)
 
     def phases(self, module: nn.Module) -> Any:
         """Return a rotary module's output for positions 0 and 1: (cos, sin), or complex numbers."""
@@ -97,7 +101,7 @@ class NativeRotation:
 
 def find_rotations(model: nn.Module) -> list[NativeRotation]:
     """Return every rotation of the model that follows transformers' convention."""
-    found, paths = [], config_paths(getattr(model, "config", None))
+    found, paths, stored = [], config_paths(getattr(model, "config", None)), configs_of_parts(model)
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
@@ -105,13 +109,34 @@ def find_rotations(model: nn.Module) -> list[NativeRotation]:
             theta: Any = getattr(config, "rope_theta", None)
             if module is None or (not isinstance(parameters, dict) and not isinstance(theta, int | float)):
                 continue
-            path = module.__dict__.get(ROPE_SETTINGS_PATH, paths.get(id(config)))
             name = f"{holder_name}.{attribute}".strip(".")
+            source: Any = stored.get(name)
+            if (getattr(source, "rope_parameters", None), getattr(source, "rope_theta", None)) != (parameters, theta):
+                source = config  # the host's class gives its copy settings of its own
+            path = module.__dict__.get(ROPE_SETTINGS_PATH, paths.get(id(source)))
             if "inv_freq" in module._buffers:
                 found.append(NativeRotation(name, holder, attribute, None, path))
             for kind in parameters if isinstance(parameters, dict) else ():
                 if f"{kind}_inv_freq" in module._buffers and isinstance(parameters[kind], dict):
                     found.append(NativeRotation(f"{name}.{kind}", holder, attribute, kind, path))
+    return found
+
+
+def configs_of_parts(model: nn.Module) -> dict[str, Any]:
+    """Return for each module, by name, the config that it is built from when a checkpoint is opened.
+
+    That is its own, where it is inside the model's. The parts of a model that was put together from others hold copies
+    of those, and so do T5's stacks: they are built from the config of the same class that the module around them has,
+    as are modules without one.
+    """
+    inside, found = config_paths(getattr(model, "config", None)), dict[str, Any]()
+    for name, module in model.named_modules():
+        around, own = found.get(name.rpartition(".")[0]), module.__dict__.get("config")
+        if isinstance(own, PreTrainedConfig) and isinstance(around, PreTrainedConfig) and id(own) not in inside:
+            kind = host_class(type(own))
+            same = [one for one in (around, *vars(around).values()) if host_class(type(one)) is kind]
+            own = same[0] if len(same) == 1 else own
+        found[name] = around if own is None else own
     return found
 
 

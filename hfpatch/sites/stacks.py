@@ -14,6 +14,7 @@ from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.edits import modules_at
 from ..runtime.errors import UnsupportedError
 from .architectures.architecture import Stack
+from .rotations import configs_of_parts
 
 REMOVED_ROWS = "_hfpatch_removed_rows"  # of the module that held what a patch took out without a module in its place
 
@@ -27,6 +28,7 @@ class FoundStack:
         owner, name: the module that owns the positions, and its name.
         attentions: the self-attentions that they reach, by name.
         length: positions that its config tells; None where a table tells.
+        config: what it is built from when a checkpoint is opened, which may be a copy of what the owner holds.
     """
 
     stack: Stack
@@ -34,6 +36,7 @@ class FoundStack:
     name: str
     attentions: dict[str, nn.Module]
     length: int | None = None
+    config: Any = None
 
     def path(self, *names: str) -> str:
         """Return the full name of a path relative to the owner."""
@@ -87,16 +90,16 @@ def find_stacks(model: nn.Module, known: Mapping[str, Stack] | None = None) -> l
         known: by owner; None for those of `ARCHITECTURES`, whose positions are tables.
     """
     tables = {stack.owner: stack for family in ARCHITECTURES.values() for stack in family.stacks}
-    found = []
+    found, configs = [], configs_of_parts(model)
     for name, module in model.named_modules():
         stack = by_class(tables if known is None else known, module)
         if stack is None:
             continue
         stack, attentions = _as_built(module, stack)
-        item = FoundStack(stack, module, name, {})
+        item = FoundStack(stack, module, name, {}, config=configs[name])
         item.attentions = {item.path(path): attention for path, attention in attentions.items()}
         if known is not None:
-            item.length = getattr(getattr(module, "config", None), stack.config_length, None) or 0
+            item.length = getattr(item.config, stack.config_length, None) or 0
         if item.is_present() and (attentions or known is None):
             found.append(item)
     return found

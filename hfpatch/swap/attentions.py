@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 
 import transformers
 from torch import nn
@@ -78,25 +79,29 @@ def _attention_change(
         scheme = scheme.over(RoPE.of(rotary))
     scheme.check(head_dim, name)
     _require_axes(item, scheme, name)
-    new = scheme.rotation(head_dim, _scaled_from(item, scheme))
+    start = _scaled_from(item, scheme)
+    if isinstance(scheme, RoPE) and scheme.original_max_positions is None:
+        scheme = replace(scheme, original_max_positions=start or None)
+    new = scheme.rotation(head_dim, start)
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
         row.reason = ALREADY_DONE
         return Change(row)
-    new_bias = bias_for(name, module, scheme, _has_biases(item))
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
-    seen = any(one is not None for one in (new, new_bias, rotary, bias, stack.window))
+    seen = any(one is not None for one in (new, scheme.attends, rotary, bias, stack.window))
     if not (seen or own):
         row.reason = "has no positions of its own"
         return Change(row)
+    require_settings(item)
+    new_bias = bias_for(name, module, scheme, _has_biases(item))
     refuse_private_forward(name, module)
     refuse_foreign_forward(name, module, item.owner)
     loss: str | None = None
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
         if isinstance(scheme, RoPE) and (stack.causal or getattr(item.owner, "is_decoder", False)):
-            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, _scaled_from(item, scheme)))))
+            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, scheme.original_max_positions))))
     elif new_bias is not None:
         loss = scheme.attends
     elif rotary is not None:
@@ -141,15 +146,15 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     if row.reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
         row.reason = OWN_ROTATION_KEPT
     if row.reason is None and scheme.name == "nope" and hidden and rotary is None:
-        row.reason = "dropped already"
+        row.reason = ALREADY_DONE
     if row.reason is not None:
         return Change(row)
-    if isinstance(scheme, RoPE) and not hidden and scheme.over(own) == own:
-        row.reason = "its own settings"
-        return Change(row.replace_by(described, why_exact="it rotates like this already"))
-    require_settings(item)
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
+        head_dim, length = getattr(module, item.stack.head_dim), _scaled_from(item, scheme)
+        if not hidden and scheme.rotation(head_dim, length) == own.rotation(head_dim, length):
+            row.reason = "its own settings"
+            return Change(row.replace_by(described, why_exact="it rotates like this already"))
     change = _attention_change(path, module, item, scheme)
     change.row.now = row.now
     if scheme.name == "nope":

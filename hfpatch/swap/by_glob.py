@@ -21,7 +21,8 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
     """Return the results of a request, in each of which only the modules are left that are its own.
 
     Those of one kind of scheme then have one row for each module. A module that several of them change alike (a
-    position table that feeds attentions of several) is the first's.
+    position table that feeds attentions of several) is changed by the first, and counts for all of them: `shared` of
+    the others has its row. It loses what all of them lose by it.
 
     Raises:
         UnsupportedError: two of them change a module, or a setting of the config, in different ways.
@@ -39,10 +40,23 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
     _require_equal_settings(results)
     joined = []
     for index, found in enumerate(results):
-        own = [one for one in found.changes if owners[found.kind, one.row.kind, one.row.module][0] == index]
+        own, shared = list[Change](), list[Row]()
+        for change in found.changes:
+            owner, first = owners[found.kind, change.row.kind, change.row.module]
+            if owner == index:
+                own.append(change)
+            elif change.changes and first.changes:
+                first.row.loss = _common_loss(first.row, change.row)
+                shared.append(first.row)
         by_globs = found.kind in request.mapped and not request.only
-        joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own))
+        joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own, shared=shared))
     return joined
+
+
+def _common_loss(one: Row, other: Row) -> str | None:
+    """What two schemes both lose by the change of one module: under NoPE alone a stack can't tell the order."""
+    texts = (other.loss or "").split("; ")
+    return "; ".join(text for text in (one.loss or "").split("; ") if text in texts) or None
 
 
 def require_matches(names: Names, request: Request, results: Sequence[PlannerResult]) -> None:

@@ -1,7 +1,8 @@
-"""Applies changed config settings to a model: attributes and buffers that its class builds differently from them.
+"""Applies changed config settings to a model: attributes and tensors that its class builds differently from them.
 
-The model's class is built twice on the meta device, from the present config and from one with the new settings. The
-attributes and buffers that differ are changed in the model, so that it matches its config and its checkpoint opens.
+The model's class is built twice on the meta device, from the present config and from one with the new settings. What
+differs is changed in the model, so that it matches its config and its checkpoint opens: attributes, buffers, and
+Parameters with values that the class computes (RoFormer's sines).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, th
 
 @dataclass
 class ConfigDiff:
-    """Attributes as (module, name, present value, new value), and buffers as (module, name, new value)."""
+    """Attributes as (module, name, present value, new value), and tensors as (module, name, new value)."""
 
     attributes: list[tuple[str, str, Any, Any]] = field(default_factory=list)
-    buffers: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    tensors: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def apply(self, model: nn.Module, transaction: Transaction) -> None:
         """Set them, unless another change of the patch has replaced the present value."""
@@ -44,15 +45,18 @@ class ConfigDiff:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
                 transaction.set_attribute(module, name, value)
-        for path, name, buffer in self.buffers:
+        for path, name, tensor in self.tensors:
             module = model.get_submodule(path)
-            present = module._buffers.get(name)
-            if present is not None:
-                transaction.set_buffer(module, name, buffer.to(present.device, present.dtype))
+            present: Any = getattr(module, name, None)
+            if isinstance(present, nn.Parameter):
+                new = nn.Parameter(tensor.to(present.device, present.dtype), present.requires_grad)
+                transaction.set_parameter(module, name, new)
+            elif module._buffers.get(name) is not None:
+                transaction.set_buffer(module, name, tensor.to(present.device, present.dtype))
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
-    """Return the attributes and buffers that change if the model's class is built with other config settings.
+    """Return the attributes and tensors that change if the model's class is built with other config settings.
 
     Args:
         model: the outermost model.
@@ -66,17 +70,13 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
         return ConfigDiff()
     what, places = _text(settings), _places(edits)
     before, after = host_with(model, []), host_with(model, settings)
-    _require_same_weights(model, what, places, before, after)
+    _require_sizes_as_built(what, places, after)
     old, new = (dict(host.named_modules()) for host in (before, after))
     derived = ConfigDiff()
     for name, module in model.named_modules():
         if name in old and name in new and not _is_replaced(name, places):
             derived.attributes += [(name, *pair) for pair in _attributes(what, name, module, old[name], new[name])]
-            buffers = _buffers(what, name, module, old[name], new[name], _innermost(new, name))
-            for buffer, value in buffers:
-                saved = buffer not in module._non_persistent_buffers_set  # also where a lens hides it
-                if saved or f"{name}.{buffer}".strip(".") not in places:
-                    derived.buffers.append((name, buffer, value))
+            derived.tensors += [(name, *pair) for pair in _tensors(what, name, module, old, new, places)]
     return derived
 
 
@@ -127,24 +127,15 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
         ) from error
 
 
-def _require_same_weights(
-    model: nn.Module, what: str, places: Mapping[str, tuple[int, ...] | None], before: nn.Module, after: nn.Module
-) -> None:
-    """Refuse settings that change the shape of Parameters which the patch doesn't resize."""
-    old, new = ({name: tuple(value.shape) for name, value in host.named_parameters()} for host in (before, after))
+def _require_sizes_as_built(what: str, places: Mapping[str, tuple[int, ...] | None], after: nn.Module) -> None:
+    """Refuse settings for which the model's class builds a Parameter with another shape than the patch."""
+    new = {name: tuple(value.shape) for name, value in after.named_parameters()}
     for name, shape in places.items():
         if shape is not None and new.get(name) != shape:
             raise UnsupportedError(
                 f"{name}: the patch resizes it to {shape}, but its class builds it with shape {new.get(name)} for "
                 f"{what}, so a checkpoint couldn't be opened. {_ADVICE}"
             )
-    as_built = [name for name, value in model.named_parameters() if tuple(value.shape) == old.get(name)]
-    others = [name for name in as_built if old[name] != new.get(name) and not _is_replaced(name, places)]
-    if others:
-        raise UnsupportedError(
-            f"{others[0]}{f' (and {len(others) - 1} more)' if len(others) > 1 else ''}: the shape also depends on "
-            f"{what}, and this patch doesn't resize it, so a checkpoint couldn't be opened. {_ADVICE}"
-        )
 
 
 def _attributes(
@@ -174,27 +165,61 @@ def _innermost(modules: Mapping[str, nn.Module], name: str) -> Any:
     return next(one for one in around if isinstance(one, PreTrainedModel))
 
 
-def _buffers(
-    what: str, name: str, module: nn.Module, before: nn.Module, after: Any, whole: Any
+def _tensors(
+    what: str,
+    name: str,
+    module: nn.Module,
+    before: Mapping[str, nn.Module],
+    after: Mapping[str, nn.Module],
+    places: Mapping[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The buffers whose shape differs, as `_init_weights` of the model around them fills them."""
+    """The tensors of one module whose shape differs, as its class computes them: (name, new value)."""
     changed = []
-    for buffer, present in module._buffers.items():
-        old, new = before._buffers.get(buffer), after._buffers.get(buffer)
-        if present is not None and old is not None and new is not None and old.shape != new.shape:
-            changed.append(buffer)
+    for tensor in (*module._parameters, *module._buffers):
+        present, old, new = (getattr(holder, tensor, None) for holder in (module, before[name], after[name]))
+        if present is None or old is None or new is None or old.shape == new.shape:
+            continue
+        of_patch = f"{name}.{tensor}".strip(".") in places
+        if tensor in module._parameters:
+            changed += [tensor] if present.shape == old.shape and not of_patch else []
+        elif not of_patch or tensor not in module._non_persistent_buffers_set:  # saved, also where a lens hides it
+            changed.append(tensor)
     if not changed:
         return
-    after.to_empty(device="cpu", recurse=False)
-    for buffer in changed:
-        after._buffers[buffer].fill_(_UNSET)
-    with keep_random_state(), torch.no_grad():
-        whole._init_weights(after)  # as transformers fills them after it has loaded a model
-    for buffer in changed:
-        value = after._buffers[buffer]
-        if bool((value == _UNSET).all()):
+    rows_before, rows_after = (_initialised(host, name, changed) for host in (before, after))
+    for tensor in changed:
+        present, value = getattr(module, tensor), rows_after[tensor]
+        if isinstance(present, nn.Parameter):
+            if not _is_computed(present, rows_before[tensor], value):
+                raise UnsupportedError(
+                    f"{name}.{tensor}: the shape also depends on {what}, and this patch doesn't resize it, so a "
+                    f"checkpoint couldn't be opened. {_ADVICE}"
+                )
+            rows = min(len(present), len(value))
+            value = torch.cat((present[:rows].detach(), value[rows:].to(present.device, present.dtype)))
+        elif bool((value == _UNSET).all()):
             raise UnsupportedError(
-                f"{name}.{buffer}: its shape also depends on {what}, and {type(whole).__name__}._init_weights doesn't "
-                f"fill it. {_ADVICE}"
+                f"{name}.{tensor}: its shape also depends on {what}, and "
+                f"{type(_innermost(after, name)).__name__}._init_weights doesn't fill it. {_ADVICE}"
             )
-        yield buffer, value
+        yield tensor, value
+
+
+def _initialised(host: Mapping[str, nn.Module], path: str, names: list[str]) -> dict[str, Tensor]:
+    """Tensors of a host's module on the CPU, as transformers fills them after it has loaded a model."""
+    module: Any = host[path].to_empty(device="cpu", recurse=False)
+    found = {name: getattr(module, name) for name in names}
+    with keep_random_state(), torch.no_grad():
+        for tensor in found.values():
+            tensor.fill_(_UNSET)
+        _innermost(host, path)._init_weights(module)
+    return found
+
+
+def _is_computed(present: nn.Parameter, old: Tensor, new: Tensor) -> bool:
+    """Whether a table's rows are those that its class computes, so that it also computes those of another length."""
+    if present.shape[1:] != new.shape[1:] or bool((new == _UNSET).any()):
+        return False
+    if present.is_meta:
+        return not present.requires_grad
+    return torch.allclose(present.detach().float().cpu(), old.float(), atol=1e-2, rtol=0)  # as bfloat16 holds them

@@ -130,7 +130,7 @@ def resize_table(
         resized: from the table's values to the new ones.
         fresh: of the new rows those that start at random values; None for none.
     """
-    table, old, config = item.table(), _weight(item.table()), getattr(item.owner, "config", None)
+    table, old, config = item.table(), _weight(item.table()), item.config
     assert old is not None
     shape, where = resized(old.detach()).shape, item.table_name if table is old else f"{item.table_name}.weight"
     if fresh is not None:
@@ -165,14 +165,10 @@ def row_order_of(item: FoundStack, table: Tensor) -> RowOrder:
     Raises:
         UnsupportedError: neither the config nor the architecture tells.
     """
-    grid, config = item.stack.grid, getattr(item.owner, "config", None)
+    grid, config = item.stack.grid, item.config
     size = getattr(config, IMAGE_SIZE, None)
     what = "holds a grid of patches, whose rows have two coordinates" if grid is not None else "is no nn.Embedding"
     where = f"{item.table_name} {what}"
-    if item.stack.others:
-        raise UnsupportedError(
-            f"{where}, and isn't the only one ({', '.join(item.stack.others)}): it can't be resized."
-        )
     if grid is None or grid.projection == "" or not _is_size(size):
         raise UnsupportedError(
             f"{where}, and how many rows and columns it has can't be told from {type(config).__name__}. pos='rope' and "
@@ -213,9 +209,9 @@ def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]
     if grid.projection:
         rows, columns = grid.count_patches(item.owner, height, width)
     else:
-        patch = sides(getattr(item.owner.config, "patch_size", None) or 0)
+        patch = sides(getattr(item.config, "patch_size", None) or 0)
         if not all(patch):
-            raise UnsupportedError(f"{item.table_name}: {type(item.owner.config).__name__} has no patch_size.")
+            raise UnsupportedError(f"{item.table_name}: {type(item.config).__name__} has no patch_size.")
         rows, columns = height // patch[0], width // patch[1]
     if rows < 1 or columns < 1:
         raise UnsupportedError(f"{item.table_name}: an image of {height} x {width} pixels has no patch.")
@@ -224,7 +220,7 @@ def _count_patches(item: FoundStack, height: int, width: int) -> tuple[int, int]
 
 def _new_size(item: FoundStack, scheme: Learned, order: RowOrder) -> Any:
     """The config's new image size, in the form of its old one."""
-    old = getattr(item.owner.config, IMAGE_SIZE)
+    old = getattr(item.config, IMAGE_SIZE)
     size = scheme.image_size if scheme.image_size is not None else old
     if scheme.max_positions is not None:
         side = math.isqrt(scheme.max_positions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import Change, Row, refuse_foreign_forward, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
@@ -26,10 +27,10 @@ from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError, describe_error, first_line
 from ..runtime.host_rotary import HostRotary, Unrotated, settings_in
 from ..runtime.lens import host_class
-from ..runtime.rotary import ADAPTIVE, ORIGINAL
+from ..runtime.rotary import ADAPTIVE, LENGTH, ORIGINAL
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
-from ..schemes.rope import SCALING_OPTIONS, RoPE, caching_loss
+from ..schemes.rope import PARTIAL, RoPE, Rotation, caching_loss, rotation_after
 from ..sites.rotations import NativeRotation, Settings, find_rotations
 from ..sites.sites import Sites
 from .config_diff import Setting, derive, host_with
@@ -40,8 +41,7 @@ OWN_ROTATION_KEPT = (
 )
 NO_ROTATION = "queries and keys aren't rotated any more; only a causal mask shows the order of tokens"  # what is lost
 OTHER_ANGLES = "queries and keys are rotated by other angles than they were trained for"  # likewise
-_PARTIAL = "partial_rotary_factor"
-_USUAL_SETTINGS = ("rope_type", "rope_theta", _PARTIAL)  # settings that every rotation has
+_USUAL_SETTINGS = ("rope_type", "rope_theta", PARTIAL)  # settings that every rotation has
 _TOLERANCE = 1e-9  # of outputs in float64
 
 
@@ -68,7 +68,8 @@ def settings_of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[S
         return []
     for rotation, config in changing_rotations(sites, part):
         _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
-        for name, value in settings_in(new, _new_settings(rotation, scheme), rotation.layer_type).items():
+        after = rotation_of(sites.model, rotation, scheme)
+        for name, value in settings_in(new, after.settings, rotation.layer_type).items():
             setattr(new, name, value)
     return [
         (config, name, getattr(new, name))
@@ -80,16 +81,53 @@ def settings_of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[S
 
 def changing_rotations(sites: Sites, part: SchemeRequest[Position]) -> Iterator[tuple[NativeRotation, Any]]:
     """Return the model's own rotations that a part changes and a config describes, each with that config."""
-    for rotation in sites.rotations:
+    for rotation in sites.rotations if part.scheme.name in ("rope", "nope") else ():
         if rotation.path is not None and not sites.names.reason_to_keep([rotation.name], part.only, part.keep):
             yield rotation, reduce(getattr, rotation.path, sites.model.config)
 
 
-def _settings_in_config(model: Any, rotation: NativeRotation, settings: Settings) -> list[Setting]:
+def original_lengths(sites: Sites, part: SchemeRequest[Position]) -> set[int]:
+    """Return the lengths that the model's own rotations which a part changes start from."""
+    found = {rotation_of(sites.model, one, RoPE()).original for one, _ in changing_rotations(sites, part)}
+    return {length for length in found if length is not None}
+
+
+def rotation_of(model: Any, rotation: NativeRotation, scheme: RoPE) -> Rotation:
+    """Return what one of the model's own rotations does after a request.
+
+    Raises:
+        UnsupportedError: its scaling starts from a length that nothing says.
+        OptionError: as in `rotation_after`.
+    """
+    config = _config_of(model, rotation)
+    scheme = replace(scheme, scaling=None) if _has_axes(rotation) else scheme
+    own = getattr(config, ORIGINAL, None) if rotation.layer_type is None else None
+    after = rotation_after(scheme, rotation.settings, getattr(config, LENGTH, None), own)
+    if scheme.scaling is not None and RoPE.takes(after.kind, ORIGINAL) and after.original is None:
+        raise UnsupportedError(
+            f"{rotation.name}: {type(config).__name__} doesn't say how long texts were that the model was trained on, "
+            f"which rope_type={after.kind!r} starts from. Add {ORIGINAL!r} to scaling."
+        )
+    return after
+
+
+def _config_of(model: Any, rotation: NativeRotation) -> Any:
+    """The config that a rotation's settings are saved in; its module's own if none is."""
+    return rotation.module.config if rotation.path is None else reduce(getattr, rotation.path, model.config)
+
+
+def _settings_in_config(model: Any, rotation: NativeRotation, after: Rotation) -> list[Setting]:
     if rotation.path is None:
         return []
-    config = reduce(getattr, rotation.path, model.config)
-    return [(config, *pair) for pair in settings_in(config, settings, rotation.layer_type).items()]
+    config = _config_of(model, rotation)
+    pairs = settings_in(config, after.settings, rotation.layer_type, _new_length(model, rotation, after))
+    return [(config, *pair) for pair in pairs.items()]
+
+
+def _new_length(model: Any, rotation: NativeRotation, after: Rotation) -> int | None:
+    """The length that the config gets; None if it keeps its own."""
+    stored = rotation.path is not None and after.length != getattr(_config_of(model, rotation), LENGTH, None)
+    return after.length if stored else None
 
 
 def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position]) -> Change:
@@ -99,19 +137,9 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
     if row.reason:
         return Change(row)
     if isinstance(scheme, RoPE):
-        change = _settings_change(rotation, scheme, row)
-        if row.loss is not None and (caching := _caching_loss(model, rotation, scheme)) is not None:
-            row.loss += f"; {caching}"
-        if change.changes:
-            refuse_foreign_forward(rotation.name, rotation.module, model)
-        if change.changes and _new_settings(rotation, scheme) != rotation.settings:
-            new = _new_settings(rotation, scheme)
-            _require_served(model, rotation, new, sites.example_inputs)
-            if row.loss == OTHER_ANGLES and _turns_alike(rotation, new):
-                row.replace_by(str(row.becomes), why_exact="it turns by the same angles")
-        return change
+        return _settings_change(sites, rotation, scheme, row)
     if scheme.name != "nope" or rotation.is_dropped:
-        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else "dropped already"
+        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else ALREADY_DONE
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)
@@ -124,7 +152,8 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
-def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change:
+def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: Row) -> Change:
+    model, old = sites.model, rotation.settings
     if _has_axes(rotation) and scheme.scaling is not None:
         row.reason = "its positions have several axes, which no scaling for longer text fits"
         return Change(row)
@@ -135,31 +164,50 @@ def _settings_change(rotation: NativeRotation, scheme: RoPE, row: Row) -> Change
             f"{rotation.name}: the model's own code says which channels {row.now} turns together, so pairing= can't "
             "change that. Leave it out, or choose other modules with only=."
         )
-    new = _new_settings(rotation, scheme)
-    becomes = _describe_settings(new)
-    same = new == rotation.settings and not rotation.is_dropped
-    loss = None if same else OTHER_ANGLES
-    row.replace_by(becomes, loss=loss, why_exact="it rotates like this already").reason = (
-        "its own settings" if same else None
-    )
-    return Change(row, (_rotary_edit(rotation, new, "" if same else f"rotates by {becomes}"),))
+    after = rotation_of(model, rotation, scheme)
+    length = _new_length(model, rotation, after)
+    same_config = [] if scheme.scaling else [one for one in sites.rotations if one.path == rotation.path]
+    if length is not None and "dynamic" in {after.kind, *(one.settings.get("rope_type") for one in same_config)}:
+        raise UnsupportedError(
+            f"{rotation.name}: dynamic scaling starts from {type(_config_of(model, rotation)).__name__}.{LENGTH}, "
+            f"which max_positions would change: inputs of up to {length} tokens wouldn't be scaled. Leave "
+            "max_positions out."
+        )
+    same = after.settings == old and not rotation.is_dropped
+    refuse_foreign_forward(rotation.name, rotation.module, model)
+    if after.settings != old:
+        _require_served(model, rotation, after, sites.example_inputs)
+    alike = not rotation.is_dropped and ((same and length is None) or _turns_alike(rotation, after, length))
+    loss = None if alike else OTHER_ANGLES
+    why = "it rotates like this already" if same else "it turns by the same angles"
+    row.replace_by(str(after), loss=loss, why_exact=why)
+    if loss is not None and (caching := _caching_loss(model, rotation, after)) is not None:
+        row.loss = f"{loss}; {caching}"
+    if same and loss is None:
+        row.reason = "its own settings" if length is None else f"its own settings, which don't go by {LENGTH}"
+    elif same:
+        row.reason = f"its own settings, of which a part follows from {LENGTH}"
+    elif after.gone:
+        gone = ", ".join(f"{name}={value!r:.40}" for name, value in after.gone.items())
+        row.reason = f"gone with {old.get('rope_type')}: {gone}"
+    return Change(row, (_rotary_edit(rotation, after.settings, "" if same else f"rotates by {after}", length),))
 
 
-def _caching_loss(model: Any, rotation: NativeRotation, scheme: RoPE) -> str | None:
+def _caching_loss(model: Any, rotation: NativeRotation, after: Rotation) -> str | None:
     """What generating with a cache loses; None in models that make it anew where longrope changes over (Phi-3)."""
-    new = _new_settings(rotation, scheme)
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         return None
     prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
-    if new.get("rope_type") == "longrope" and ORIGINAL in (*prepare.__code__.co_names, *prepare.__code__.co_consts):
+    if after.kind == "longrope" and ORIGINAL in (*prepare.__code__.co_names, *prepare.__code__.co_consts):
         return None
-    return caching_loss(new, getattr(rotation.module.config, "max_position_embeddings", 0))
+    return caching_loss(after.settings, after.original)
 
 
-def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "") -> Edit:
+def _rotary_edit(rotation: NativeRotation, settings: Settings, note: str = "", length: int | None = None) -> Edit:
     options: dict[str, Any] = {"at": rotation.path} if rotation.path != () else {}
     options |= {"layer_type": rotation.layer_type} if rotation.layer_type is not None else {}
     options |= {"note": note} if note else {}
+    options |= {"length": length} if length is not None else {}
     return Edit.of(rotation.module_name, Call.of(HostRotary, copy.deepcopy(settings), **options))
 
 
@@ -167,41 +215,8 @@ def _has_axes(rotation: NativeRotation) -> bool:
     return rotation.settings.get("rope_type") == "axial"
 
 
-def _new_settings(rotation: NativeRotation, scheme: RoPE) -> Settings:
-    """A rotation's settings with those that the scheme names, as transformers writes them."""
-    old, config = rotation.settings, rotation.module.config
-    new = dict(old)
-    if scheme.scaling is not None and not _has_axes(rotation):
-        for option in SCALING_OPTIONS - {ORIGINAL}:  # which some attentions read whatever the scaling
-            new.pop(option, None)
-        new.update(scheme.scaling)
-        if RoPE.takes(scheme.scaling["rope_type"], ORIGINAL) and ORIGINAL not in scheme.scaling:
-            own = getattr(config, ORIGINAL, None) or getattr(config, "max_position_embeddings", None)
-            new[ORIGINAL] = old.get(ORIGINAL) or own
-            if new[ORIGINAL] is None:
-                raise UnsupportedError(
-                    f"{rotation.name}: {type(config).__name__} doesn't say how long texts were that the model was "
-                    f"trained on, which rope_type={scheme.scaling['rope_type']!r} starts from. Add {ORIGINAL!r} to "
-                    "scaling."
-                )
-    if scheme.theta is not None:
-        new["rope_theta"] = scheme.theta
-    if scheme.partial is not None and scheme.partial != old.get(_PARTIAL, 1.0):
-        new[_PARTIAL] = scheme.partial
-    return new
-
-
 def _partial(settings: Settings) -> float:
-    return float(settings.get(_PARTIAL) or 1.0)
-
-
-def _describe_settings(settings: Settings) -> str:
-    """The settings as a plan prints them."""
-    partial, kind = _partial(settings), settings.get("rope_type", "default")
-    pieces = [f"theta={settings['rope_theta']:g}"]
-    pieces += [f"partial={partial:g}"] if partial != 1 else []
-    pieces += [kind] if kind != "default" else []
-    return f"RoPE({', '.join(pieces)})"
+    return float(settings.get(PARTIAL) or 1.0)
 
 
 def require_same_frequencies(model: Any, names: Collection[str]) -> None:
@@ -220,7 +235,8 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
         with torch.device("cpu"):
             built = host_class(type(rotation.module))(reduce(getattr, rotation.path, model.config))
         now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
-        if now.is_meta or torch.equal(now.cpu(), expected.to(now.dtype)):
+        same_scale = rotation.scale(rotation.module) == rotation.scale(built)
+        if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
             continue
         raise UnsupportedError(
             f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config says, so the request "
@@ -231,9 +247,9 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
 # --- whether the host's class takes other settings -------------------------------------------------------------------
 
 
-def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any) -> None:
+def _require_served(model: nn.Module, rotation: NativeRotation, becomes: Rotation, example_inputs: Any) -> None:
     """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply."""
-    old, where = rotation.settings, f"{rotation.name}: {rotation.kind}"
+    old, new, where = rotation.settings, becomes.settings, f"{rotation.name}: {rotation.kind}"
     if rotation.path is None and ("mscale_all_dim" in new or _partial(new) != _partial(old)):
         raise UnsupportedError(
             f"{rotation.name}: its settings stand in no part of the model's config, so only theta and plain scaling "
@@ -245,10 +261,10 @@ def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, e
     except Exception as error:
         reason = describe_error(error, 200)
         raise UnsupportedError(f"{where} can't be made with {new!r}: {reason}") from error
-    if _PARTIAL in new and _partial(new) != _partial(old):
+    if PARTIAL in new and _partial(new) != _partial(old):
         whole = "whole heads" if _partial(old) == 1 else "a fixed part of each head"
         refusal = f"{where} turns {whole}, so partial={_partial(new):g} can't be had"
-        if not _reads(rotation, _PARTIAL, new):
+        if not _reads(rotation, PARTIAL, new):
             raise UnsupportedError(f"{refusal}.")
     elif rotation.path is None:
         refusal = f"{where} has settings of its own, and {type(model).__name__} doesn't run with others"
@@ -260,7 +276,7 @@ def _require_served(model: nn.Module, rotation: NativeRotation, new: Settings, e
     if new["rope_theta"] != old["rope_theta"] and before.numel() > 1 and not _reads(rotation, "rope_theta", new):
         raise UnsupportedError(f"{where} doesn't read rope_theta, so theta= can't change it.")
     if before.shape != after.shape or rotation.path is None:
-        _require_same_as_built(model, rotation, new, example_inputs, refusal)
+        _require_same_as_built(model, rotation, becomes, example_inputs, refusal)
 
 
 def _require_phases(rotation: NativeRotation, old: Settings, new: Settings) -> None:
@@ -281,35 +297,38 @@ def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
     return not torch.equal(one, other)
 
 
-def _turns_alike(rotation: NativeRotation, new: Settings) -> bool:
-    """Whether other settings give the same angles at every position, as `linear` with a factor of 1 does."""
-    if rotation.is_dropped or {new.get("rope_type"), rotation.settings.get("rope_type")} & set(ADAPTIVE):
+def _turns_alike(rotation: NativeRotation, after: Rotation, length: int | None) -> bool:
+    """Whether other settings or lengths give the same angles at every position, as `linear` with a factor of 1 does."""
+    kinds = {after.kind, rotation.settings.get("rope_type")} & {*ADAPTIVE}
+    if "dynamic" in kinds or (kinds and after.settings != rotation.settings):
         return False
-    one, other = (rotation.rebuilt(settings) for settings in (rotation.settings, new))
-    scales = [getattr(module, "attention_scaling", None) for module in (one, other)]
-    return scales[0] == scales[1] and torch.equal(rotation.frequencies(one), rotation.frequencies(other))
+    one, other = rotation.rebuilt(rotation.settings), rotation.rebuilt(after.settings, length)
+    same_scale = rotation.scale(one) == rotation.scale(other)
+    return same_scale and torch.equal(rotation.frequencies(one), rotation.frequencies(other))
 
 
 @torch.no_grad()
 def _require_same_as_built(
-    model: nn.Module, rotation: NativeRotation, new: Settings, example_inputs: Any, refusal: str
+    model: nn.Module, rotation: NativeRotation, after: Rotation, example_inputs: Any, refusal: str
 ) -> None:
     """Refuse settings unless a small model that is patched computes what one computes that is built with them.
 
     Where no config of the model's says its settings, none is built with them: the patched one has to run.
     """
-    error, settings = 0.0, _settings_in_config(model, rotation, new)
+    error, settings = 0.0, _settings_in_config(model, rotation, after)
     try:
         part, candidates, patched, own = _small_model(model, rotation, example_inputs)
         built, inputs = twin(host_with(part, settings), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
-            expected, new = new, _rotation_named(built, own.name).settings
-            if any(new.get(name) != expected[name] for name in _USUAL_SETTINGS if name in expected):
+            expected, small = after.settings, _rotation_named(built, own.name)
+            after = replace(after, settings=small.settings, length=getattr(small.module.config, LENGTH, None))
+            if any(after.settings.get(name) != expected[name] for name in _USUAL_SETTINGS if name in expected):
                 raise UnsupportedError("a config of its class doesn't keep them")
-            derived = derive(patched, _settings_in_config(patched, own, new), [_rotary_edit(own, new)])
-            derived.apply(patched, Transaction())
-        apply([_rotary_edit(own, new)], patched)
+        edit = _rotary_edit(own, after.settings, length=_new_length(patched, own, after))
+        if settings:
+            derive(patched, _settings_in_config(patched, own, after), [edit]).apply(patched, Transaction())
+        apply([edit], patched)
         outputs = outputs_of(patched, inputs)
         if settings:
             error = max_error(outputs_of(built, inputs), outputs)

@@ -6,7 +6,7 @@ import pkgutil
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ..core.plan_table import Change
+from ..core.plan_table import Change, Row
 from ..core.scheme import Scheme
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
@@ -23,6 +23,7 @@ class PlannerResult:
         changes: one per module: its table row, edits and new values; empty if the model is patched this way already.
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
         lengths: (config, attribute, new value) where the request sets max_positions or image_size.
+        shared: rows of what another scheme of the same call changes for this one, too.
 
     Raises:
         UnsupportedError: something isn't preserved, and the request is init="exact".
@@ -32,6 +33,12 @@ class PlannerResult:
     changes: list[Change]
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
+    shared: list[Row] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows of what is changed for it as for others, of what it changes itself, and of what it keeps."""
+        return [*self.shared, *(change.row for change in self.changes)]
 
     @property
     def kind(self) -> str:
@@ -41,7 +48,7 @@ class PlannerResult:
     @property
     def losses(self) -> list[str]:
         """What it doesn't preserve, without repetition; empty if exact."""
-        return list(dict.fromkeys(text for change in self.changes for text in change.row.losses))
+        return list(dict.fromkeys(text for row in self.rows for text in row.losses))
 
     def inexact(self, measured: str) -> PlannerResult:
         """Return the result without its exact conversion, which failed its check: only norms change.

@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from ..core.globs import Names
-from ..core.plan_table import Change, Row
+from ..core.plan_table import ALREADY_DONE, Change, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
+from ..runtime.rotary import LENGTH
 from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
@@ -23,11 +24,11 @@ from ..sites.stacks import FoundStack, first_row, max_positions, require_setting
 from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
-from .native_rope import changing_rotations, plan_native, settings_of_rotations
+from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .planners import PlannerResult
-from .tables import loses_order, removal, table_change, with_trained_rows
+from .tables import is_grid, loses_order, removal, table_change, tables_beside, with_trained_rows
 
-LENGTH = "max_position_embeddings"  # transformers' name, which configs with another map to their own
+OF_TEXT = "rows of a sequence are asked for, and this is a grid of patches: image_size= resizes it"
 
 
 def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> PlannerResult:
@@ -38,7 +39,9 @@ def plan_position_request(sites: Sites, part: SchemeRequest[Position]) -> Planne
     changes = plan_positions(sites, part)
     if not any(change.changes for change in changes):
         return PlannerResult(part, changes)
-    return PlannerResult(part, changes, lengths=_config_lengths(sites, part))
+    lengths = _config_lengths(sites, part)
+    changes += tables_beside(sites.model, _affected(sites.tables, part, sites.names), part, changes, lengths)
+    return PlannerResult(part, changes, lengths=lengths)
 
 
 def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
@@ -53,7 +56,8 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
         OptionError: the scheme doesn't fit the attention heads.
     """
     model, names, found = sites.model, sites.names, sites.tables
-    changes = [change for item in found for change in _changes(model, item, part, names)]
+    affected = _affected(found, part, names)
+    changes = [change for item in found for change in _changes(model, item, part, names, item in affected)]
     covered = {name for item in found for name in item.attentions}
     for bias in sites.biases:
         changes += _bias_changes(model, bias, covered, part, names)
@@ -68,8 +72,13 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
 
 
 def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Names) -> list[FoundStack]:
-    """Those of the stacks whose tables or biases a part would change, were they there."""
-    return [item for item in stacks if reasons_to_keep(item, part, names)[1] is None]
+    """Those of the stacks whose tables or biases a part would change, were they there.
+
+    A number of rows concerns the tables of sequences, and grids of patches only where there is no such table.
+    """
+    found = [item for item in stacks if reasons_to_keep(item, part, names)[1] is None]
+    of_rows = isinstance(part.scheme, Learned) and (part.scheme.max_positions is not None or part.scheme.repeats)
+    return [item for item in found if of_rows and not is_grid(item)] or found
 
 
 def _find_refused(model: nn.Module) -> dict[str, str]:
@@ -82,10 +91,11 @@ def _find_refused(model: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _changes(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names) -> list[Change]:
+def _changes(
+    model: nn.Module, item: FoundStack, part: SchemeRequest[Position], names: Names, affected: bool
+) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
-    if why != ALL_ATTENTIONS_KEPT:
-        require_settings(item)
+    why = why or (None if affected else OF_TEXT)
     return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
 
 
@@ -113,16 +123,17 @@ def _bias_changes(
     reasons, why = reasons_to_keep(item, part, names)
     row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
-        row.now, row.reason = "no biases", "removed already"
+        row.now, row.reason = "no biases", why or ALREADY_DONE
     change = Change(row)
     left = {path: module for path, module in item.attentions.items() if path not in covered}
     if scheme.keeps_table and not left:
         row.reason = row.reason or "stays beside the table"
         return [change]
-    if scheme.keeps_table and why != ALL_ATTENTIONS_KEPT:
-        raise UnsupportedError(
-            f"{name}: its positions are relative biases, and pos={scheme.name!r} needs a table of absolute ones."
-        )
+    needs = "a table of absolute ones" if scheme.keeps_table else ""
+    if scheme.attends and item.stack.projections is None:  # it would rotate instead
+        needs = f"others, which {type(item.owner).__name__} doesn't take"
+    if needs and why != ALL_ATTENTIONS_KEPT:
+        raise UnsupportedError(f"{name}: its positions are relative biases, and pos={scheme.name!r} needs {needs}.")
     if row.reason is None:
         row.replace_by("removed", loss="relative biases are removed" + loses_order(item, scheme))
         change.edits, _ = removal(model, item)
@@ -174,13 +185,15 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
+    tables, others = _affected(sites.tables, part, sites.names), _without_table(sites, part)
+    if not (tables or others):
+        return part  # the model's own rotations say each for itself what they start from
     lengths: set[int] = _recorded_values(sites.model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
     elif not lengths:
-        configs = [*_of_rotations(sites, part), *_of_biases(sites, part)]
-        lengths = {getattr(config, attribute, None) or 0 for config, attribute in configs}
-        lengths |= set(map(max_positions, _affected(sites.tables, part, sites.names)))
+        lengths = {getattr(config, attribute) for config, attribute in others}
+        lengths |= {0, *map(max_positions, tables), *original_lengths(sites, part)}
         lengths -= {0}  # positions that are made without a table
     if len(lengths) > 1 and getattr(scheme, "scaling", None):
         raise OptionError(
@@ -217,27 +230,21 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
     settings, affected = settings_of_rotations(sites, part), _affected(sites.tables, part, sites.names)
     sizes: list[Setting] = []
     if isinstance(scheme, Learned):
-        new = [(item.owner.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
+        new = [(item.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
         sizes = [setting for setting in new if setting[2] is not None]
     if scheme.max_positions is None:
         return settings + sizes
-    found: list[Setting] = []
-    for config, attribute in _of_rotations(sites, part):
-        if (getattr(scheme, "scaling", None) or {}).get("rope_type") == "dynamic":
-            raise UnsupportedError(
-                f"dynamic scaling starts from {type(config).__name__}.{LENGTH}, which max_positions would change. "
-                "Leave max_positions out."
-            )
-        if getattr(config, attribute, None) is None:
-            raise UnsupportedError(f"{type(config).__name__} has no {attribute} to set. Leave max_positions out.")
-        found.append((config, attribute, scheme.max_positions))
-    stacks = [item for item in affected if item.stack.grid is None]  # patches are no length of text
+    for _, config in changing_rotations(sites, part):
+        if getattr(config, LENGTH, None) is None:
+            raise UnsupportedError(f"{type(config).__name__} has no {LENGTH} to set. Leave max_positions out.")
+    rotations = [(config, LENGTH, scheme.max_positions) for _, config in changing_rotations(sites, part)]
+    found = rotations + [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
+    # patches are no length of text, nor are sounds whose config has none
+    stacks = [item for item in affected if item.stack.grid is None]
+    stacks = [item for item in stacks if getattr(item.config, item.stack.config_length, None) is not None]
     found += [_of_stack(sites.model, item, scheme.max_positions) for item in stacks]
     found += _pin_lengths(sites, part, affected)
-    known = {id(config) for config, _, _ in found}
-    for config, attribute in _of_biases(sites, part):
-        if id(config) not in known and getattr(config, attribute, None) is not None:
-            found.append((config, attribute, scheme.max_positions))
+    found = list({(id(config), name): (config, name, value) for config, name, value in found}.values())
     if not found + sizes:
         raise UnsupportedError(
             f"{type(sites.model).__name__}: none of its configs says how many positions there are. Leave "
@@ -248,7 +255,7 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
 
 def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     """The setting of a stack's config for its new length; some configs also count rows that hold no position."""
-    config, attribute = getattr(item.owner, "config", None), item.stack.config_length
+    config, attribute = item.config, item.stack.config_length
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
         return config, attribute, length  # what its host computes has as many rows as are asked for
@@ -268,7 +275,7 @@ def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[Fou
     owners = [item.owner for item in affected]
     found: list[Setting] = []
     for item in sites.biases if part.scheme.keeps_table else ():
-        config, unset = getattr(item.owner, "config", None), item.stack.as_long_as_tables
+        config, unset = item.config, item.stack.as_long_as_tables
         if unset is None or item.removed_rows() is not None or item.owner not in owners:
             continue
         number = getattr(config, unset, None)
@@ -277,18 +284,12 @@ def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[Fou
     return found
 
 
-def _of_biases(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
-    """The configs of stacks with relative biases that a part changes, and the attributes with their length."""
-    affected = _affected(sites.biases, part, sites.names)
-    return [(item.owner.config, item.stack.config_length) for item in affected]
-
-
-def _of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
-    """The configs of the model's own rotations that a part changes, and the attribute with their length."""
-    if part.scheme.name not in ("rope", "nope"):
-        return []
-    configs = {id(config): config for _, config in changing_rotations(sites, part)}
-    return [(config, LENGTH) for config in configs.values()]
+def _without_table(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
+    """The configs of biases and of a host's own sines that a part changes, and the attributes with their length."""
+    rotates = part.scheme.name in ("rope", "nope")
+    stacks = _affected(sites.biases + (sites.own_rotations if rotates else []), part, sites.names)
+    found = [(item.config, item.stack.config_length) for item in stacks]
+    return [(config, attribute) for config, attribute in found if getattr(config, attribute, None) is not None]
 
 
 def _recorded_values(model: nn.Module, option: str) -> set[int]:

@@ -99,6 +99,11 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
     except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
+        host: Any = host_class(type(module))
+        parameters = [*inspect.signature(host.forward).parameters.values()][1:]
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind == one.POSITIONAL_OR_KEYWORD]
+        if others := [name for name in needed if name not in (lens.states, MASK)]:
+            return f"can't be tried alone with a bias, since its model also hands it {', '.join(others)}"
         return f"couldn't be tried with a mask of its own for every head ({describe_error(error, 120)})"
     if not _is_equal(alone, whole):
         return "doesn't add its mask to its scores"

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import Change, Row, refuse_private_forward
+from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..measure.trained_rows import count_trained_rows
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.length_lenses import MEAN_ROW, NOTHING, limit_beside_table
+from ..runtime.length_lenses import MEAN_ROW, NOTHING, CountedLength, limit_beside_table
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
-from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, table_size
+from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, max_positions, table_size
 from .attentions import ALL_ATTENTIONS_KEPT
+from .config_diff import Setting, host_with
 from .image_tables import grid_table_change, resize_table
 
 
@@ -34,13 +35,13 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
     if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
-        return Change(Row("position", item.table_name, "a constant", reason="its table is removed already"))
+        return Change(Row("position", item.table_name, "a constant", reason=why or ALREADY_DONE))
     row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)
     for path, _ in item.stack.limits:
         refuse_private_forward(item.path(path), item.owner.get_submodule(path))
-    if isinstance(scheme, Learned) and not gone and _is_grid(item, table):
+    if isinstance(scheme, Learned) and not gone and is_grid(item):
         return grid_table_change(item, scheme, row, fresh=part.init == "reset")
     if scheme.keeps_table:
         return _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
@@ -128,7 +129,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
             f"{item.table_name}: an earlier patch removed this table, and pos={scheme.name!r} needs it. Use "
             "unpatch_model (after a patch with reversible=True), or start from the original checkpoint."
         )
-    why = _reason_not_to_resize(item, table)
+    why = _reason_not_to_resize(item, table, scheme)
     if why is not None:
         raise UnsupportedError(
             f"{item.table_name}: pos={scheme.name!r} needs a table with one row a position, and {row.now} {why}. "
@@ -151,9 +152,7 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
     elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row.reason = (
-            f"holds {old} positions already" if new else "needs max_positions, the number of rows to resize it to"
-        )
+        row.reason = ALREADY_DONE if new else "needs max_positions, the number of rows to resize it to"
     else:
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
         row.replace_by(scheme.describe(0), loss=loss, why_exact="every position keeps its row")
@@ -162,9 +161,43 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
         limits = [(path, limit_beside_table(limit, item.stack.reserved_rows)) for path, limit in item.stack.limits]
+        if isinstance(scheme, Learned):  # buffers of indices are as long as the table
+            limits = [(path, limit) for path, limit in limits if isinstance(limit, CountedLength)]
         edits += [Edit.of(item.path(path, LENS_SLOT), limit) for path, limit in limits if limit is not None]
         edits += _longer(model, item, longest)
     return Change(row, tuple(edits), values)
+
+
+def tables_beside(
+    model: nn.Module, tables: list[FoundStack], part: SchemeRequest[Position], done: list[Change], sizes: list[Setting]
+) -> list[Change]:
+    """Return the changes of further tables that a class makes as long as the first (of LiLT's boxes, LUKE's entities).
+
+    Args:
+        model: as it is now.
+        tables: those that a part changes.
+        part: the request.
+        done: the part's changes so far.
+        sizes: what they change in the model's config.
+    """
+    placed = {place for change in done for edit in change.edits for place in edit.at}
+    found: dict[str, FoundStack] = {}
+    for item in tables:
+        rows = max_positions(item) + first_row(item)
+        stack = replace(item.stack, removal=(), lengths=(), reserved_rows=first_row(item))
+        for name, module in item.owner.named_modules():
+            path, is_table = item.path(name), isinstance(module, nn.Embedding)
+            if is_table and module.num_embeddings == rows and not {path, f"{path}.weight"} & placed:
+                found[path] = replace(item, stack=replace(stack, table=name))
+    longer = dict(host_with(model, sizes).named_modules()) if found and sizes else {}
+    scheme = part.scheme if isinstance(part.scheme, Learned) else Learned(max_positions=part.scheme.max_positions)
+    made = []
+    for path, item in found.items():
+        if path in longer and table_size(longer[path]) != table_size(item.table()):
+            row = Row("position", path, _table_text(item.table(), False))
+            made.append(_kept_table_change(model, item, scheme, row, fresh=part.init == "reset"))
+            row.reason = "; ".join(filter(None, (row.reason, "its class makes it as long as the first")))
+    return made
 
 
 @dataclass(frozen=True)
@@ -197,7 +230,7 @@ def with_trained_rows(tables: list[FoundStack], scheme: Learned, text_length: in
     found = {}
     for item in tables:
         table = item.table()
-        if isinstance(table, nn.Embedding) and not (isinstance(table, ComputedPositions) or _is_grid(item, table)):
+        if isinstance(table, nn.Embedding) and not (isinstance(table, ComputedPositions) or is_grid(item)):
             weight = table.weight[first_row(item) :]
             found[item.table_name] = len(weight), count_trained_rows(weight)
     if len({*found.values()}) != 1:  # tables that differ, or none
@@ -208,22 +241,23 @@ def with_trained_rows(tables: list[FoundStack], scheme: Learned, text_length: in
     return scheme if trained == rows else replace(scheme, rows=trained)
 
 
-def _reason_not_to_resize(item: FoundStack, table: Any) -> str | None:
+def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:
     """Why a table can't be computed or resized in its place, None if it can."""
     stack = item.stack
-    if _is_grid(item, table):
+    if is_grid(item):
         return "holds a grid of patches, whose rows have two coordinates"
     if not isinstance(table, nn.Embedding):
         return "is no nn.Embedding"
-    if stack.others:
+    if stack.others and not isinstance(scheme, Learned):  # which may be read at positions beyond their last
         return f"isn't the only one ({', '.join(stack.others)})"
     if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by the model in a way that hfpatch can't follow"
     return None
 
 
-def _is_grid(item: FoundStack, table: Any) -> bool:
-    return item.stack.grid is not None or isinstance(table, nn.Parameter)
+def is_grid(item: FoundStack) -> bool:
+    """Return whether a stack's table is of an image's patches."""
+    return item.stack.grid is not None or isinstance(item.table(), nn.Parameter)
 
 
 def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:

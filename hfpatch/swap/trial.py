@@ -22,7 +22,7 @@ from ..core.plan_table import Change
 from ..measure.copies import copy_of
 from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import Inputs, example_inputs
-from ..measure.media import inputs_of_every_part, with_media
+from ..measure.media import with_media
 from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.shrink import TOKENS
@@ -40,6 +40,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # 
 _MULTIPLICATIONS = 2**35  # of one forward, about a second on one core
 _FEWEST, _MOST = 64, 2_048  # tokens, whatever they cost
 _LONGEST = 2**31 - 1  # positions are 32-bit integers in some hosts
+_Make = Callable[..., dict[str, Any] | None]  # of inputs; None if others have to
 
 
 def require_runs_in_full(model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None) -> bool:
@@ -57,7 +58,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     Raises:
         UnsupportedError: it doesn't run.
     """
-    for make in (inputs_of_every_part, example_inputs):  # text alone, if images can't be made for the original either
+    for make in (with_media, example_inputs):  # text alone, if images can't be made for the original either
         full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
         if not isinstance(full, Exception):
             break
@@ -75,7 +76,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     return True
 
 
-def _full_inputs_alike(original: Any, model: Any, make: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def _full_inputs_alike(original: Any, model: Any, make: _Make) -> dict[str, Any]:
     """Full inputs of the original, if those of the patched model are of the same kind or can't be made.
 
     Raises:
@@ -213,7 +214,7 @@ def full_length(model: Any) -> int | None:
     held = [max_positions(item) for item in left if not isinstance(item.table(), ComputedPositions)]
     if any(held):
         return min(filter(None, held))
-    said = Inputs(model.config).find(*LENGTHS)
+    said = Inputs(model).find(*LENGTHS)
     longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
     unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that isn't known here
     return longest if longest is None else min(longest * (1 + unlimited), _LONGEST)
@@ -236,24 +237,24 @@ def _scale_length(length: int, factor: float | None) -> int:
     return int(min(length * (factor or 2.0), _LONGEST))
 
 
-def full_inputs(model: nn.Module, make: Callable[..., dict[str, Any]] = example_inputs) -> tuple[dict[str, Any], bool]:
+def full_inputs(model: nn.Module, make: _Make = example_inputs) -> tuple[dict[str, Any], bool]:
     """Return inputs at a model's full length and image size, and whether its text has that length.
 
     Args:
         model: as it is now.
-        make: `example_inputs`, or `inputs_of_every_part`.
+        make: `example_inputs`, or `with_media`, which leaves texts alone to the former.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
     """
-    length = full_length(model)
-    if length is None:
-        return make(model, batch=1), True
-    size = sum(parameter.numel() for parameter in model.parameters())
-    tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
-    takes = inspect.signature(model.forward).parameters
-    few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    return make(model, tokens=tokens, batch=1) | few, tokens == length
+    length, tokens, few = full_length(model), None, dict[str, Any]()
+    if length is not None:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
+        takes = inspect.signature(model.forward).parameters
+        few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
+    inputs = make(model, tokens=tokens, batch=1) or example_inputs(model, tokens=tokens, batch=1)
+    return inputs | few, tokens == length
 
 
 def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..measure.batches import Batch
 from ..measure.inputs import text_config
-from ..measure.outputs import Outputs
+from ..measure.outputs import Outputs, mask_of, padding_mask
 from ..runtime.errors import UnsupportedError
 from .dtype_copy import Subject
 from .report import LayerRow, OutputRow
@@ -20,7 +20,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 Run = tuple[str, str]  # role and dtype
 Place = tuple[str, int | None]  # an output and None, or a stream and the index of a layer
 TRUTH: Run = ("reference", "float64")
-_SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
 
 
 class Comparison:
@@ -122,8 +121,8 @@ class Comparison:
                 self.notes.append(f"{stream} of the two differ in number or shape, and aren't compared.")
 
     def _note_unused_mask(self, name: str, truth: Tensor, mask: Tensor | None, batch: Batch) -> None:
-        unused = batch.get(side_of(name, self.encoder_decoder))
-        if mask is not None or truth.dim() < 3 or not isinstance(unused, Tensor) or bool(unused.all()):
+        unused = padding_mask(name, batch, self.encoder_decoder)
+        if mask is not None or truth.dim() < 3 or unused is None or bool(unused.all()):
             return
         self._note(f"no attention mask fits {name}, so its padding counts too.")
 
@@ -169,22 +168,6 @@ class Comparison:
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-
-
-def mask_of(name: str, shape: torch.Size, batch: Batch, encoder_decoder: bool) -> Tensor | None:
-    """Return which positions (B, T) of an output count, by its side's attention mask; None for all."""
-    mask = batch.get(side_of(name, encoder_decoder))
-    if not isinstance(mask, Tensor) or mask.dim() < 2:
-        return None
-    mask = mask.flatten(0, -2).bool()  # (B, choices, T) are run as (B * choices, T)
-    per_token = len(shape) > 2 or name.rpartition(".")[2] in _SPANS
-    return mask if per_token and shape[:2] == mask.shape else None
-
-
-def side_of(name: str, encoder_decoder: bool) -> str:
-    """Return the name of the attention mask that applies to an output."""
-    of_decoder = encoder_decoder and not name.rpartition(".")[2].startswith("encoder")
-    return "decoder_attention_mask" if of_decoder else "attention_mask"
 
 
 def _is_language_model(model: Any, logits: Tensor) -> bool:

@@ -7,8 +7,9 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..checkpoint.by_name import config_of, opening
 from ..checkpoint.classes import patched_model_class
 from ..core.bare import is_quantized, require_bare
 from ..core.holders import unwrap_holders
@@ -171,8 +172,8 @@ def _load(name: str | PathLike[str], model: PreTrainedModel) -> PreTrainedModel:
         CheckpointError: it is of another family, or weights are missing, so that the truth would be partly random.
     """
     host: Any = host_class(type(model))
-    with repeatable_inference(model):
-        config = AutoConfig.from_pretrained(name)
+    with opening(str(name)), repeatable_inference(model):
+        config = config_of(str(name), trust=False)
         if config.model_type != model.config.model_type:
             raise CheckpointError(
                 f"{name} is a {config.model_type} model, and {host.__name__} a {model.config.model_type}."

@@ -296,7 +296,7 @@ GOOD_EDIT = "h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)"
 
 
 def record(**changes: Any) -> Any:
-    good = {"version": 2, "base_model_type": "gpt2", "request": [{"norm": "rms"}], "edits": [GOOD_EDIT]}
+    good = {"version": 3, "base_model_type": "gpt2", "request": [{"norm": "rms"}], "edits": [GOOD_EDIT]}
     return {key: value for key, value in (good | changes).items() if value is not ...}
 
 
@@ -308,10 +308,11 @@ def edit(text: Any) -> Any:
 # what an edit may hold is tested in runtime/test_edit_text.py and test_security.py, guards in runtime/test_guard.py
 MALFORMED: list[Any] = [
     *(None, [], "rms", 3, {}),
-    *(record(version=value) for value in (..., 0, "2", True, 2.0)),
+    *(record(version=value) for value in (..., 0, "3", True, 3.0, 4)),
     *(record(base_model_type=value) for value in (..., None, ["gpt2"], "", "no_such_family", "hfpatch")),
     *(record(activation=[]), record(norm=[], pos=[], mlp=[])),
     *(record(any_length=value) for value in (1, None)),
+    *(record(**{name: {}}) for name in ("guarded", "fingerprint", "repair_report")),  # which 0.2 had
     *(record(request=value) for value in (..., {"norm": "rms"}, None, [{"norm": "rms"}] * 1001)),
     *(record(edits=value) for value in (..., None, GOOD_EDIT, {"ln_f": "RMSNorm()"}, [GOOD_EDIT] * 10_001)),
     *map(edit, (None, [GOOD_EDIT], "", "ln_f.eps = 1e999", "ln_f.eps = b'1'", "ln_f.eps = {1}")),
@@ -330,7 +331,10 @@ UNREADABLE: list[Any] = [
     *({"pos": f"rope:theta={value}"} for value in ("NaN", "9" * 5000)),
     *({"norm": "rms", "only": value} for value in ("*", [1], [""], ["*" * 2000])),
     *({"norm": "rms", name: value} for name, value in (("keep", None), ("init", "magic"), ("init", ["auto"]))),
-    *({"norm": "rms", "outcome": value} for value in (["exact"], "exact\n<!-- hfpatch: end -->", "exact" * 1000)),
+    *(
+        {"norm": "rms", "outcome": value}
+        for value in (["exact"], "exact", {"verdict": "exact\n"}, {"verdict": "exact", "kept": "x" * 5000})
+    ),
 ]
 
 
@@ -373,7 +377,7 @@ def test_the_control_of_malformed_records(saved: Path, folder: Path) -> None:
     assert norms_of(again, AffineNorm) == ["h.0.ln_2", "h.1.ln_2", "ln_f"]
     for text in ("h.*.mlp.c_fc = GatedLinear('geglu')", "h.*.mlp.act = GatedActivation(act='GELU')"):
         assert AutoModel.from_config(AutoConfig.from_pretrained(with_record(folder, edit(text))))
-    with_record(folder, record(any_length=False, guarded={}, request=[{"norm": "rms", "only": ["*"], "keep": []}]))
+    with_record(folder, record(any_length=False, request=[{"norm": "rms", "only": ["*"], "keep": []}]))
     assert difference(AutoModel.from_pretrained(folder), AutoModel.from_pretrained(saved)) == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import pickle
@@ -12,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_edits import with_record
 from tiny_models import load, patch, peft_of_transformers, tiny
 from transformers import PreTrainedModel
 
 from hfpatch import export_model
-from hfpatch.checkpoint.file_digests import VERSION_2_REPORT
-from hfpatch.errors import FingerprintWarning
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs.report import RepairReport, Step
 from hfpatch.runtime.errors import CheckpointError
@@ -106,10 +102,9 @@ def test_a_later_patch_has_none(tmp_path: Path) -> None:
 
 
 def test_without_the_file_there_is_none(tmp_path: Path) -> None:
-    """The warning says that the file is missing; saved again the model has no report rather than a wrong one."""
+    """Saved again the model has no report rather than a wrong one."""
     (saved(tmp_path / "a") / DIGESTS).unlink()
-    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json"):
-        opened = load(tmp_path / "a", LM)
+    opened = load(tmp_path / "a", LM)
     assert repair_report(opened) is None
     opened.save_pretrained(tmp_path / "b")
     assert repair_report(load(tmp_path / "b")) is None
@@ -137,21 +132,6 @@ def test_a_malformed_report_is_refused_when_it_is_asked_for(
     (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": 5}))
     with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json can't be read"):
         load(tmp_path)
-    assert repair_report(load(tmp_path, check_fingerprint=False)) is None
-
-
-def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
-    """It has a digest in config.json; another file isn't the model's."""
-    content = json.dumps(REPORT.to_json()).encode()
-    saved(tmp_path, None)
-    (tmp_path / VERSION_2_REPORT).write_bytes(content)
-    with_record(tmp_path, repair_report=hashlib.sha256(content).hexdigest()[:32])
-    opened = load(tmp_path, check_fingerprint=False)
-    assert same(opened)
-    opened.save_pretrained(tmp_path / "b")
-    assert same(load(tmp_path / "b", check_fingerprint="full"))
-    assert not (tmp_path / "b" / VERSION_2_REPORT).exists()
-    (tmp_path / VERSION_2_REPORT).write_bytes(content.replace(b"0.125", b"0.001"))
     assert repair_report(load(tmp_path, check_fingerprint=False)) is None
 
 

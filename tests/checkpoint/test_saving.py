@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from tiny_models import difference, load, patch, peft_of_transformers, randomise, tiny
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
-from hfpatch.checkpoint.file_digests import VERSION_2_REPORT
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.errors import CheckpointError
@@ -28,7 +27,7 @@ def model(seed: int, cls: Any = GPT2Model) -> Any:
 
 def test_files_of_an_older_save_are_replaced(tmp_path: Path) -> None:
     """Also those that transformers would open before the new ones, and what is written of the older; nobody else's."""
-    for name, content in {**OTHERS, PAGE: b"<html>", VERSION_2_REPORT: b"{}"}.items():
+    for name, content in {**OTHERS, PAGE: b"<html>"}.items():
         (tmp_path / name).write_bytes(content)
     for seed, shard in ((1, WHOLE), (2, SHARDED), (3, "30KB"), (4, WHOLE)):
         one = model(seed)

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from checkpoint_edits import weights_of, with_config, with_weights
+from checkpoint_edits import weights_of
 from tiny_models import difference, load, logged, patch, peft_of_transformers, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from hfpatch.checkpoint.files import MARKER
-from hfpatch.errors import FingerprintWarning
+from hfpatch.checkpoint.classes import answer_to_architectures
 
 CAUSAL = "AutoModelForCausalLM"
 REQUESTS: dict[str, dict[str, Any]] = {"gpt2": {"norm": "dyt", "pos": "rope"}, "llama": {"pos": "nope"}}
@@ -116,14 +114,6 @@ def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     return model
 
 
-def as_earlier_versions_wrote_it(saved: Saved, folder: Path) -> Any:
-    with_config(folder, model_type="hfpatch")
-    with_weights(folder, lambda weights: weights.update({MARKER: torch.zeros(1)}))
-    (folder / "hfpatch_weights.json").unlink()
-    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json"):
-        return load(folder, CAUSAL)
-
-
 INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "the class that architectures names": lambda saved, folder: load(
         folder, getattr(sys.modules["transformers"], config_of(folder).architectures[0])
@@ -139,7 +129,6 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "accelerate, in place": in_place,
     "weights given": with_weights_given,
     "transformers' adapters": with_an_adapter_of_transformers,
-    "an earlier version's": as_earlier_versions_wrote_it,
 }
 
 
@@ -158,8 +147,17 @@ def test_into_a_patched_model(way: str, saved: Saved, tmp_path: Path) -> None:
     assert len(lines) == len(of_host), lines
 
 
-def test_a_file_has_the_models_tensors_and_no_others(saved: Saved, tmp_path: Path) -> None:
+def test_a_file_has_the_models_tensors_and_no_others(saved: Saved) -> None:
     for folder in (saved.folder, saved.folder / "shards"):
         assert weights_of(folder).keys() == saved.model.state_dict().keys()
-    with pytest.warns(FutureWarning, match="mark_weights"):
-        saved.model.save_pretrained(tmp_path, mark_weights=False)
+
+
+def test_the_entry_point_of_vllm_answers_to_names_that_no_config_was_read_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes get a config that another one read."""
+    module = sys.modules["transformers"]
+    monkeypatch.setitem(vars(module), "__getattr__", None)  # taken away again afterwards
+    answer_to_architectures()
+    assert getattr(module, "HfpatchCTRLModel").hfpatch_host is module.CTRLModel  # noqa: B009
+    for name in ("HfpatchNoSuchModel", "HfpatchGPT2Config", "NoSuchModel"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(module, name)

@@ -30,6 +30,7 @@ REASONS = (
     "add its mask",
     "reads its mask as boolean",
     "couldn't be tried with a mask",
+    "can't be tried alone with a bias",
     "reads a mask of one head",
     "holds a grid of patches",
     "is no nn.Embedding",

@@ -79,3 +79,15 @@ def test_no_word_of_the_pages_is_lost(hooks: ModuleType) -> None:
 )
 def test_cells_wrap_between_figures_and_in_names(hooks: ModuleType, cell: str, becomes: str) -> None:
     assert hooks.on_page_content(cell) == becomes
+
+
+@pytest.mark.parametrize(
+    "sentence", ["short.", "GPT2Model: 23.", "GPT2Model: 2 go.", "GPT2LMHeadModel: 23 modules change."]
+)
+def test_the_sentence_behind_a_table_is_no_row(hooks: ModuleType, sentence: str) -> None:
+    """However long it is: shorter than the first column, as long, or longer."""
+    table = "module            now\n----------------  ------\nh.{0-1}.ln_1  x2  Linear\nh.attn            Conv1D\n"
+    printed = table + sentence
+    html = hooks.on_page_content(TEXT.format(escape(printed)))
+    assert html.count("<tr>") == 3
+    assert f"<p>{sentence}</p>" in html

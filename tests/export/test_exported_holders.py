@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_encoders import cross_encoder, module, sentence_encoder, sparse_encoder, t5_encoder, transformer
+from sentence_encoders import cross_encoder, module, sentence_encoder, sparse_encoder, transformer
 from tiny_models import patch
 from transformers import AutoConfig
 
@@ -133,7 +133,6 @@ def test_code_in_a_subfolder_is_refused(tmp_path: Path) -> None:
         *((sentence_encoder, to) for to in FORMS),
         (cross_encoder, "remote"),
         (sparse_encoder, "native"),
-        (t5_encoder, "remote"),
         (routed, "plugin"),
     ],
 )

@@ -31,7 +31,6 @@ from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, describe_error
 from hfpatch.runtime.record import KEY
-from hfpatch.runtime.refuse_host import ENTRY as GUARDED
 
 # the first that a family takes, from the drawn one on
 REQUESTS: list[dict[str, Any]] = [
@@ -284,8 +283,6 @@ def _judged(one: Saved, status: str, tensors: dict[str, Tensor], outputs: dict[s
 def _as_stock(case: Case, place: Path, status: str, error: BaseException) -> str:
     """An error that isn't ours: of a setting outside the patch record, where transformers itself refuses it."""
     path = case.path
-    if path[:2] == (KEY, GUARDED) and len(path) == 3:  # stands for a setting
-        path = tuple(str(path[2]).split("."))
     if path[0] == KEY:
         raise Finding("untyped", f"{status}, {describe_error(error)}")
     other = stock(case.family)

@@ -1,8 +1,7 @@
 """Damaged weight files of patched checkpoints, in one file and in shards, and what opening may come to.
 
-Opening is refused, or gives the model that was saved. With one exception, which the documentation tells: the quick
-check reads samples of large tensors, so changed numbers between them may pass; `check_fingerprint="full"` must refuse
-those.
+Opening is refused, or gives the model that was saved, or another one, since it compares no tensors by itself;
+`check_fingerprint="full"` must refuse those.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from tiny_models import inputs, patch, tiny
 from hfpatch.measure.outputs import max_error
 from hfpatch.runtime.errors import PatchError, describe_error
 
-# wide enough for tensors of which the quick check reads samples
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2": ({"n_embd": 96, "n_layer": 3}, {"norm": "dyt", "pos": "rope"}),
     "bert": ({"hidden_size": 96, "intermediate_size": 128}, {"norm": "rms", "init": "copy"}),
@@ -199,7 +197,7 @@ def check(case: Case) -> list[str]:
     """Open a damaged checkpoint; what came of it.
 
     Raises:
-        Finding: another function where the quick check, or the full one, should have seen it; an untyped error.
+        Finding: another function that the full check passes; an untyped error.
     """
     one = saved(case.family, case.dtype, case.shards)
     with tempfile.TemporaryDirectory(dir=PLACE) as place:
@@ -208,12 +206,10 @@ def check(case: Case) -> list[str]:
         error = _error(one, to)
         if isinstance(error, str):
             return [f"{case.damage}: {error}"]
-        if case.damage not in NUMBERS:
-            raise Finding("silent", f"the outputs are off by {error:.1e}")
         full = _error(one, to, **FULL)
         if not isinstance(full, str):
             raise Finding("silent", f"the full check passes outputs that are off by {full:.1e}")
-        return [f"{case.damage}: passes the quick check, changed; the full check: {full}"]
+        return [f"{case.damage}: opened, changed; the full check: {full}"]
 
 
 def _error(one: Saved, folder: Path, **options: Any) -> str | float:

@@ -158,7 +158,7 @@ def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
 
 EDITS: dict[str, Callable[[Path], None]] = {
     "a setting": lambda folder: with_config(folder, attn_pdrop=0.9),
-    "a better outcome": lambda folder: with_record(folder, request=[{"norm": "dyt", "outcome": "exact: the same"}]),
+    "a better outcome": lambda folder: with_record(folder, request=[{"norm": "dyt", "outcome": {"verdict": "exact"}}]),
 }
 
 
@@ -169,8 +169,6 @@ def test_a_config_that_isnt_the_one_that_was_saved(folder: Path, edit: str) -> N
     with pytest.raises(CheckpointError, match=r"config\.json, or the patch record in it, was edited"):
         push_patched(folder, "me/model", dry_run=True)
     AutoModelForCausalLM.from_pretrained(folder, check_fingerprint=False).save_pretrained(folder)
-    push_patched(folder, "me/model", dry_run=True)
-    with_record(folder, fingerprint=...)  # with which nothing can be compared
     push_patched(folder, "me/model", dry_run=True)
 
 

@@ -5,10 +5,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+import zoo
 from tiny_models import inputs, tiny
 from torch import Tensor, nn
 
-from hfpatch.measure.outputs import Deviation, Outputs, deviations, last_bit, max_error, noise_floor, outputs_of
+from hfpatch.measure.outputs import (
+    Deviation,
+    Outputs,
+    deviations,
+    last_bit,
+    mask_of,
+    max_error,
+    noise_floor,
+    outputs_of,
+    without_padding,
+)
+from hfpatch.measure.snapshot import _largest_mean
 
 INF, NAN, LOWEST = math.inf, math.nan, torch.finfo(torch.float32).min
 
@@ -101,6 +114,87 @@ class TestDeviation:
         assert max_error({"a": x}, {"b": x}) == max_error({"a": x}, {"a": x, "b": x}) == max_error({}, {}) == INF
 
 
+RIGHT, LEFT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+SOUND = torch.tensor([[1] * 10 + [0] * 6, [1] * 16])
+PADDED = {"attention_mask": RIGHT}
+
+
+def kept(name: str, shape: tuple[int, ...], decodes: bool = False, **given: Tensor) -> Any:
+    """Which positions count, as a list of rows; None for all."""
+    mask = mask_of(name, torch.Size(shape), given, decodes)
+    return None if mask is None else mask.long().tolist()
+
+
+class TestPadding:
+    @pytest.mark.parametrize("mask", [RIGHT, LEFT], ids=["right", "left"])
+    @pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.float32])
+    def test_it_is_left_out_of_what_has_an_axis_of_tokens(self, mask: Tensor, dtype: torch.dtype) -> None:
+        given = {"attention_mask": mask.to(dtype)}
+        for name, shape in [("logits", (2, 4, 9)), ("last_hidden_state", (2, 4, 3)), ("start_logits", (2, 4))]:
+            assert kept(name, shape, **given) == mask.tolist()
+            assert kept(f"inner.{name}", shape, **given) == mask.tolist()
+        for name, shape in [("pooler_output", (2, 4)), ("logits", (2, 5, 9)), ("loss", ()), ("maps", (2, 8, 4, 4))]:
+            assert kept(name, shape, **given) is None
+
+    def test_masks_that_dont_say_what_is_padding(self) -> None:
+        who_reads_whom = torch.ones(2, 1, 4, 4).tril()
+        for mask in (who_reads_whom, who_reads_whom[:, 0], torch.ones(2, 4), torch.zeros(2, 4), torch.ones(2, 7)):
+            assert kept("logits", (2, 4, 9), attention_mask=mask) is None
+        assert kept("logits", (2, 4, 9)) is None
+
+    def test_a_second_text_has_a_mask_of_its_own(self) -> None:
+        given = {"attention_mask": RIGHT, "decoder_input_ids": RIGHT}
+        assert kept("logits", (2, 4, 9), True, **given) is None
+        assert kept("logits", (2, 4, 9), True, **given, decoder_attention_mask=LEFT) == LEFT.tolist()
+        assert kept("logits", (2, 4, 9), True, **given, labels=LEFT.masked_fill(LEFT == 0, -100)) == LEFT.tolist()
+        assert kept("encoder_last_hidden_state", (2, 4, 9), True, **given) == RIGHT.tolist()
+        assert kept("logits", (2, 4, 9), True, attention_mask=RIGHT) == RIGHT.tolist(), "BART's reads the same text"
+        assert kept("logits", (2, 4, 9), False, labels=LEFT - 1, **PADDED) == RIGHT.tolist()
+
+    def test_what_is_computed_of_images_has_none(self) -> None:
+        for name in (
+            "vision_model_output.last_hidden_state",
+            "image_hidden_states",
+            "qformer_outputs.last_hidden_state",
+        ):
+            assert kept(name, (2, 4, 9), **PADDED) is None
+        assert kept("text_model_output.last_hidden_state", (2, 4, 9), **PADDED) == RIGHT.tolist()
+
+    def test_steps_of_sounds_count_if_nothing_in_them_is_padding(self) -> None:
+        given = {"attention_mask": SOUND, "input_values": torch.ones(2, 16)}
+        assert kept("logits", (2, 4, 9), **given) == [[1, 1, 0, 0], [1, 1, 1, 1]]
+        assert kept("logits", (2, 16, 9), **given) == SOUND.tolist()
+        assert kept("embeddings", (2, 9), **given) is None
+        assert kept("logits", (2, 4, 9), attention_mask=SOUND, input_ids=SOUND) is None, "control"
+
+    @pytest.mark.parametrize(("family", "head"), [("wav2vec2", "Wav2Vec2ForCTC"), ("hubert", "HubertForCTC")])
+    def test_steps_that_real_encoders_of_sounds_make(self, family: str, head: str) -> None:
+        model = getattr(transformers, head)(zoo.tiny_config(family)).eval()
+        mask = torch.tensor([[1] * 2000 + [0] * 2000, [1] * 4000])
+        sounds = torch.randn(2, 4000)
+        steps = model(sounds, attention_mask=mask).logits.shape[1]
+        own = model._get_feature_vector_attention_mask(steps, mask)
+        found = kept("logits", (2, steps, 9), attention_mask=mask, input_values=sounds)
+        assert all(theirs >= ours for theirs, ours in zip(own.flatten(), torch.tensor(found).flatten(), strict=True))
+        assert sum(found[0]) >= int(own[0].sum()) - 1
+        assert sum(found[1]) == steps
+
+    def test_what_an_encoder_alone_returns(self) -> None:
+        both, half = tiny("t5"), tiny("t5", "AutoModelForTokenClassification")
+        given = {"input_ids": RIGHT + 5, "attention_mask": RIGHT, "decoder_input_ids": RIGHT + 5}
+        assert outputs_of(both, given)["last_hidden_state"].shape[:2] == (2, 4)
+        given.pop("decoder_input_ids")
+        assert outputs_of(half, given)["logits"].shape[0] == RIGHT.sum()
+
+    def test_numbers_there_neither_differ_nor_count_for_the_size(self) -> None:
+        truth = torch.randn(2, 4, 3)
+        for there in (NAN, INF, 1e6):
+            other, same = truth + 0.5, truth.masked_fill(RIGHT[..., None] == 0, there)
+            clean, *results = (without_padding({"logits": x}, None, PADDED) for x in (truth, same, other))
+            assert max_error(clean, results[0]) == 0
+            assert max_error(without_padding({"logits": same}, None, PADDED), results[1]) > 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_noise_floor_is_of_the_size_of_the_last_bit(dtype: torch.dtype) -> None:
     model = tiny("gpt2").to(dtype).train()
@@ -120,3 +214,9 @@ def test_noise_that_no_output_feels() -> None:
             return input.new_tensor([1.0])
 
     assert noise_floor(nn.Sequential(Constant(2, 2), nn.ReLU()), {"input": torch.ones(2)}) < 1e-6
+
+
+def test_means_that_were_no_numbers_before_say_nothing() -> None:
+    before = {"norm": torch.tensor([0.0, NAN, 0.0])}
+    assert _largest_mean(before, {"norm": torch.tensor([0.5, 9.0, 0.0])}) == 0.5
+    assert not _largest_mean(before, {"norm": torch.tensor([NAN, NAN, 0.0])}) <= 1.0, "control"

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import stability
+from accelerate import PartialState
 from hfrecipes.training import Run
 
 
@@ -73,3 +74,27 @@ def test_refused_at_once(refused, tmp_path, monkeypatch, recipe, flags, named):
     (tmp_path / "table.csv").write_text("text,label\na,1\nb,2\n")
     small = "--layers 1 --width 32" if recipe in ("finetune", "heal", "compare") else ""
     assert named in refused(recipe, ["--output_dir", "out", *flags.split(), *small.split()])
+
+
+LAUNCHED = {
+    "finetune": "--layers 1 --width 32",
+    "heal": "--layers 1 --width 32",
+    "compare": "--layers 1 --width 32",
+    "stability": "",
+    "benchmark": "",
+    "evaluate": "--models ./it",
+    "gpu_check": "--device cpu",
+}
+
+
+@pytest.mark.parametrize("recipe", LAUNCHED)
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_that_accelerate_does_not_join(refused, tmp_path, monkeypatch, recipe, launcher):
+    """torchrun on CPUs without ACCELERATE_USE_CPU: two processes of one each would write the same folder."""
+    assert PartialState().num_processes == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(launcher, "2")
+    said = refused(recipe, ["--output_dir", "out", *LAUNCHED[recipe].split()])
+    assert said.startswith("RecipeError: 2 processes were started, and accelerate joins 1 of them")
+    assert "ACCELERATE_USE_CPU=true" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,9 +1,8 @@
-"""Calibration is divided so that nothing is judged by what it was fitted to, and short calibration is judged longer."""
+"""Calibration is divided so that nothing is judged by what it was fitted to; fresh sequences show what it doesn't."""
 
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 
 import pytest
@@ -12,8 +11,10 @@ from tiny_models import inputs, patch, tiny
 from torch import Tensor, nn
 
 from hfpatch.errors import NotPreservedWarning, OptionError
+from hfpatch.measure.inputs import redrawn_tokens
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.distinct import count_distinct, divide, key_of
+from hfpatch.repairs.report import LONGER, OWN, RANDOM, Judgement, RepairReport
 
 LM = "AutoModelForCausalLM"
 
@@ -57,9 +58,9 @@ def test_images_are_compared_by_their_numbers() -> None:
     images[3] = images[7] + 0.01 * images[3]
     images[4] = images[7]
     fitted, judges = divide(keys(images))  # of fifteen that differ
-    assert judges == [8]
-    assert fitted == [i for i in range(16) if i != 8]  # the three are fitted
-    images[10] = images[8] + 0.01 * images[10]
+    assert judges == [6, 14]
+    assert fitted == [i for i in range(16) if i not in judges]  # the three are fitted
+    images[10] = images[6] + 0.01 * images[10]
     assert 10 not in divide(keys(images))[0]
 
 
@@ -86,36 +87,76 @@ def divergence(original: nn.Module, model: nn.Module, ids: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+def test_few_sequences_are_judged_by_two() -> None:
+    """One sequence is no judgement; of two or three no more can be spared."""
+    assert [divide(keys(draw(n, 16)))[1] for n in (2, 3, 4, 5, 12, 15, 16)] == [
+        *([1], [2], [1, 3], [1, 3], [5, 11], [6, 13], [7, 15])
+    ]
+
+
+def judgement(report: RepairReport, kind: str) -> Judgement | None:
+    return next((one for one in report.fresh if one.kind == kind), None)
+
+
 def test_short_calibration_is_judged_on_longer_sequences() -> None:
-    """On sequences of four tokens a repair of rope looks perfect, and at 32 the model is worse than unrepaired."""
+    """At positions that no training reached a good repair is worse than none: said, and not undone for that."""
     original = tiny("gpt2", LM)
-    ids = draw(64, 4)
-    with pytest.warns(NotPreservedWarning, match="at 32 tokens"):
-        model = patch_model(copy.deepcopy(original), pos="rope", calibration=[{"input_ids": ids}])
+    original.transformer.wpe.weight.data[8:] *= 6
+    ids = draw(64, 8)
+    with pytest.warns(NotPreservedWarning, match="at 64 tokens") as caught:
+        model = patch_model(copy.deepcopy(original), norm="dyt", calibration=[{"input_ids": ids}])
     report = repair_report(model)
-    assert (report.longest, report.positions, report.longer) == (4, 64, 32)
-    fresh = draw(16, 32, seed=9)
-    plain = patch(copy.deepcopy(original), pos="rope")
-    assert divergence(original, model, fresh) <= 1.02 * divergence(original, plain, fresh)
-    assert "at most 4 tokens and the model 64 positions" in report.summary()
-    joined = ids[7::8].reshape(1, 32)
-    shown = report.longer_after if report.kept else report.longer_before
-    assert shown == pytest.approx(divergence(original, model, joined), rel=1e-3)
-    assert report.longer_before == pytest.approx(divergence(original, plain, joined), rel=1e-3)
+    longer = judgement(report, LONGER)
+    assert (report.longest, report.positions, longer.length) == (8, 64, 64)
+    assert report.kept
+    assert longer.after > longer.before  # farther than unrepaired
+    assert longer in report.farther
+    plain = patch(copy.deepcopy(original), norm="dyt")
+    assert divergence(original, model, ids[7::8]) < 0.1 * divergence(original, plain, ids[7::8])
+    for text in (str(caught[0].message), report.summary()):
+        assert f"{longer.before:.3g} -> {longer.after:.3g} at 64 tokens" in text
+        assert "calibrate on sequences as long as those that it is used for" in text
+    joined = ids[7::8].reshape(1, 64)
+    assert longer.after == pytest.approx(divergence(original, model, joined), rel=1e-3)
+    assert longer.before == pytest.approx(divergence(original, plain, joined), rel=1e-3)
 
 
-def test_calibration_as_long_as_the_model_is_judged_on_itself_alone() -> None:
+def test_calibration_as_long_as_the_model_is_judged_on_no_longer_ones() -> None:
     report = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration=[{"input_ids": draw(16, 20)}]))
-    assert report.longer == 0
-    assert math.isnan(report.longer_after)
+    assert judgement(report, LONGER) is None
     assert "positions" not in report.summary()
     assert report.tokens == 14 * 20
 
 
 @pytest.mark.parametrize("family", ["vit", "bart", "t5"])
-def test_models_that_read_more_than_tokens_are_judged_on_their_calibration(family: str) -> None:
+def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
+    """Those that read tokens alone; longer ones of an encoder-decoder would be of two texts."""
     model = tiny(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         patch_model(model, norm="dyt", calibration=[inputs(model, seed) for seed in range(8)])
-    assert repair_report(model).longer == 0
+    assert {one.kind for one in repair_report(model).fresh} == ({RANDOM} if family != "vit" else set())
+
+
+def test_fresh_sequences_are_of_the_calibrations_kind() -> None:
+    """Random tokens keep length, padding and special tokens; what the model writes starts as it always does."""
+    original, ids = tiny("gpt2", LM), draw(24, 12)
+    ids[:, 0] = 1  # bos
+    mask = torch.ones_like(ids)
+    mask[::2, 9:] = 0
+    model = patch(copy.deepcopy(original), norm="dyt", calibration=[{"input_ids": ids, "attention_mask": mask}])
+    report = repair_report(model)
+    kinds = {one.kind: one for one in report.fresh}
+    assert set(kinds) == {RANDOM, OWN, LONGER}
+    assert (kinds[RANDOM].sequences, kinds[RANDOM].length) == (24, 12)
+    assert (kinds[OWN].sequences, kinds[OWN].length) == (16, 12)
+    random = torch.stack([redrawn_tokens(original, row) for row in ids])
+    assert (random[:, 0] == 1).all()
+    assert (random != ids)[:, 1:].any()
+    found = divergence(original, model, random)
+    assert 0.5 * found < kinds[RANDOM].after < 2 * found
+    shown = str(report)
+    assert "random tokens" in shown
+    assert "worst before" in shown
+    written = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration="self"))
+    assert OWN not in {one.kind for one in written.fresh}  # what it wrote was calibrated on

@@ -25,9 +25,9 @@ from hfpatch.measure.hooks import observe_calls
 from hfpatch.patch import patch_model, repair_report, unpatch_model
 from hfpatch.repairs import fits
 from hfpatch.repairs import repair as engine
-from hfpatch.repairs.distance import helps
+from hfpatch.repairs.distance import helps, mean_and_worst, token_distances
 from hfpatch.repairs.repair import repair
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.report import Judgement, RepairReport
 from hfpatch.sites import stream
 
 LM = "AutoModelForCausalLM"
@@ -222,7 +222,7 @@ def test_the_result_doesnt_depend_on_how_sequences_are_batched() -> None:
     fits = []
     for given in (parts, [joined(parts[:3]), joined(parts[3:])]):
         model = repaired(original, given)
-        assert (repair_report(model).sequences, repair_report(model).held_out) == (8, 1)
+        assert (repair_report(model).sequences, repair_report(model).held_out) == (8, 2)
         fits.append(weights(model))
     assert largest(*fits) < 1e-6
     assert largest(fits[0], weights(repaired(original, parts[:-1]))) > 1e-2  # control
@@ -240,6 +240,33 @@ def test_help_is_told_from_noise() -> None:
     assert helps(before, before - 1e-3), "the same help everywhere is none of noise"
 
 
+def test_what_isnt_finite_is_infinitely_far() -> None:
+    """Each of the two: a repair of NaN helps, and one that leads there doesn't, whatever the other tokens say."""
+    before, after = torch.full((16,), 2.0), torch.full((16,), 1.0)
+    for bad in (math.nan, math.inf):
+        some, more = before.clone(), after.clone()
+        some[3], more[3:5] = bad, bad
+        assert helps(some, after)
+        assert helps(torch.full_like(before, bad), after + 100)
+        assert not helps(before, more)
+        assert not helps(some, more)
+        assert not helps(torch.full_like(before, bad), torch.full_like(before, bad))
+        assert mean_and_worst(some) == (math.inf, math.inf)
+    assert not judged(math.inf, 1.0).farther
+    assert judged(1.0, math.inf).farther
+    assert mean_and_worst(after) == (1.0, 1.0)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    logits[:, 2] = -math.inf  # the model's own mask
+    assert float(token_distances({"logits": logits}, {"logits": logits.clone()})[1].abs().max()) == 0
+
+
+def judged(before: float, after: float) -> RepairReport:
+    """A report of random tokens, of which one sequence of two isn't finite if a distance is infinite."""
+    broken = [int(math.isinf(one)) for one in (before, after)]
+    fresh = [Judgement("random tokens", 2, 8, before, after, before, after, *broken)]
+    return RepairReport(8, 1, "KL divergence", 1.0, 0.01, True, fresh=fresh)
+
+
 @pytest.mark.parametrize(
     ("measure", "before", "after", "kept", "suffices"),
     [
@@ -252,7 +279,7 @@ def test_help_is_told_from_noise() -> None:
         ("relative squared error of the outputs", 1.0, 0.009, True, True),
         ("KL divergence", 1e-9, 1e-9, False, True),  # there was nothing to repair
         ("KL divergence", 1.0, math.nan, False, False),
-        ("KL divergence", math.nan, math.nan, False, False),
+        ("KL divergence", math.inf, math.inf, False, False),
     ],
 )
 def test_what_a_repair_may_leave(measure: str, before: float, after: float, kept: bool, suffices: bool) -> None:
@@ -333,12 +360,10 @@ def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) ->
     assert "undone: it didn't help" in str(report)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (math.nan, math.nan)])
-def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(
-    before: float, after: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("after", [2.0, math.nan, math.inf])
+def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(after: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), swapped(tiny("gpt2", LM))
-    measured = iter([("KL divergence", torch.full((8,), value)) for value in (before, after)])
+    measured = iter([("KL divergence", torch.full((8,), value)) for value in (1.0, after)])
     monkeypatch.setattr(engine, "output_distance", lambda *_, **__: next(measured))
     with pytest.warns(NotPreservedWarning):
         patch_model(model, norm="dyt", calibration=[joined(batches(model))])
@@ -346,7 +371,8 @@ def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(
     assert not report.kept
     assert any(step.kept for step in report.steps)  # control: something was fitted meanwhile
     assert largest(weights(model), weights(plain)) == 0
-    assert "undone, since it didn't help" in report.summary()
+    why = "it didn't help" if after == 2 else "it made outputs NaN or infinite"
+    assert f"undone, since {why}" in report.summary()
 
 
 # Nothing else changes

@@ -80,6 +80,13 @@ def test_special_tokens(tokens: dict[str, Any]) -> None:
         assert set(ids[:, 0].tolist()) == {model.generation_config.bos_token_id}
 
 
+def test_random_starts_are_of_the_vocabulary_and_not_special() -> None:
+    model = tiny("gpt2", LM, bos_token_id=None, eos_token_id=None, pad_token_id=40)
+    drawn = [ids for batch in sample_batches(model, 512, 2) for ids in batch["input_ids"][:, 0].tolist()]
+    assert len(set(drawn)) > 80
+    assert not set(drawn) & {0, 1, 2, 40}
+
+
 @pytest.mark.parametrize("most", [4, 9])
 def test_short_position_tables(most: int) -> None:
     """A draw is as long as the table, and no longer."""

@@ -15,11 +15,8 @@ from tiny_models import inputs, norms_of, patch, randomise, reload, tiny
 from torch import Tensor, nn
 
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.apply import apply
-from hfpatch.runtime.batch_norm import MaskedBatchNorm, Padded
-from hfpatch.runtime.edits import LENS_SLOT, Edit
+from hfpatch.runtime.batch_norm import MaskedBatchNorm
 from hfpatch.runtime.errors import UnsupportedError
-from hfpatch.runtime.lens import LENS, Lenses
 from hfpatch.runtime.norms import NormFacts
 from hfpatch.schemes.norms import BatchNorm
 
@@ -121,24 +118,6 @@ def test_padding_under_a_wrapper_of_peft(wrapper: str) -> None:
     control(**(padded(model) | {"attention_mask": torch.ones_like(padded(model)["attention_mask"])}))
     first = next(one for one in control.modules() if isinstance(one, MaskedBatchNorm))
     assert not torch.allclose(first.running_mean, expected[0].running_mean)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_lenses_of_earlier_checkpoints_are_refused(inside: bool) -> None:
-    """hfpatch 0.2.0 had the block's placement before the mask, and one more mask inside the block."""
-    model = patch(make("bert"), norm="batch", placement="pre")
-    given = padded(model)
-    model(**given)
-    for layer in model.encoder.layer:
-        padding, joins = layer.__dict__[LENS].lenses
-        if inside:
-            layer.__dict__[LENS] = joins
-            name, _ = padding.norms
-            apply([Edit.of(f"attention.{LENS_SLOT}", Padded((name.removeprefix("attention."),)))], layer)
-        else:
-            layer.__dict__[LENS] = Lenses((joins, padding))
-    with pytest.raises(UnsupportedError, match=r"output\.LayerNorm was patched by hfpatch 0\.2\.0"):
-        model(**given)
 
 
 OWN_ATTENTIONS = ("deberta-v2", "funnel", "yoso")

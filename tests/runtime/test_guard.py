@@ -15,7 +15,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
 from hfpatch.checkpoint.classes import patched_config_class
-from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.refuse_host import SENTENCE, parts, remove_guard
 from hfpatch.schemes.request import Record
 
@@ -88,47 +87,14 @@ def test_what_is_on_disk_and_in_memory(saved: Path, stored: dict[str, Any]) -> N
     assert stored == json.loads(config.to_json_string())  # and again
 
 
-@pytest.fixture
-def older(stored: dict[str, Any]) -> dict[str, Any]:
-    """As hfpatch 0.2 wrote it: a sentence in place of a number, which is in the record."""
-    del stored["transformers_weights"]
-    stored["hfpatch"]["guarded"] = {"initializer_range": stored["initializer_range"]}
-    return stored | {"initializer_range": SENTENCE}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(None, ["initializer_range"], "initializer_range", {"initializer_range": [0.4]}),
-        *({"initializer_range": {"a": 1}}, {"x" * 2000: 1}, {f"x{i}": 1 for i in range(101)}),
-    ],
-    ids=["null", "list", "string", "list inside", "object inside", "too long a name", "too many"],
-)
-def test_malformed_guards(value: Any, older: dict[str, Any]) -> None:
-    older["hfpatch"]["guarded"] = value
-    with pytest.raises(CheckpointError, match="guarded"):
-        remove_guard(older, "here")
-
-
-def test_it_puts_back_nothing_but_what_it_took(older: dict[str, Any]) -> None:
-    """A record can't overwrite settings, and names that lead nowhere are nothing."""
-    expected = remove_guard(older, "here")
-    assert expected["initializer_range"] == 0.4
-    older["hfpatch"]["guarded"] |= {"n_layer": 7, "hfpatch.version": 9, "nowhere.deep": 1, "n_layer.deep": 1, "": 1}
-    assert remove_guard(older, "here") == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "lost"),
-    [
-        ({"initializer_range": SENTENCE}, "initializer_range"),
-        ({"text_config": {"initializer_range": SENTENCE}}, r"text_config\.initializer_range"),
-    ],
-)
-def test_a_guard_whose_value_is_lost(settings: dict[str, Any], lost: str) -> None:
-    for record in ({}, {"guarded": {}}):
-        with pytest.raises(CheckpointError, match=lost):
-            remove_guard({**settings, "hfpatch": record}, "here")
+def test_nothing_but_the_sentences_is_taken_away() -> None:
+    """Those of parts too, and what stands under other names or says something else stays."""
+    inner = {"transformers_weights": SENTENCE, "width": 3}
+    settings = {"transformers_weights": SENTENCE, "text_config": inner, "note": SENTENCE, "depth": 2}
+    assert remove_guard(settings) == {"text_config": {"width": 3}, "note": SENTENCE, "depth": 2}
+    assert inner.keys() == {"transformers_weights", "width"}
+    own = {"transformers_weights": "other.safetensors"}
+    assert remove_guard(own) == own
 
 
 class CheckedNowhere(PreTrainedConfig):

@@ -139,8 +139,8 @@ def test_rows_of_a_grid_are_refused() -> None:
 
 
 def test_a_table_whose_config_tells_no_length_is_refused() -> None:
-    model, _ = zoo.tiny("fsmt")
-    with pytest.raises(UnsupportedError, match="max_positions can't be written to its config"):
+    model, _ = zoo.tiny("informer")
+    with pytest.raises(UnsupportedError, match="none of its configs says how many positions there are"):
         plan_patch(model, pos="learned:max_positions=256")
 
 

@@ -75,7 +75,7 @@ def sentence_encoder(family: str = "bert", **options: Any) -> Any:
 
 
 def t5_encoder() -> Any:
-    """The same behind the encoder of a T5, which sentence-transformers opens by a list of its own."""
+    """The same behind the encoder of a T5, which sentence-transformers opens by its own class."""
     return sentence_encoder("t5")
 
 

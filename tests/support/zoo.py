@@ -115,6 +115,11 @@ def _made(make: Any, config: PretrainedConfig) -> PreTrainedModel:
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
+def classes_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
+    """The model classes that were written for this type's configuration, by their names."""
+    return _classes_for(CONFIG_MAPPING[model_type])
+
+
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default configuration of this type, shrunk, with the changes of its override applied."""
     changes = {name: override.config for name, override in OVERRIDES.items()}

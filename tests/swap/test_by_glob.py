@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampled import slow_but
 from tiny_models import changes, difference, fingerprint, norms_of, patch, reload, same_bits, tiny, without_outcomes
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,6 +25,7 @@ from hfpatch.schemes.request import Record
 
 HALVES = {"*.h.0.*": "dyt:alpha=0.4", "*": "rms"}
 LM = "AutoModelForCausalLM"
+LONGER = "learned:max_positions=128"
 
 MAPPINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms beside dyt": ("gpt2", {"norm": HALVES}),
@@ -37,6 +40,8 @@ MAPPINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"pos": {"*decoder.*": "learned:max_positions=128", "*encoder.*": "nope"}},
     ),
     "attentions of one stack": ("gpt2", {"pos": {"*.h.0.*": "rope", "*": "alibi"}}),
+    "positions beside none": ("gpt2", {"pos": {"*.h.0.*": "rope", "*": "nope"}}),
+    "one norm by two globs": ("bert", {"norm": {"*.layer.0.*": "rms", "*": "rms"}}),
     "MLPs": ("gpt2", {"mlp": {"*.h.0.*": "geglu", "*": None}}),
     "MLPs anew": ("gpt2", {"mlp": {"*.h.0.*": "swiglu", "*": "geglu:d_ff=24"}, "init": "reset"}),
     "all kinds": ("gpt2", {"norm": HALVES, "pos": {"*.h.0.*": "rope", "*": "alibi"}, "mlp": {"*.h.1.*": "geglu"}}),
@@ -75,6 +80,42 @@ def test_a_mapping_is_its_patches_one_after_another(name: str, tmp_path: Path) -
     patch(together, **request)
     assert changes(before, fingerprint(together)) == []
     assert difference(reload(together, tmp_path), together) == 0
+
+
+# by glob, each with what may stand beside it
+REMOVING = ("rope", "rope:theta=500", "alibi", "nope")
+POSITION_PAIRS = [*itertools.product(REMOVING, repeat=2), *((one, one) for one in ("sinusoidal", LONGER))]
+NORMS = ("rms", "rms:fraction=0.5", "dyt", "derf", "layer", "folded")
+NORM_PAIRS = [*itertools.product(NORMS, repeat=2), ("deepnorm", "deepnorm"), ("layer:bias=false", "rms")]
+QUICK = [("rope", "nope"), ("nope", "alibi"), ("nope", "nope"), (LONGER, LONGER), ("rms", "rms"), ("deepnorm",) * 2]
+PAIRS = [("pos", pair) for pair in POSITION_PAIRS] + [("norm", pair) for pair in NORM_PAIRS]
+
+
+@pytest.mark.parametrize(("kind", "pair"), slow_but(PAIRS, [one for one in PAIRS if one[1] in QUICK]), ids=str)
+def test_a_change_that_serves_two_schemes_counts_for_both(kind: str, pair: tuple[str, str]) -> None:
+    """Each loses what it would lose alone, and the record's requests one after another are the same model."""
+    model = patch(tiny("gpt2"), **{kind: dict(zip(("*.h.0.*", "*"), pair, strict=True))})
+    record = Record.of(model.config)
+    for _, part in record.requests:
+        request = {kind: part.as_requested.scheme, "only": part.only or None, "keep": part.keep, "init": part.init}
+        assert part.outcome is not None
+        assert part.outcome.lost == "; ".join(plan_patch(tiny("gpt2"), **request).losses())
+        assert part.outcome.verdict == ("approximate" if part.outcome.lost else "exact")
+    again = one_after_another(tiny("gpt2"), record)
+    assert {**model.config.to_dict(), "hfpatch": 0} == {**again.config.to_dict(), "hfpatch": 0}
+    states = model.state_dict(), again.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
+    assert difference(model, again) == 0
+
+
+def test_what_two_schemes_share_loses_what_both_lose() -> None:
+    """Without positions a BERT can't tell the order of its tokens; with rotations in one layer it can."""
+    for scheme, order in (("rope", False), ("nope", True)):
+        model = patch(tiny("bert"), pos={"*.layer.0.*": scheme, "*": "nope"})
+        lost = [part.outcome.lost for part in Record.of(model.config).pos]
+        assert ["absolute positions are removed" in one for one in lost] == [True, True]
+        assert ["can't tell the order" in one for one in lost] == [order, order]
 
 
 def test_the_order_of_globs_counts() -> None:

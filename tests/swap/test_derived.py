@@ -62,20 +62,12 @@ def test_distances_keep_their_number(model_type: str) -> None:
     assert torch.equal(after.last_hidden_state, before.last_hidden_state)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        (
-            "luke",
-            r"entity_embeddings.position_embeddings.weight: the shape also depends on max_position_embeddings=\d+,",
-        ),
-        ("prophetnet", "reads a copy of its config"),
-    ],
-)
 @pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_other_weights_are_refused_before_anything_changes(model_type: str, message: str, pos: str) -> None:
-    model, _ = zoo.tiny(model_type)
+def test_other_weights_are_refused_before_anything_changes(pos: str) -> None:
+    """ProphetNet's decoder has a table as long as its encoder's, which isn't known how to change."""
+    model, _ = zoo.tiny("prophetnet")
     before = tiny_models.fingerprint(model)
+    message = r"decoder.position_embeddings.weight: the shape also depends on max_position_embeddings=\d+,"
     with pytest.raises(UnsupportedError, match=message):
         patched(model, pos=f"{pos}:max_positions={NEW}")
     assert tiny_models.changes(before, tiny_models.fingerprint(model)) == []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from tiny_models import changes, difference, fingerprint, inputs, norms_of, patch, randomise, reload, tiny
+from tiny_models import changes, difference, fingerprint, inputs, load, norms_of, patch, randomise, reload, tiny
 from torch import nn
 
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError, WrappedModelError
@@ -54,14 +56,15 @@ def bare(model: nn.Module) -> list[str]:
 CASES = [
     # family, head, options, norms that are folded, reason why the others aren't
     ("gpt2", LM, {}, 4, "lm_head, which reads it, shares its weights with another module"),
-    ("gpt2", LM, UNTIED, 5, ""),
-    ("llama", LM, UNTIED, 5, ""),
+    ("gpt2", LM, UNTIED, 4, "it is GPT2Model's last_hidden_state: only=['*', its name] folds it too"),
+    ("llama", LM, UNTIED, 4, "it is LlamaModel's last_hidden_state"),
     ("llama", LM, {"tie_word_embeddings": True}, 4, "shares its weights with another module"),
     ("gemma", LM, {}, 4, "shares its weights with another module"),
     ("nemotron", "AutoModel", {}, 4, "no linear map reads its output as it is"),
-    ("mixtral", LM, {}, 5, ""),
+    ("mixtral", LM, {}, 4, "it is MixtralModel's last_hidden_state"),
     ("ernie4_5_moe", "AutoModel", {}, 4, "no linear map reads its output as it is"),
-    ("gpt_neox", LM, {}, 5, ""),
+    ("gpt_neox", LM, {}, 4, "it is GPTNeoXModel's last_hidden_state"),
+    ("convnext", "AutoModelForImageClassification", {}, 4, "it is ConvNextModel's pooler_output"),
     ("falcon", LM, {}, 2, "shares its weights with another module"),
     ("falcon", LM, {"new_decoder_architecture": True, "num_kv_heads": 1}, 4, "shares its weights with another module"),
     ("cohere", LM, {"use_qk_norm": False}, 2, "shares its weights with another module"),
@@ -119,7 +122,7 @@ def test_tanh_and_erf_stay_with_their_scalars(norm: str, kind: type) -> None:
         for scalar in kind.scalars:
             model.get_submodule(name).get_parameter(scalar).data.add_(0.125)  # trained since
     original = copy.deepcopy(model)
-    patch(model, norm="folded")
+    patch(model, norm="folded", only=["*", "model.norm"])
     assert error(original, model, given) <= 1e-12
     assert len(norms_of(model, kind)) == 5
     for name in norms_of(model, kind):
@@ -155,10 +158,85 @@ def test_fixed_norms_go_altogether() -> None:
         randomise(model, seed=3)
         assert {model.get_submodule(name).mean for name in norms_of(model, FixedNorm)} == {mean}
         original = copy.deepcopy(model)
-        patch(model, norm="folded")
+        patch(model, norm="folded", only=["*", last])
         assert error(original, model, given) <= 1e-12
         assert norms_of(model, FixedNorm) == []
         assert len(norms_of(model, NoNorm)) == 5
+
+
+# Across the border of base model and head
+
+UNTIED_HEADS = [
+    ("llama", LM, "LlamaModel"),
+    ("gpt2", LM, "GPT2Model"),
+    ("gpt2", "AutoModelForSequenceClassification", "GPT2Model"),
+    ("convnext", "AutoModelForImageClassification", "ConvNextModel"),
+]
+
+
+def opened_with_warnings(folder: Path, head: str) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = load(folder, head)
+    return model.double(), [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize(("family", "head", "base"), UNTIED_HEADS)
+def test_every_class_that_opens_a_folded_checkpoint_returns_what_it_did(
+    family: str, head: str, base: str, tmp_path: Path
+) -> None:
+    """The control names the norm whose gain a head alone could take over: then all that open it say so."""
+    model, _ = wide(family, head, **UNTIED)
+    model.save_pretrained(tmp_path / "original")
+    original = load(tmp_path / "original").double()
+    folded = patch(copy.deepcopy(model), norm="folded")
+    folded.save_pretrained(tmp_path / "folded")
+    found, told = opened_with_warnings(tmp_path / "folded", "AutoModel")
+    assert type(found).__name__ == base
+    assert error(original, found, inputs(original)) <= 1e-12
+    assert told == []
+    assert "but for" not in str(outcomes(found))
+    kept = [row.module for row in plan_patch(model, norm="folded").rows if f"it is {base}'s" in (row.reason or "")]
+    assert len(kept) == 1
+    request = {"norm": "folded", "only": ["*", *kept], "init": "exact"}
+    assert f"; not in {base}'s " in str(plan_patch(model, **request))
+    patch(model, **request)
+    assert f": exact but for {base}'s " in str(outcomes(model))
+    model.save_pretrained(tmp_path / "named")
+    found, told = opened_with_warnings(tmp_path / "named", "AutoModel")
+    assert error(original, found, inputs(original)) > 1e-3
+    assert len(told) == 1
+    assert f"was patched as {type(model).__name__} and is opened as {base}. The patch kept what the first" in told[0]
+    assert f"but for {base}'s" in str(outcomes(found))
+    assert opened_with_warnings(tmp_path / "named", head)[1] == []
+
+
+def test_fixed_norms_that_the_base_model_returns_are_folded_by_name_alone() -> None:
+    """ConvNeXt's last norm follows the pooling, so it isn't the last norm of a stack, which would be kept as it is."""
+    model = tiny("convnext", "AutoModelForImageClassification")
+    name = "convnext.layernorm"
+    for only, note in (
+        (None, "not folded: it is ConvNextModel's pooler_output"),
+        (["*", name], "then folded; not in Conv"),
+    ):
+        rows = {row.module: row for row in plan_patch(model, norm="none", init="reset", only=only).rows}
+        assert rows[name].reason.startswith(note)
+    patch(model, norm="none", init="reset")
+    assert isinstance(model.get_submodule(name), FixedNorm)
+    assert "not folded (it is ConvNextModel's pooler_output" in str(outcomes(model))
+
+
+def test_a_centred_stream_that_the_base_model_returns_is_told(tmp_path: Path) -> None:
+    """BEiT's classifier norms the pooled stream, which its base model returns as it is."""
+    model, given = zoo.tiny("beit", auto_class="AutoModelForImageClassification")
+    original = copy.deepcopy(model)
+    patch(model, norm="rms")
+    assert ": exact but for BeitModel's last_hidden_state: outputs differ by" in str(outcomes(model))
+    assert error(original.double(), copy.deepcopy(model).double(), given) <= 1e-4
+    model.save_pretrained(tmp_path)
+    found, told = opened_with_warnings(tmp_path, "AutoModel")
+    assert ["but for BeitModel's last_hidden_state" in one for one in told] == [True]
+    assert error(original.beit.double(), found, given) > 1e-3
 
 
 # Maps without a bias
@@ -329,7 +407,7 @@ def test_a_plan_needs_no_weights() -> None:
     for norm in ("folded", "none"):
         plans = [plan_patch(tiny("llama", LM, **UNTIED).to(device), norm=norm) for device in ("meta", "cpu")]
         assert str(plans[0]) == str(plans[1])
-        assert len([row for row in plans[0].rows if row.becomes]) == (5 if norm == "folded" else 4)
+        assert len([row for row in plans[0].rows if row.becomes]) == 4
 
 
 def test_quantised_weights_are_refused() -> None:

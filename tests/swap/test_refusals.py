@@ -97,10 +97,3 @@ def test_a_host_that_adds_to_its_positions_in_place() -> None:
     table.constant.requires_grad_()
     model(**inputs).last_hidden_state.sum().backward()  # nor is a leaf written to
     assert table.constant.grad is not None
-
-
-def test_a_stack_whose_module_has_no_config() -> None:
-    """FSMT's encoder: what is refused is said, not an AttributeError."""
-    model, _ = zoo.tiny("fsmt")
-    with pytest.raises(UnsupportedError, match="max_positions can't be written to its config"):
-        plan_patch(model, pos="learned:max_positions=256")

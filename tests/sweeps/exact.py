@@ -7,6 +7,10 @@ What is exact is found on a model of one seed, and `patch_model` converts a mode
 then compared, on inputs that the patch hasn't seen, with itself before: in float64 throughout, where it may differ by
 1e-9, and in float64 with whatever float32 the family computes in inside, where it may differ by 1e-5. More is *wrong*.
 Where a type takes `inputs_embeds`, random ones in place of its tokens are compared as well.
+
+Other classes open a converted checkpoint as well. So models with heads (untied) are converted, saved, and opened by
+AutoModel: what it returns is compared with what the original's checkpoint gives, hidden states aside, which lose their
+mean. Where that is something else (a stream that the head alone norms), opening it must say so: that is *told*.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import site
+import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -27,8 +32,10 @@ import norm_swap
 import torch
 import workers
 import zoo
+from opened_as_base import base_with_inputs, everything_returned, heads, opened
 from tiny_models import norms_of, patch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hfpatch.exact.fold import Centring
 from hfpatch.exact.search import find_centring
@@ -54,6 +61,8 @@ class Result:
     model_type: str
     status: str
     class_name: str = ""
+    heads: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
     layer_norms: int = 0
     exact: int = 0
     unreached: int = 0
@@ -112,7 +121,29 @@ def examine(model_type: str) -> Result:
         return result
     if not (max(result.error, result.embedded or 0.0) <= EXACT and (result.as_written or 0.0) <= AS_WRITTEN):
         result.status = "wrong"
+    for head, inputs in heads(model_type, type(model)):
+        open_as_base(head, inputs, result)
     return result
+
+
+def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result) -> None:
+    """Fill in which classes with heads AutoModel opens once they are converted, and of which it tells a difference."""
+    model = in_float64(model)
+    with tempfile.TemporaryDirectory() as folder:
+        if (found := base_with_inputs(model, folder)) is None:
+            return
+        base, given = found
+        try:
+            with Float64():
+                converted = patch(copy.deepcopy(model), norm="rms", init="exact", example_inputs=inputs)
+        except PatchError:  # no norm is exact
+            return
+        found, told = opened(converted, folder)
+        before, after = (everything_returned(in_float64(one), given, states=False) for one in (base, found))
+    result.heads.append(type(model).__name__)
+    result.told += [type(model).__name__] if told else []
+    if not told and max_error(before, after) > EXACT:
+        result.status = "wrong"
 
 
 def with_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -222,6 +253,16 @@ def to_markdown(results: list[Result], of: str) -> str:
             "model type | status | >LayerNorms | >exact | why the others aren't | >error | >as written | >embeddings "
             "| >control | class",
             map(_cells, results),
+        ),
+        "",
+        "## Opened by AutoModel",
+        "",
+        f"{sum(len(r.heads) for r in results)} classes with heads; of {sum(len(r.told) for r in results)} it warns "
+        "that it returns something else.",
+        "",
+        *workers.table(
+            "model type | classes | warned of",
+            ((r.model_type, ", ".join(r.heads), ", ".join(r.told)) for r in results if r.heads),
         ),
     ]
     return "\n".join(lines) + "\n"

@@ -7,12 +7,17 @@ Tiny random models in float64. `norm="folded"` is compared with the model before
 (both with init="reset": without data all constants are 1), on inputs that the patch hasn't seen. An error above 1e-9,
 and above ten times what noise in the last bit of float64 makes (a choice among candidates may tip), is *wrong*. The
 control is the error where gains and shifts are left out, and no map takes them over.
+
+Other classes open a folded checkpoint as well. So models with heads (untied) are folded, saved, and opened by
+AutoModel: outputs and hidden states are compared with those of the original's checkpoint, opened likewise. "Kept for
+it" are norms that a head alone reads; the control is the error where `only=` names them, of which opening must warn.
 """
 
 from __future__ import annotations
 
 import copy
 import site
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +29,9 @@ import torch
 import workers
 import zoo
 from exact import in_float64
+from opened_as_base import base_with_inputs, everything_returned, heads, opened
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfpatch import patch_model, plan_patch
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
@@ -41,7 +48,8 @@ class Result:
     """One model type.
 
     `status` is "folded" (every norm of the last axis), "in part", "kept" (none), "refused", "wrong", or why nothing is
-    known. `gone` counts the fixed norms that norm="none" takes out, of `fixed`.
+    known. `gone` counts the fixed norms that norm="none" takes out, of `fixed`. `heads` are the classes with heads that
+    were folded and opened by AutoModel, `returned` the norms kept there since a model inside returns them.
     """
 
     model_type: str
@@ -56,6 +64,10 @@ class Result:
     none_error: float | None = None
     none_refused: str = ""
     control: float | None = None
+    heads: list[str] = field(default_factory=list)
+    returned: int = 0
+    opened: float | None = None
+    opened_control: float | None = None
 
 
 def examine(model_type: str) -> Result:
@@ -70,7 +82,43 @@ def examine(model_type: str) -> Result:
     model, fresh = in_float64(model), cast(fresh, torch.device("cpu"), torch.float64)
     fold(model, inputs, fresh, result)
     take_out(model, inputs, fresh, result)
+    for head, inputs in heads(model_type, type(model)):
+        open_as_base(head, inputs, result)
     return result
+
+
+def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result) -> None:
+    """Fill in what AutoModel makes of a checkpoint with a head, folded by default, and with what `only=` names."""
+    request: dict[str, Any] = {"norm": "folded", "example_inputs": inputs}
+    model = in_float64(model)
+    with tempfile.TemporaryDirectory() as folder:
+        if (found := base_with_inputs(model, folder)) is None:
+            return
+        base, given = found
+        try:
+            with Float64():
+                plan = plan_patch(model, **request)
+        except PatchError:  # no norm is folded
+            return
+        before = everything_returned(base, given)
+
+        def compare(**more: Any) -> tuple[float, bool]:
+            with Float64():
+                folded = patch_model(copy.deepcopy(model), **request, **more)
+            found, told = opened(folded, folder)
+            return max_error(before, everything_returned(in_float64(found), given)), told
+
+        error, told = compare()
+        result.heads.append(type(model).__name__)
+        result.opened = max(result.opened or 0.0, error)
+        names = [row.module for row in plan.rows if row.becomes is None and row.reason.endswith("folds it too")]
+        result.returned += len(names)
+        wrong = told or not error <= tolerance(base, given, error)
+        if names:
+            error, told = compare(only=["*", *names])
+            result.opened_control = max(result.opened_control or 0.0, error)
+            wrong = wrong or (error > 1e-6 and not told)
+        result.status = "wrong" if wrong else result.status
 
 
 def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
@@ -159,6 +207,16 @@ def to_markdown(every: list[Result], of: str) -> str:
             map(_cells, results),
         ),
         "",
+        "## Opened by AutoModel",
+        "",
+        f"{sum(len(r.heads) for r in results)} classes with heads: {sum(r.returned for r in results)} norms are kept "
+        f"for it, the largest error is {max((r.opened or 0.0 for r in results), default=0.0):.1e}.",
+        "",
+        *workers.table(
+            "model type | classes | >kept for it | >error | >control",
+            (_opened_cells(result) for result in results if result.heads),
+        ),
+        "",
         "## Not examined",
         "",
         *(f"* {one.model_type}: {one.status}" for one in every if not one.norms),
@@ -167,15 +225,22 @@ def to_markdown(every: list[Result], of: str) -> str:
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    error, none, control = (
-        f"{one:.1e}" if one is not None else "" for one in (result.error, result.none_error, result.control)
-    )
+    error, none, control = map(_number, (result.error, result.none_error, result.control))
     reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
     fixed = result.none_refused or result.fixed
     return (
         *(result.model_type, result.status, result.norms, result.folded, reasons, error),
         *(fixed, result.gone, none, control, result.class_name),
     )
+
+
+def _opened_cells(result: Result) -> tuple[object, ...]:
+    measured = map(_number, (result.opened, result.opened_control))
+    return result.model_type, ", ".join(result.heads), result.returned, *measured
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
 
 
 def kinds(results: list[Result]) -> Counter[str]:

@@ -198,7 +198,7 @@ def phases() -> Iterator[dict[str, float]]:
     time_calls(repair, "output_distance", "judging")
     time_calls(fits._Judge, "see", "judging")
     time_calls(fits._Judge, "measure", "judging")
-    time_calls(repair.LongerSequences, "distance", "judging")
+    time_calls(repair.FreshSequences, "distances", "judging")
     try:
         yield spent
     finally:

@@ -104,7 +104,7 @@ def outcome(model_type: str, request: dict[str, Any]) -> Repaired | None:
     if not report.kept:
         ours, theirs = model.state_dict(), copied.state_dict()
         moved = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-        reason = "it made longer sequences worse" if report.after < report.before else "it didn't help"
+        reason = "outputs that aren't finite" if report.broken(after=True) else "it didn't help"
         return Repaired(f"wrong: undone, but {moved[0]} differs from a copy's" if moved else f"undone: {reason}")
     fresh = zoo.noise(inputs, FRESH, seed=2)
     theirs, left, now = ([zoo.run(one, batch) for batch in fresh] for one in (original, copied, model))

@@ -63,8 +63,7 @@ class Stack:
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
         head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
             as in "/ num_heads" the number of heads alone.
-        cache: None for stacks that never decode; else the name of the attention's cache argument until transformers
-            5.23, by which hfpatch 0.2.0 opens a checkpoint. It is found by its type now, under any name.
+        cache: None for stacks that never decode. A key-value cache is found by its type, under any name.
         layer_index: attribute of the attention that holds its index in the cache.
         hands_on: whether the host hands its `position_ids` on to the attentions by itself; of a grid, keyword
             arguments that it doesn't know. Else hfpatch hands positions on.

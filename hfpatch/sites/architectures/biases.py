@@ -106,7 +106,6 @@ BLOOM = Stack(
     removal=(("h.*.self_attention.@lens", FixedArguments((("alibi", "zeros"),))),),
     present="",
     config_length="seq_length",
-    cache="layer_past",
     causal=True,
 )
 FALCON = Stack(

@@ -29,7 +29,6 @@ CTRL = Stack(
     "pos_encoding",
     "h.*.multi_head_attention",
     Projections("Wq", "Wk"),
-    cache="layer_past",
     states="q",
     removal=(("@lens", MeanOfBuffer("pos_encoding")),),
     causal=True,
@@ -39,15 +38,12 @@ GPT_NEO = Stack(
     "wpe",
     "h.*.attn.attention",
     Q_K_PROJ,
-    cache="layer_past",
     layer_index="layer_id",
     window=Window("bias", local="attention_type", size="window_size"),
     causal=True,
 )
-GPT_BIGCODE = replace(
-    GPT2, projections=Fused("c_attn", by_head=True, shared="multi_query"), cache="layer_past", hands_on=False
-)
-IMAGE_GPT = replace(GPT2, cache="layer_past", window=Window("bias"), hands_on=False)
+GPT_BIGCODE = replace(GPT2, projections=Fused("c_attn", by_head=True, shared="multi_query"), hands_on=False)
+IMAGE_GPT = replace(GPT2, window=Window("bias"), hands_on=False)
 OPENAI_GPT = replace(
     GPT2,
     table="positions_embed",

@@ -17,7 +17,6 @@ FSMT = replace(
     BART,
     projections=Projections("q_proj", "k_proj", time=0),
     removal=(("embed_positions", MEAN_BY_TOKEN),),
-    cache="layer_state",
     states="query",
     time=0,
 )

@@ -28,12 +28,11 @@ ENCODER = replace(KEEPING, cache=None, removal=IDS)  # never decodes
 COUNTING = replace(ENCODER, reserved_rows=2)
 QFORMER = replace(ENCODER, attention="encoder.layer.*.attention.attention", other_tokens="before")  # queries
 GIT = replace(KEEPING, removal=IDS, causal=True, other_tokens="before")  # an image's patches
-XLM = Stack(  # causal where its config says so, and with a cache of its own name
+XLM = Stack(  # causal where its config says so
     "",
     "position_embeddings",
     "attentions.*",
     Projections("q_lin", "k_lin"),
-    cache="cache",
     layer_index="layer_id",
     states="input",
     removal=(("@lens", FilledArguments("position_ids")),),

@@ -18,7 +18,6 @@ GPTJ = Stack(
     Q_K_PROJ,
     in_attention=(("@lens", FixedArguments((("position_ids", "zeros"),))),),
     present="",
-    cache="layer_past",
     rotary_dim="rotary_dim",
 )
 CODEGEN = replace(GPTJ, projections=Fused("qkv_proj", slices=4))
