@@ -272,7 +272,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         if lens is None:
             output = host_forward(self, *args, **kwargs)
         else:
-            arguments = {**dict(zip(names, args, strict=False)), **kwargs}  # what *args takes has no name
+            arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905  torch 2.9: False is True; *args' have no name
             attributes, filled = lens(self, arguments)
             stand_in: Any = self
             if attributes or isinstance(self, View):
