@@ -107,8 +107,7 @@ def _without_dropped_rotations(model: Any) -> Any:
         if rotation.path is None or rotation.reads_only_theta:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
         part: Any = reduce(getattr, rotation.path, config)
-        settings, _ = merged(NO_ROTATION, rotation.settings)
-        for name, value in settings_in(part, settings, rotation.layer_type).items():
+        for name, value in settings_in(part, merged(NO_ROTATION, rotation.settings), rotation.layer_type).items():
             setattr(part, name, value)
     return config
 

@@ -57,13 +57,11 @@ class Rotation:
         settings: transformers' `rope_parameters`.
         original: the length of texts that scaling starts from; None if nothing says it.
         length: `max_position_embeddings`; None if there is none.
-        gone: settings of the scaling before, which went with it.
     """
 
     settings: dict[str, Any]
     original: int | None
     length: int | None
-    gone: dict[str, Any]
 
     @property
     def kind(self) -> str:
@@ -92,7 +90,7 @@ def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, or
         OptionError: what is named contradicts what is kept.
     """
     named, new_length = scheme.scaling or {}, scheme.max_positions or length
-    settings, gone = merged(named, kept)
+    settings = merged(named, kept)
     if scheme.theta is not None:
         settings["rope_theta"] = scheme.theta
     if scheme.partial is not None and scheme.partial != kept.get(PARTIAL, 1.0):
@@ -109,7 +107,7 @@ def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, or
             settings["factor"] = _factor(scheme.max_positions * stretch, start)
         require_in_range(settings)
     start = new_length if kind == "dynamic" else round(start / stretch)  # that starts from the config's length
-    return Rotation(settings, start or None, new_length, {name: gone[name] for name in gone if name not in settings})
+    return Rotation(settings, start or None, new_length)
 
 
 def _factor(new: float, original: int) -> float:
@@ -117,8 +115,8 @@ def _factor(new: float, original: int) -> float:
     return max(new / original, 1.0)
 
 
-def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return present settings with named ones, and what goes: all of a scaling whose type changes, older names of it.
+def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return present settings with named ones. If the type of scaling changes, all of the present one's goes.
 
     Args:
         named: of a scaling, with its `rope_type`; empty if none is.
@@ -127,8 +125,7 @@ def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str,
     before = kept.get("rope_type", "default")
     kind = named.get("rope_type", before)
     gone = SCALING_OPTIONS if kind != before else {"type"} if named and kept.get("type") != kind else set()
-    settings = {name: value for name, value in kept.items() if name not in gone} | dict(named)
-    return copy.deepcopy(settings), {name: kept[name] for name in kept if name in gone - {"type"}}
+    return copy.deepcopy({**{name: value for name, value in kept.items() if name not in gone}, **named})
 
 
 def require_in_range(scaling: Mapping[str, Any]) -> None:
@@ -277,10 +274,9 @@ class RoPE(Position):
             names.append("theta")
         taken = {name: getattr(present, name) for name in names if getattr(self, name) is None}
         if self.scaling is not None and present.scaling is not None:
-            scaling, kind = merged(self.scaling, present.scaling)[0], self.scaling["rope_type"]
-            if not self.takes(kind, ORIGINAL):
-                scaling.pop(ORIGINAL, None)
-            taken["scaling"] = scaling
+            taken["scaling"] = merged(self.scaling, present.scaling)
+            if not self.takes(self.scaling["rope_type"], ORIGINAL):
+                taken["scaling"].pop(ORIGINAL, None)
         return replace(self, **taken)
 
     def with_paper_values(self) -> RoPE:

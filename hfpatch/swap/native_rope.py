@@ -126,8 +126,8 @@ def _settings_in_config(model: Any, rotation: NativeRotation, after: Rotation) -
 
 def _new_length(model: Any, rotation: NativeRotation, after: Rotation) -> int | None:
     """The length that the config gets; None if it keeps its own."""
-    stored = rotation.path is not None and after.length != getattr(_config_of(model, rotation), LENGTH, None)
-    return after.length if stored else None
+    stays = rotation.path is None or after.length == getattr(_config_of(model, rotation), LENGTH, None)
+    return None if stays else after.length
 
 
 def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position]) -> Change:
@@ -177,7 +177,10 @@ def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: 
     refuse_foreign_forward(rotation.name, rotation.module, model)
     if after.settings != old:
         _require_served(model, rotation, after, sites.example_inputs)
+    edit = _rotary_edit(rotation, after.settings, "" if same else f"rotates by {after}", length)
     alike = not rotation.is_dropped and ((same and length is None) or _turns_alike(rotation, after, length))
+    if alike and not same:  # and no attention takes a scale from them
+        alike = not derive(model, _settings_in_config(model, rotation, replace(after, length=None)), [edit]).attributes
     loss = None if alike else OTHER_ANGLES
     why = "it rotates like this already" if same else "it turns by the same angles"
     row.replace_by(str(after), loss=loss, why_exact=why)
@@ -187,10 +190,9 @@ def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: 
         row.reason = "its own settings" if length is None else f"its own settings, which don't go by {LENGTH}"
     elif same:
         row.reason = f"its own settings, of which a part follows from {LENGTH}"
-    elif after.gone:
-        gone = ", ".join(f"{name}={value!r:.40}" for name, value in after.gone.items())
-        row.reason = f"gone with {old.get('rope_type')}: {gone}"
-    return Change(row, (_rotary_edit(rotation, after.settings, "" if same else f"rotates by {after}", length),))
+    elif gone := [name for name in old if name not in (*after.settings, "type")]:
+        row.reason = f"gone with {old.get('rope_type')}: {', '.join(f'{name}={old[name]!r:.40}' for name in gone)}"
+    return Change(row, (edit,))
 
 
 def _caching_loss(model: Any, rotation: NativeRotation, after: Rotation) -> str | None:

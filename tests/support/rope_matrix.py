@@ -33,7 +33,7 @@ WAYS = ("loaded", "memory", "plugin", "native")
 HOSTS = (
     *("llama", "qwen3", "gpt_neox", "phi", "cohere", "glm", "jina_embeddings_v3", "qwen2_vl_text", "phi3", "phimoe"),
     *("deepseek_v2", "deepseek_v3", "ministral3", "mistral4", "hunyuan_v1_dense", "gpt_oss", "gemma3_text"),
-    *("gemma4_text", "olmo3", "modernbert", "t5gemma", "csm", "minicpm3", "apertus"),
+    *("gemma4_text", "olmo3", "modernbert", "t5gemma", "minicpm3", "apertus"),
 )
 NAMED: dict[str, dict[str, Any]] = {  # what a start or a request names
     "default": {},

@@ -18,6 +18,7 @@ import proof
 import pytest
 import torch
 import transformers
+import zoo
 from rope_matrix import (
     HOSTS,
     LENGTH,
@@ -206,3 +207,13 @@ def test_a_rotation_that_we_attached_keeps_and_follows_likewise(first: RoPE, the
         outputs = [patch_model(copy.deepcopy(one), pos=then)(**ids).logits for one in opened]
         assert torch.equal(outputs[0], outputs[1])
         assert (outputs[0] - outputs[2]).abs().max().item() <= 1e-9
+
+
+def test_a_scale_of_attention_alone_isnt_exact() -> None:
+    """DeepSeek's: cos and sin stay where both numbers are equal, and the softmax's scale is another."""
+    model, _ = zoo.tiny("deepseek_v3")
+    scaling = {"rope_type": "yarn", "factor": 4.0, STATED: START}
+    ones, twos = (dict.fromkeys(("mscale", "mscale_all_dim"), value) for value in (1.0, 2.0))
+    patch_model(model, pos=RoPE(scaling=scaling | ones))
+    rows = [plan_patch(model, pos=RoPE(scaling=scaling | more)).rows[0] for more in ({}, ones, twos)]
+    assert [row.expected for row in rows] == ["exact", "exact", "approximate"]
