@@ -118,7 +118,7 @@ def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], m
     if (broken := next((name for name in finite if not bool(after[name].isfinite().all())), None)) is not None:
         raise UnsupportedError(
             f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model "
-            "was left unchanged. Pass calibration= for a repair, keep= for norms that are to stay, or use a wider dtype."
+            "was left unchanged. Pass calibration= for a repair, keep= for norms that stay, or use a wider dtype."
         )
 
 
