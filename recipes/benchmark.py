@@ -163,8 +163,9 @@ def draw_benchmark(results: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    read = partial(read_settings, BenchmarkConfig)
-    return run_recipe("benchmark.py", argv, __doc__, read, benchmark, resumable=False)
+    return run_recipe(
+        "benchmark.py", argv, __doc__, partial(read_settings, BenchmarkConfig), benchmark, resumable=False
+    )
 
 
 if __name__ == "__main__":

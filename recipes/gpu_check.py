@@ -253,8 +253,7 @@ def draw_gpu_check(results: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    read = partial(read_settings, GpuCheckConfig)
-    return run_recipe("gpu_check.py", argv, __doc__, read, gpu_check, resumable=False)
+    return run_recipe("gpu_check.py", argv, __doc__, partial(read_settings, GpuCheckConfig), gpu_check, resumable=False)
 
 
 if __name__ == "__main__":

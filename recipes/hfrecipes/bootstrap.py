@@ -21,11 +21,6 @@ def resample(statistic: Callable[..., Any], *samples: np.ndarray) -> Interval:
     return float(statistic(*samples)), float(interval.low), float(interval.high)
 
 
-def mean_of(values: np.ndarray) -> Interval:
-    """The mean over items."""
-    return resample(lambda items, axis=-1: items.mean(axis), np.asarray(values, dtype=float))
-
-
 def paired_bootstrap(one: Terms, other: Terms) -> Interval:
     """The difference of two means, one - other, over the same items."""
     four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]

@@ -41,8 +41,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
     }
     versions = {module.__name__: module.__version__ for module in (hfpatch, torch, transformers, accelerate)}
-    versions = {"python": platform.python_version(), **versions}
-    return {"hardware": hardware, "versions": versions}
+    return {"hardware": hardware, "versions": {"python": platform.python_version(), **versions}}
 
 
 def machine(results: Results) -> str:

@@ -18,25 +18,9 @@ from .corpus import RecipeError, refusing
 from .report import environment
 from .tasks import Task
 
-_PROCESSES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]  # as accelerate reads them
-
 
 class TrainingError(RuntimeError):
     """Training went wrong; the last good state is on disk."""
-
-
-def require_joined_processes(accelerator: Accelerator) -> None:
-    """Refuse processes of one launch that accelerate doesn't join: each would do all the work, in the same folder.
-
-    Raises:
-        RecipeError: says how many were started, and how to join them.
-    """
-    started, joined = get_int_from_env(_PROCESSES, 1), accelerator.num_processes
-    if started > joined:
-        raise RecipeError(
-            f"{started} processes were started, and accelerate joins {joined} of them: on CPUs set "
-            "ACCELERATE_USE_CPU=true, or start them by accelerate launch"
-        )
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -71,7 +55,12 @@ class OutputFolder:
     task: Task  # of a run that trains
 
     def __init__(self, config: Any, command: str, accelerator: Accelerator) -> None:
-        require_joined_processes(accelerator)
+        started = get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1)
+        if started > accelerator.num_processes:  # each would do all the work, in the same folder
+            raise RecipeError(
+                f"{started} processes were started, and accelerate joins {accelerator.num_processes} of them: on CPUs "
+                "set ACCELERATE_USE_CPU=true, or start them by accelerate launch"
+            )
         self.config, self.command, self.accelerator = config, command, accelerator
         self.out, self.is_main = Path(config.output_dir), accelerator.is_main_process
         self.started = time.perf_counter()

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from transformers import PreTrainedModel
 
-from .bootstrap import mean_of, paired_bootstrap
+from .bootstrap import paired_bootstrap, resample
 from .corpus import Document, RecipeError, fingerprint
 from .curves import COLOURS, DASHES
 from .embed import MINILM, open_encoder
@@ -291,7 +291,7 @@ def figures(ranks: list[list[int]]) -> dict[str, Any]:
         "recall_at_1": rank <= 1,
         "recall_at_10": found,
     }
-    _, *interval = mean_of(each["mrr_at_10"].mean(1))
+    _, *interval = resample(np.mean, each["mrr_at_10"].mean(1))
     by_place = {name: values.mean(0).tolist() for name, values in each.items()}
     return {"by_place": by_place, **{name: float(x.mean()) for name, x in each.items()}, "interval": interval}
 
