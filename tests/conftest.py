@@ -5,9 +5,8 @@ import os
 import signal
 from collections.abc import Iterator
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
+# before torch reads it, whatever the shell says; also of the processes that tests start
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 import hypothesis
 import pytest
