@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from .checkpoint.classes import patched_model_class
 from .checkpoint.file_digests import report_of
 from .checkpoint.patched_config import carry_over_config, give_patched_config
-from .compile import compile_model, require_blocks
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.transaction import UNDO_STATE, Transaction, UndoState
@@ -121,6 +120,8 @@ def patch_model(
     require_weights(plan, model)
     kept = _undo_state_for(model) if reversible else None
     if compile:
+        from .compile import compile_model, require_blocks
+
         require_blocks(model)
     if calibration is not None:
         _require_changes(plan)

@@ -236,7 +236,7 @@ FAULTS = [
     Fault(
         "a commit overwrites what somebody else committed meanwhile",
         "hub/push.py",
-        "parent_commit=head, ",
+        "parent_commit=push.commit, ",
         "",
         ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
     ),

@@ -21,7 +21,6 @@ from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
-from ..core.results import Table
 from ..errors import OptionError
 from ..measure.inputs import main_input
 from ..runtime.errors import first_line
@@ -29,7 +28,6 @@ from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import KINDS, SchemeRequest
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.report import Report
-from .changes import changes_by_config
 from .folder import CARD, Checkpoint
 from .opening import ways_to_open
 
@@ -208,9 +206,6 @@ def _section(facts: CardFacts, auto: str, data: Any) -> Iterator[str]:
         measured = "\n".join([f"{outcome_table(outcomes)}\n", *(f"{one}: {outcomes[one]}" for one in outcomes)])
         yield f"What was measured right after each of them, before any training:\n\n{_fence(measured, 'text')}"
         yield MEASUREMENT_NOTE
-        if changes := changes_by_config(found.opened):
-            lines = str(Table(changes))
-            yield f"Module by module (what was written into weights alone isn't listed):\n\n{_fence(lines, 'text')}"
         edits = "\n".join(map(str, record.edits))
         yield f"Its config.json holds that as edits of the host's modules:\n\n{_fence(edits, 'text')}"
         if PAGE in found.files:
@@ -245,11 +240,7 @@ def _summary(facts: CardFacts, base: str | list[str] | None) -> str:
 
 def _licence(facts: CardFacts, data: Any) -> str:
     if not data.license:
-        reason = "wasn't at hand" if facts.base_card is None else "names none"
-        return (
-            f"Not known: the base model's card {reason}. Whatever licence the base model has holds here; look it up "
-            "before use."
-        )
+        return "Not known. Whatever licence the base model has holds here; look it up before use."
     name = f"`{_plain(data.license)}`" + (f" ({_plain(data.license_name)})" if data.license_name else "")
     carried = facts.license is None and facts.licence()["license"] == data.license
     return f"{name}, carried over from the base model's card." if carried else f"{name}, as the metadata above says."

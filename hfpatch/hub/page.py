@@ -26,6 +26,7 @@ from ..core.results import Table
 from ..core.staging import stage
 from ..errors import OptionError
 from ..export.native import native_obstacle
+from ..measure.copies import copy_of, unpatched_config
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
@@ -33,15 +34,16 @@ from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import Record, SchemeRequest
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
-from ..verification.report import Report, module_lines, output_lines, title_of
+from ..verification.module_diff import compare_modules
+from ..verification.report import ModuleRow, Report, module_lines, output_lines, title_of
 from .card import TASKS
-from .changes import HEADINGS, changed_modules, unpatched_model
 from .figures import layer_figures
 from .folder import CARD
 from .opening import ways_to_open
 from .sketch import sketches
 
 _ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
+HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
 
 
 def write_page(
@@ -224,3 +226,16 @@ def _commands(record: Record, base: str, name: str) -> Iterator[str]:
 
 def _settings(part: SchemeRequest) -> tuple[Any, ...]:
     return part.only, part.keep, part.init
+
+
+def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same class and settings without the patch and its weights, on the meta device."""
+    return copy_of(model, config=unpatched_config(model.config), device="meta")
+
+
+def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
+    """Return rows for the changed modules, then for the norms that were kept.
+
+    `model` may be on the meta device.
+    """
+    return sorted(compare_modules(model, unpatched_model(model)), key=lambda row: row.state == "kept")

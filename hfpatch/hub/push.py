@@ -7,22 +7,17 @@ push that breaks off would leave half a checkpoint behind.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from ..checkpoint.file_digests import DIGEST_FILES
@@ -36,7 +31,6 @@ from ..verification.report import Report
 from .card import CardFacts, base_of, card
 from .folder import CARD, checkpoint_of
 
-T = TypeVar("T")
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
 # Files in the repository that say something of other weights: transformers would open them, or people read them
 STALE_WEIGHTS = (
@@ -48,7 +42,6 @@ STALE_WEIGHTS = (
     PAGE,
 )
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")
-_WAITS = (1, 4, 16)  # seconds after a lost connection
 
 
 @dataclass
@@ -147,8 +140,8 @@ def push_patched(
             can't be read.
         UnsupportedError, VerificationError: the model doesn't have the form; says why.
         PatchError: the tokenizer doesn't open again with the model.
-        HubError: the Hub refused the push, somebody else committed meanwhile, or the connection was lost several times;
-            in the words of the client, whose own error is the cause.
+        HubError: the Hub refused the push, somebody else committed meanwhile, or the connection was lost; in the words
+            of the client, whose own error is the cause.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -166,41 +159,40 @@ def push_patched(
     for name, value, kind in [("report", report, Report), *(("eval_results", one, EvalResult) for one in results)]:
         if not isinstance(value, kind | None):
             raise OptionError(f"{name} must be of {kind.__name__}, not {type(value).__name__}.")
-    _require_sendable(token)
     # with True the client says how to log in where nobody is
     api = HfApi(token=True if token is None and not dry_run else token, library_name="hfpatch")
-    name = str(base_model or getattr(model_inside(model), "name_or_path", ""))
-    base = base_of(name, base_model is not None, api) if name not in ("", repo_id) else (None, None)
-    with tempfile.TemporaryDirectory() as scratch:
-        found = checkpoint_of(model, form, native, tokenizer, Path(scratch), max_shard_size, trust_remote_code)
+    origin = str(base_model or getattr(model_inside(model), "name_or_path", ""))
+    base = base_of(origin, base_model is not None, api) if origin not in ("", repo_id) else (None, None)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        found = checkpoint_of(model, form, native, tokenizer, scratch, max_shard_size, trust_remote_code)
         if report is not None and found.patched is not None:
             report.require_of(found.patched)
-        facts = CardFacts(found, repo_id, *base, license, report, results)
+        with _typed_errors(repo_id):
+            if not dry_run:
+                repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                if revision and not create_pr and not api.revision_exists(repo_id, revision):
+                    api.create_branch(repo_id, branch=revision, exist_ok=True)
+            facts = CardFacts(found, repo_id, *base, license, report, results)
+            push, contents = _prepare(api, facts, private, revision, dry_run, scratch)
+            if not dry_run:
+                operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
+                where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
+                # by itself the client leaves out what the repository's .gitignore names, and commits the rest
+                api.preupload_lfs_files(repo_id, operations, gitignore_content="# nothing is ignored\n", **where)
+                where |= {"commit_message": commit_message or f"Upload {found.title}, patched by hfpatch"}
+                operations += map(CommitOperationDelete, push.deleted)
+                done = api.create_commit(repo_id, operations, parent_commit=push.commit, **where)
+                push.commit, push.url = done.oid, done.pr_url or push.url
+        return push
 
-        def send() -> Push:
-            return _send(api, facts, repo_id, private, revision, create_pr, commit_message, dry_run, Path(scratch))
 
-        return _retry(send, repo_id, once=create_pr)
-
-
-def _send(
-    api: HfApi,
-    facts: CardFacts,
-    repo_id: str,
-    private: bool,
-    revision: str | None,
-    create_pr: bool,
-    commit_message: str | None,
-    dry_run: bool,
-    scratch: Path,
-) -> Push:
-    """Commit a checkpoint with its card on top of the branch's newest commit."""
-    notes: list[str] = []
-    if not dry_run:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision and not create_pr and not api.revision_exists(repo_id, revision):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-    head, there = None, set()
+def _prepare(
+    api: HfApi, facts: CardFacts, private: bool, revision: str | None, dry_run: bool, scratch: Path
+) -> tuple[Push, dict[str, Path | bytes]]:
+    """What the branch's newest commit would become: the files with their card, and the weights to delete."""
+    repo_id, found = facts.repo_id, facts.checkpoint
+    head, there, notes = None, set(), list[str]()
     try:
         info = api.model_info(repo_id, revision=revision)
         head, there = info.sha, {one.rfilename for one in info.siblings or ()}
@@ -208,18 +200,13 @@ def _send(
     except (HTTPError, OSError, ValueError) as error:
         if not dry_run:
             raise
-        unknown = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
-        notes.append(
-            "the repository or branch doesn't exist, or the token can't see it: a push would create it"
-            if unknown
-            else f"the files in the repository couldn't be listed ({' '.join(str(error).split())})"
-        )
-    found = facts.checkpoint
+        reason = " ".join(str(error).split())
+        notes.append(f"the repository or branch doesn't exist or can't be seen: a push would create it ({reason})")
     written = found.files[CARD].read_text("utf-8-sig") if CARD in found.files else None
     if written is None and CARD in there:  # into a folder that goes: the cache would outlive the push
         path = api.hf_hub_download(repo_id, CARD, revision=head, local_dir=scratch)
         written = Path(path).read_text("utf-8-sig")
-    text, card_notes = card(replace(facts, repo_id=repo_id), written)
+    text, card_notes = card(facts, written)
     notes += card_notes
     contents: dict[str, Path | bytes] = {**found.files, CARD: text.encode()}
     if "vocab_size" in found.config and not any(name.startswith(_VOCABULARIES) for name in contents):
@@ -228,48 +215,18 @@ def _send(
     deleted = sorted(stale - contents.keys())
     url = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
     sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in sorted(contents.items())}
-    push = Push(repo_id, revision, url, head, sizes, deleted, found.left_out, notes, dry_run)
-    if not dry_run:
-        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
-        # by itself the client leaves out what the repository's .gitignore names, and commits the rest
-        api.preupload_lfs_files(repo_id, added, gitignore_content="# nothing is ignored\n", **where)
-        message = commit_message or f"Upload {found.title}, patched by hfpatch"
-        operations: list[Any] = [*added, *map(CommitOperationDelete, deleted)]
-        done = api.create_commit(repo_id, operations, commit_message=message, parent_commit=head, **where)
-        push.commit, push.url = done.oid, done.pr_url or url
-    return push
+    return Push(repo_id, revision, url, head, sizes, deleted, found.left_out, notes, dry_run), contents
 
 
-def _retry(action: Callable[[], T], repo_id: str, once: bool) -> T:
-    """`action()`, again after each lost connection; `once`: where another try could open a second pull request.
-
-    A commit that arrived although its reply was lost has everything, so the next try makes none.
-
-    Raises:
-        HubError: in the client's words.
-    """
-    for wait in (None,) if once else (*_WAITS, None):
-        try:
-            return action()
-        except PatchError:
-            raise
-        except (HTTPError, RuntimeError, OSError, ValueError) as error:
-            # what broke an upload or a download, the client wraps
-            wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
-            cause = error.__cause__ if wrapped and error.__cause__ else error
-            lost = isinstance(cause, HTTPError) and not isinstance(cause, HfHubHTTPError)
-            if wait is None or not lost:
-                opened = " A pull request may have been opened nevertheless: look there." if once and lost else ""
-                raise HubError(f"{repo_id}: {' '.join(str(cause).split())}{opened}") from cause
-            time.sleep(wait)
-    raise AssertionError  # the last wait is None
-
-
-def _require_sendable(token: str | bool | None) -> None:
-    """Refuse a token with characters that no header can hold: the client's error about those would show it."""
-    sent = token if isinstance(token, str) else None if token is False else get_token()
-    if sent is not None and not (sent.isascii() and sent.isprintable() and sent.split() == [sent]):
-        raise HubError(
-            "the token contains blanks, line breaks or other characters that tokens never have. Copy it again."
-        )
+@contextmanager
+def _typed_errors(repo_id: str) -> Iterator[None]:
+    """Context in which an error of the client becomes a HubError in its words."""
+    try:
+        yield
+    except PatchError:
+        raise
+    except (HTTPError, RuntimeError, OSError, ValueError) as error:
+        # what broke an upload or a download, the client wraps
+        wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
+        cause = error.__cause__ if wrapped and error.__cause__ else error
+        raise HubError(f"{repo_id}: {' '.join(str(cause).split())}") from cause

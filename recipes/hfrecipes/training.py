@@ -218,7 +218,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
 
     Raises:
         UnsupportedError: there are no blocks.
-        RecipeError: they can't be captured as one graph, or be compiled.
+        RecipeError: they can't be compiled.
     """
     if not wanted:
         yield

@@ -137,8 +137,8 @@ def test_eager_and_compiled_against_float64(family: str, request_: dict[str, str
     model, given = made(family, request_)
     expected = truth(model, given)
     eager = outputs(model, **given)
-    compiled = outputs(compile_model(model, example_inputs=given), **given)
-    assert min(compiled_calls(model).values()) >= 2
+    compiled = outputs(compile_model(model), **given)
+    assert min(compiled_calls(model).values()) >= 1
     assert difference(eager, expected) < 1e-4 * spread(expected)
     assert difference(compiled, expected) < 1e-4 * spread(expected)
 

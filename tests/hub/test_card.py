@@ -22,7 +22,6 @@ from hfpatch.checkpoint.remote_code import FILE
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
 from hfpatch.hub.card import BEGIN, END, CardFacts, card
-from hfpatch.hub.changes import changes_by_config
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.runtime.edits import Edit
 from hfpatch.schemes.norms import DyT
@@ -120,17 +119,10 @@ def test_how_to_open_it(folder: Checkpoint) -> None:
         assert parsed(card(facts(folder), written)[0]).data.library_name == library
 
 
-def test_the_table_of_what_changed(folder: Checkpoint) -> None:
+def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
+    assert PAGE not in card(facts(folder), None)[0]
     text, _ = card(facts(replace(folder, files={**folder.files, PAGE: Path(PAGE)})), None)
-    for line in (
-        r"module +original +patched +state +note",
-        r"transformer\.h\.\{0-1\}\.ln_\{1-2\}  x4 +LayerNorm\(32\) +RMSNorm\(32\) +converted",
-        r"transformer\.h\.\{0-1\}\.attn  x2 +GPT2Attention +\(same\) +runtime +queries and keys rotated.*",
-        r"transformer\.ln_f +LayerNorm\(32\) +\(same\) +kept +keep",
-    ):
-        assert re.search(f"\n{line}\n", text)
     assert "[hfpatch_report.html](hfpatch_report.html)" in text
-    assert changes_by_config(object()) == []  # a model that can't be built costs the card no more than the table
 
 
 @pytest.mark.parametrize(
