@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 from ..errors import MissingPackageError, OptionError
 from .staging import stage
 
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # what JSON has no numbers for
 _SIDES = {"<": "left", ">": "right"}
 
 
@@ -103,7 +102,10 @@ class SavedResult(Result):
             raise OptionError(f"this is no {cls.__name__} that hfpatch wrote: it has no version.")
         if stored["version"] > cls.version:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
-        return from_json_value(cls, {name: value for name, value in stored.items() if name != "version"}, "the report")
+        try:
+            return _read(cls, {name: value for name, value in stored.items() if name != "version"})  # type: ignore[no-any-return]
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise OptionError(f"the report is malformed ({error}); give one that hfpatch wrote.") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -166,28 +168,16 @@ def to_json_value(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def from_json_value(expected: Any, value: Any, where: str) -> Any:
-    """Convert a JSON value to a dataclass, list or plain value of the expected type.
-
-    Raises:
-        OptionError: it is of another type, or lacks fields.
-    """
+def _read(expected: Any, value: Any) -> Any:
+    """A JSON value as the dataclass, list or plain value that is expected; an error of Python if it is another."""
     if is_dataclass(expected):
-        hints = get_type_hints(expected)
-        types = {one.name: hints[one.name] for one in fields(expected)}
-        required = {one.name for one in fields(expected) if one.default is MISSING and one.default_factory is MISSING}
-        if not isinstance(value, Mapping) or not required <= set(value) <= set(types):
-            raise OptionError(f"{where} is malformed: it isn't an object with {', '.join(types)}.")
-        found = {name: from_json_value(types[name], item, f"{where}: {name}") for name, item in value.items()}
-        return expected(**found)  # type: ignore[operator]  # a class: mypy takes it for an instance
+        types = get_type_hints(expected)
+        return expected(**{name: _read(types[name], item) for name, item in value.items()})  # type: ignore[operator]
     if get_origin(expected) is list and isinstance(value, list):
-        return [from_json_value(get_args(expected)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_read(get_args(expected)[0], item) for item in value]
     kinds = get_args(expected) or (expected,)
-    if float in kinds and isinstance(value, str):
-        value = _NOT_FINITE.get(value, value)
-    if float in kinds and type(value) is int and value.bit_length() < 1024:  # a larger one is no float
+    if float in kinds and type(value) in (int, str):  # what JSON has no numbers for is text
         value = float(value)
     if type(value) not in kinds:
-        name = expected.__name__ if isinstance(expected, type) else expected
-        raise OptionError(f"{where} is malformed: {value!r:.40} isn't {name}.")
+        raise TypeError(f"{value!r:.40} isn't {expected}")
     return value

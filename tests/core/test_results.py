@@ -121,7 +121,7 @@ def test_reports_are_strict_json_saved_and_read(make: Callable[[], Any], tmp_pat
     saved = make()
     stored = saved.to_json()
     assert json.loads(json.dumps(stored, allow_nan=False)) == stored
-    assert stored["version"] == 1
+    assert stored["version"] == saved.version
     saved.save(tmp_path / "report.json")
     again = type(saved).load(tmp_path / "report.json")
     assert repr(again) == repr(saved)  # NaN isn't equal to itself
@@ -142,13 +142,16 @@ def _with_step(**values: Any) -> dict[str, Any]:
         (b"\xff", r"report\.json is no JSON"),
         (b"[" * 100_000, r"report\.json is no JSON"),
         (b"1" * 10_000, r"report\.json is no JSON"),
-        (repair_report().to_json() | {"version": 2}, "has version 2, this hfpatch reads up to 1"),
-        (repair_report().to_json() | {"more": 1}, "isn't an object with sequences, held_out"),
-        (repair_report().to_json() | {"before": "much"}, "before is malformed: 'much' isn't float"),
-        (repair_report().to_json() | {"before": 10**400}, "before is malformed"),  # no float is as large
-        (_with_step(kept=1), r"steps\[0\]: kept is malformed"),
-        (_with_step(before=[]), r"steps\[0\]: before is malformed"),
+        (repair_report().to_json() | {"version": 3}, "has version 3, this hfpatch reads up to 2"),
+        (repair_report().to_json() | {"more": 1}, "malformed"),
+        (repair_report().to_json() | {"before": "much"}, "malformed .*much"),
+        (repair_report().to_json() | {"before": 10**400}, "malformed"),  # no float is as large
+        (_with_step(kept=1), "malformed .*1 isn't"),
+        (_with_step(before=[]), "malformed"),
         (report().to_json(), "malformed"),
+        (repair_report().to_json() | {"steps": 3}, "malformed"),
+        (_with_step(before="x" * 10), "malformed"),
+        ({"version": 1, "steps": [3]}, "malformed"),
     ],
 )
 def test_what_is_no_report_is_refused(stored: Any, message: str, tmp_path: Path) -> None:
