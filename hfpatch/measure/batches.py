@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -28,10 +28,9 @@ SEQUENCES, LENGTH, BATCH = 256, 128, 8
 _AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
 # Inputs beside images that are given as patches, (N, d) each: where these lie, or how many rows and columns there are.
 _OF_PATCHES = {"pixel_position_ids", "spatial_shapes"}
-_TEXT = "text"  # the column that is read where a row has several of strings
 _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
-    'or inputs: what a tokenizer returns, rows such as [{{"input_ids": [1, 2, 3]}}, ...], tensors, a DataLoader.'
+    'or dictionaries of inputs: rows such as [{{"input_ids": [1, 2, 3]}}, ...], what a tokenizer returns, a DataLoader.'
 )
 _log = logging.getLogger("hfpatch")
 
@@ -48,14 +47,13 @@ def read_batches(
     """Return some data as batches of inputs for `model`, as `calibration=` and `verify` read theirs.
 
     Args:
-        data: any of these, or an iterable of them:
-            * texts: strings (a list, a generator, a pandas Series), rows with a column of strings (a datasets.Dataset;
-              of several such columns the one that is called "text"), or a path of a text file, one text a line. Empty
-              ones are left out.
+        data: one of these, or an iterable of them, such as a list, a DataLoader or a generator:
+            * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the one
+              that is called "text"), or a path of a text file, one text a line. Empty ones are left out.
             * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
-              one text) or lists of token ids. They are padded on the right and get an attention mask.
-            * batches: dictionaries of tensors or of lists (ragged ones are padded), a tokenizer's output, tensors of
-              the main input. A DataLoader gives such.
+              one text). They are padded on the right and get an attention mask.
+            * batches: dictionaries of tensors or of lists (padded likewise), a tokenizer's output, tensors of the main
+              input. A DataLoader gives such.
             Strings are left out of rows and batches, and what the forward doesn't take out of rows and of what a
             tokenizer returned.
         model: the model that takes the inputs; it isn't run. An encoder-decoder that is given input_ids alone reads
@@ -110,13 +108,10 @@ def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
     """What the data consists of: a list or tuple where it is at hand."""
     if isinstance(data, str | os.PathLike):
         return lines_of(data, sequences + 1, option)
-    if isinstance(data, Mapping) and any(hasattr(value, "column_names") for value in data.values()):
-        raise OptionError(f"{option} is given the splits {', '.join(data)}; pass one: dataset[{next(iter(data))!r}].")
     if isinstance(data, Mapping | Tensor):
         return [data]
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas DataFrame, which iterates over names
-        return data.to_dict("records")
-    if isinstance(data, Iterable) or hasattr(data, "__getitem__"):
+    # a table (of pandas, say) iterates over the names of its columns
+    if not hasattr(data, "columns") and (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         return data
     raise OptionError(f"{_WORKS.format(option)} Not {type(data).__name__}.")
 
@@ -131,80 +126,73 @@ class _Reader:
     length: int
     option: str
     count: int = 0  # batches
-    read_alone: int = 0  # texts and rows
-    waiting: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         parameters = signature(self.model.forward).parameters
-        self.main, self.forward = main_input(self.model), f"{type(self.model).__name__}.forward"
+        self.main = main_input(self.model)
         self.takes = parameters.keys() | {self.main}
         self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self.of_patches = bool(_OF_PATCHES & self.takes)
         # Without a mask a sequence would be read with its padding.
         self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
 
     def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Yield all batches, in order."""
-        for number, item in enumerate(items):
-            found = self._of(item, number)
-            if isinstance(found, Mapping):
-                yield from self._waiting()
-                yield self._to_arguments(found)
-                continue
-            for one in found:
-                if self.read_alone == self.sequences:
-                    yield from self._waiting()
-                    _log.info(
-                        "%s: the first %d texts (or rows) are read; hfpatch.read_batches(..., sequences=) reads more",
-                        *(self.option, self.sequences),
-                    )
-                    return
-                self.read_alone += 1
-                self.waiting.append(one)
-                if len(self.waiting) == self.together:
-                    yield from self._waiting()
-        yield from self._waiting()
+        rows: list[Mapping[str, Any]] = []
+        read = 0
+        for is_row, columns in (found for number, item in enumerate(items) for found in self._of(item, number)):
+            if rows and (not is_row or read == self.sequences or len(rows) == self.together):
+                yield self._to_arguments(rows)
+                rows = []
+            if not is_row:
+                yield self._to_arguments(columns)
+            elif read == self.sequences:
+                _log.info(
+                    "%s: the first %d texts (or rows) are read; hfpatch.read_batches(..., sequences=) reads more",
+                    *(self.option, read),
+                )
+                return
+            else:
+                rows.append(columns)
+                read += 1
+        if rows:
+            yield self._to_arguments(rows)
         if not self.count:
             raise OptionError(
                 f"{self.option} is empty: it holds no batch and no text. (An iterator can be read only once; pass a "
                 "list.)"
             )
 
-    def _waiting(self) -> Iterator[dict[str, Any]]:
-        """The collected texts and rows as one batch."""
-        rows, self.waiting = self.waiting, []
-        if rows:
-            names = [name for name in rows[0] if all(name in row for row in rows)]
-            yield self._to_arguments({name: [row[name] for row in rows] for name in names}, of_rows=True)
-
-    def _of(self, item: Any, number: int) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-        """A batch, or the rows in an item: of texts as the tokenizer makes them."""
-        if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor) and item[0].dim() > 1:
-            item = item[0]  # how a DataLoader of a TensorDataset gives it
+    def _of(self, item: Any, number: int) -> Iterator[tuple[bool, Mapping[str, Any]]]:
+        """Yield the rows in an item, or it as a batch, each with whether it is a row."""
+        place = f"{self.option}: item {number}"
+        item = {self.main: item} if isinstance(item, Tensor) else item
         texts = self._text_column(item) if isinstance(item, Mapping) else _texts(item)
         if texts is not None:
-            return self._encode(texts)
+            yield from ((True, row) for text in texts if text.strip() and len((row := self._encode(text))[self.main]))
+            return
         if not isinstance(item, Mapping):
-            if not isinstance(item, Tensor | list | tuple) and not hasattr(item, "__array__"):
-                raise OptionError(f"{self.option}: item {number} is {type(item).__name__}. {_WORKS.format('It')}")
-            item = {self.main: item}
+            raise OptionError(f"{place} is {type(item).__name__}. {_WORKS.format('It')}")
         columns = {name: value for name, value in item.items() if name in self.takes or not _is_text(value)}
-        like = next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
-        if like is not None and _count_axes(columns[like]) == self._axes(like):
-            row = {name: value for name, value in columns.items() if name in self.takes and value is not None}
-            self._require_accepted(columns, f"{self.option}: item {number}", of_row=True)
-            return [row] if len(row[like]) else []
-        if like is not None and _are_tensors(columns[like]):
+        like = self._like(columns)
+        value: Any = None if like is None else columns[like]
+        if like is not None and _count_axes(value) == _AXES[like] - (like == "pixel_values" and self.of_patches):
+            self.require_inputs(columns, place, of_row=True)
+            if len(value):
+                yield True, {name: one for name, one in columns.items() if name in self.takes and one is not None}
+        elif like is not None and _are_tensors(value):
             raise OptionError(
-                f"{self.option}: item {number} has a list of tensors as {like}. Pad them into one tensor; a DataLoader "
-                "of a datasets.Dataset gives such lists unless it reads dataset.with_format('torch')."
+                f"{place} has a list of tensors as {like}. Pad them into one tensor; a DataLoader of a "
+                "datasets.Dataset gives such lists unless it reads dataset.with_format('torch')."
             )
-        if isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
-            return {name: value for name, value in columns.items() if name in self.takes}
-        return columns
+        elif isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
+            yield False, {name: one for name, one in columns.items() if name in self.takes}
+        else:
+            yield False, columns
 
-    def _axes(self, name: str) -> int:
-        """The number of axes that one sequence has in an input."""
-        return _AXES[name] - (name == "pixel_values" and bool(_OF_PATCHES & self.takes))
+    def _like(self, columns: Iterable[str]) -> str | None:
+        """The input that shows how many sequences there are, and how long: the main one, or what stands for it."""
+        return next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
         """The texts in a row, or in a batch of rows; None if it holds inputs.
@@ -215,45 +203,50 @@ class _Reader:
         if any(name in self.takes and name != "labels" and not _is_text(value) for name, value in item.items()):
             return None
         found = {name: texts for name, value in item.items() if (texts := _texts(value)) is not None}
-        if len(found) > 1 and _TEXT not in found:
+        if len(found) > 1 and "text" not in found:
             names = ", ".join(map(repr, found))
             raise OptionError(
                 f"{self.option} has several columns of text ({names}): pass one, as dataset[{next(iter(found))!r}], or "
                 "tokenise them yourself."
             )
-        return found.get(_TEXT, next(iter(found.values()), None))
+        return found.get("text", next(iter(found.values()), None))
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         return copy_tokenizer(self.tokenizer, self.option)
 
-    def _encode(self, texts: list[str]) -> list[Mapping[str, Any]]:
-        texts = [text for text in texts if text.strip()][: self.sequences - self.read_alone + 1]
-        if not texts:
-            return []
-        encoded = encode(texts, self._tokenizer, self.model, self.length, self.option)
-        kept = {name: values for name, values in encoded.items() if name in self.takes}
-        if self.main not in kept:
+    def _encode(self, text: str) -> Mapping[str, Any]:
+        encoded = encode(text, self._tokenizer, self.model, self.length, self.option)
+        if self.main not in encoded or self.main not in self.takes:
             raise OptionError(
                 f"{self.option} holds text, and {type(self.model).__name__} reads {self.main}: pass batches of that."
             )
-        rows = [{name: values[i] for name, values in kept.items()} for i in range(len(texts))]
-        return [row for row in rows if len(row[self.main])]
+        return {name: values for name, values in encoded.items() if name in self.takes}
 
     # One batch
 
-    def _to_arguments(self, columns: Mapping[str, Any], of_rows: bool = False) -> dict[str, Any]:
-        """A batch as keyword arguments of the forward: lists as tensors, checked and completed."""
+    def _to_arguments(self, given: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
+        """A batch, or rows, as keyword arguments of the forward: lists as tensors, checked and completed."""
+        columns: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        if isinstance(given, list):
+            columns = {name: [row[name] for row in given] for name in given[0] if all(name in row for row in given)}
         place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
         self.count += 1
         self.require_inputs(columns, place)
         batch: dict[str, Any] = {}
         for name, value in columns.items():
-            stacked = of_rows or (_is_listed(value) and not _are_tensors(value))
+            listed = isinstance(value, list | tuple) or (hasattr(value, "__array__") and not isinstance(value, Tensor))
+            stacked = isinstance(given, list) or (listed and not _are_tensors(value))
             batch[name] = self._stack(name, value, place) if stacked else value
-        lengths = _lengths(columns.get(self.main))
-        if len(set(lengths)) > 1 and "attention_mask" in self.takes and "attention_mask" not in batch:
-            batch["attention_mask"] = pad_sequence([torch.ones(n, dtype=torch.long) for n in lengths], True)
+        like = self._like(columns)
+        if (
+            like is not None
+            and isinstance(columns[like], list | tuple)
+            and "attention_mask" in self.takes - batch.keys()
+        ):
+            ones = [torch.ones(len(one), dtype=torch.long) for one in columns[like]]
+            if len({len(one) for one in ones}) > 1:
+                batch["attention_mask"] = pad_sequence(ones, True)
         _require_values(batch, place, self.model)
         return _add_decoder_inputs(batch, self.model)
 
@@ -275,32 +268,23 @@ class _Reader:
             return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
         return -100 if name == "labels" else 0
 
-    def require_inputs(self, columns: Mapping[str, Any], place: str) -> None:
-        """Refuse a batch that holds what the forward doesn't take, or nothing that it takes.
-
-        Raises:
-            OptionError: names what it has.
-        """
-        self._require_accepted(columns, place)
-        if columns and not columns.keys() & self.takes:
-            raise OptionError(
-                f"{place} has {', '.join(map(repr, columns))}, none of which {type(self.model).__name__} takes; "
-                f"it reads {self.main}."
-            )
-
-    def _require_accepted(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
-        """Refuse misspelt names, and of a batch what the forward doesn't take; other columns of a row are left out.
+    def require_inputs(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
+        """Refuse misspelt names, and a batch of what the forward doesn't take; other columns of a row are left out.
 
         Raises:
             OptionError: names the input, and the one that was meant.
         """
+        kind = type(self.model).__name__
         # a row's "label" is no input, and nobody's misspelt "labels"
         known = self.takes - {"labels"} if of_row else self.takes
         for name in columns:
             meant = None if name in self.takes else nearest(name, known, cutoff=0.85)
             if meant or not (name in self.takes or of_row or self.takes_others):
                 hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
-                raise OptionError(f"{place} has {name!r}, which {self.forward} doesn't take. {hint}")
+                raise OptionError(f"{place} has {name!r}, which {kind}.forward doesn't take. {hint}")
+        if columns and not of_row and not set(columns) & self.takes:
+            names = ", ".join(map(repr, columns))
+            raise OptionError(f"{place} has {names}, none of which {kind} takes; it reads {self.main}.")
 
 
 def _texts(value: Any) -> list[str] | None:
@@ -316,11 +300,6 @@ def _is_text(value: Any) -> bool:
     return value is None or _texts(value) is not None
 
 
-def _is_listed(value: Any) -> bool:
-    """Whether a value is a list or an array, to be made a tensor."""
-    return isinstance(value, list | tuple) or (hasattr(value, "__array__") and not isinstance(value, Tensor))
-
-
 def _are_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, Tensor) for one in value)
 
@@ -330,12 +309,6 @@ def _count_axes(value: Any) -> int:
     while isinstance(value, list | tuple):
         axes, value = axes + 1, value[0] if value else None
     return axes + getattr(value, "ndim", 0)
-
-
-def _lengths(value: Any) -> list[int]:
-    """Lengths of the sequences in a column that still is a list of them."""
-    listed = isinstance(value, list | tuple) and all(hasattr(one, "__len__") for one in value)
-    return [len(one) for one in value] if listed else []
 
 
 def _require_values(batch: Batch, place: str, model: PreTrainedModel) -> None:

@@ -57,7 +57,7 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
         ) from error
 
 
-def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0, *, decoder: bool = False) -> Tensor:
+def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0) -> Tensor:
     """Return token ids (N, T) drawn uniformly from a model's whole vocabulary, without its special tokens.
 
     Args:
@@ -65,10 +65,9 @@ def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0, 
             begins, ends, padding, masks, images or sounds.
         sequences, length: N and T.
         seed: equal seeds give equal ids, on the CPU; torch's global generator is left as it was.
-        decoder: of an encoder-decoder's decoder, whose vocabulary may be another one.
     """
     with seed_deterministically(seed), torch.device("cpu"):
-        return Inputs(model).ids(sequences, length, decoder=decoder)
+        return Inputs(model).ids(sequences, length)
 
 
 def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:

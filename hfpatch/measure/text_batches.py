@@ -49,20 +49,18 @@ def copy_tokenizer(processor: Any, option: str) -> Any:
     return copy.deepcopy(tokenizer)
 
 
-def encode(
-    texts: list[str], tokenizer: Any, model: PreTrainedModel, length: int, option: str
-) -> Mapping[str, list[list[int]]]:
-    """Tokenize texts to lists of unequal length, truncated at `length` and the limits of tokenizer and model.
+def encode(text: str, tokenizer: Any, model: PreTrainedModel, length: int, option: str) -> Mapping[str, list[int]]:
+    """Tokenize a text, truncated at `length` and the limits of tokenizer and model.
 
     Raises:
-        OptionError: it takes no such texts.
+        OptionError: it takes no such text.
     """
     cut = min(length, longest_text(model) or length, getattr(tokenizer, "model_max_length", length))
     try:
-        return tokenizer(texts, truncation=True, max_length=cut)
+        return tokenizer(text, truncation=True, max_length=cut)
     except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
         raise OptionError(
-            f"{option}: the tokenizer takes no such text ({first_line(error):.200}): {texts[0]:.60}"
+            f"{option}: the tokenizer takes no such text ({first_line(error):.200}): {text:.60}"
         ) from error
 
 

@@ -77,7 +77,6 @@ FORMS_OF_TEXT: dict[str, Callable[[], Any]] = {
     "generator": streamed,
     "blank lines": lambda: ["", *TEXTS, " \n"],
     "Series": lambda: pd.Series(TEXTS),
-    "DataFrame": lambda: pd.DataFrame(COLUMNS),
     "array": lambda: np.array(TEXTS),
     "Dataset": lambda: datasets.Dataset.from_dict(COLUMNS),
     "Dataset, one column": lambda: datasets.Dataset.from_dict({"sentence": TEXTS, "labels": [0, 1, 0]}),
@@ -88,7 +87,6 @@ FORMS_OF_TEXT: dict[str, Callable[[], Any]] = {
 }
 FORMS_OF_INPUTS: dict[str, Callable[[], Any]] = {
     "rows of tensors": lambda: [{"input_ids": torch.tensor(ids), "idx": 7} for ids in IDS],
-    "lists of ids": lambda: IDS,
     "tensors of ids": lambda: [torch.tensor(ids) for ids in IDS],
     "empty rows": lambda: [{"input_ids": []}, *({"input_ids": ids} for ids in IDS)],
     "Dataset": lambda: datasets.Dataset.from_dict(COLUMNS | TOKENISED),
@@ -100,7 +98,6 @@ FORMS_OF_INPUTS: dict[str, Callable[[], Any]] = {
     "BatchEncodings of tensors": lambda: [make_tokenizer()(text, return_tensors="pt") for text in TEXTS],
     "a text column besides": lambda: [{"text": ["a"], "input_ids": torch.tensor([ids])} for ids in IDS],
     "DataLoader": lambda: DataLoader([torch.tensor(ids) for ids in IDS], batch_size=1),
-    "DataLoader of a TensorDataset": lambda: (DataLoader(TensorDataset(torch.tensor([ids]))) for ids in IDS),
 }
 
 
@@ -113,9 +110,7 @@ def test_texts(form: str, model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("form", FORMS_OF_INPUTS)
 def test_inputs(form: str, model: PreTrainedModel) -> None:
-    data = FORMS_OF_INPUTS[form]()
-    several = "TensorDataset" in form
-    read = [batch for one in data for batch in read_batches(one, model)] if several else list(read_batches(data, model))
+    read = list(read_batches(FORMS_OF_INPUTS[form](), model))
     assert rows_of(read) == IDS
     assert all(isinstance(value, torch.Tensor) for batch in read for value in batch.values())
     model(**read[0])
@@ -155,7 +150,7 @@ def test_texts_are_cut(model: PreTrainedModel) -> None:
     assert len(rows_of(read_batches(long, model, make_tokenizer(model_max_length=11)))[0]) == 11
     wide = tiny("gpt2", LM, n_positions=600)
     assert len(rows_of(read_batches(long, wide, make_tokenizer()))[0]) == 128
-    assert len(rows_of(read_batches([[5] * 500], wide))[0]) == 500  # a row keeps its length
+    assert len(rows_of(read_batches([{"input_ids": [5] * 500}], wide))[0]) == 500  # a row keeps its length
 
 
 @pytest.mark.parametrize("padding", [1, 0])
@@ -180,7 +175,7 @@ def test_texts_and_rows_are_read_up_to_a_number(model: PreTrainedModel, caplog: 
 
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         assert len(rows_of(read_batches(endless("cat"), model, make_tokenizer()))) == 256
-        assert len(rows_of(read_batches(endless([5, 6]), model, sequences=3))) == 3
+        assert len(rows_of(read_batches(endless({"input_ids": [5, 6]}), model, sequences=3))) == 3
         assert len(rows_of(read_batches(endless(["cat"] * 5), model, make_tokenizer(), sequences=7))) == 7
         assert len(caplog.messages) == 3
         assert len(rows_of(read_batches(["cat"] * 7, model, make_tokenizer(), sequences=7))) == 7
@@ -233,10 +228,13 @@ def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
         (3, "Not int"),
         ([object()], r"item 0 is object\. It takes texts"),
         (["", "\n"], "is empty"),
-        ([[]], "is empty"),
+        ([{"input_ids": []}], "is empty"),
+        (IDS, "item 0 is list. It takes texts .* dictionaries of inputs"),
+        (DataLoader(TensorDataset(torch.tensor(IDS[:1]))), "item 0 is list. It takes texts .* dictionaries of inputs"),
+        (pd.DataFrame(COLUMNS), "takes texts with .* Not DataFrame"),
         ("no/such.txt", r"there is no text file no/such\.txt"),
         ("a text " * 100, "there is no text file"),
-        ({"train": datasets.Dataset.from_dict(COLUMNS)}, r"splits train; pass one: dataset\['train'\]"),
+        ({"train": datasets.Dataset.from_dict(COLUMNS)}, "has 'train', none of which GPT2LMHeadModel takes"),
         ([{"question": "a", "answer": "b"}], r"several columns of text \('question', 'answer'\)"),
         (
             [{"input_ids": torch.ones(2, 3).long(), "attention_masks": torch.ones(2, 3)}],
@@ -246,7 +244,7 @@ def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
         ([{"input_ids": [[1, 2], ["a"]]}], "batch 0: input_ids can't be made a tensor"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', none of which GPT2LMHeadModel takes"),
         (DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), r"with_format\('torch'\)"),
-        ([[1, 2], [1, 500]], "tokens 1 to 500"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], "tokens 1 to 500"),
     ],
 )
 def test_what_cant_be_read_says_what_can(data: Any, message: str, model: PreTrainedModel) -> None:
