@@ -103,7 +103,7 @@ class SavedResult(Result):
         if stored["version"] > cls.version:
             raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
         try:
-            return _read(cls, {name: value for name, value in stored.items() if name != "version"})  # type: ignore[no-any-return]
+            return _read(cls, {name: value for name, value in stored.items() if name != "version"})
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise OptionError(f"the report is malformed ({error}); give one that hfpatch wrote.") from error
 
