@@ -106,13 +106,13 @@ def attempt(model: nn.Module, make: MakeInputs) -> dict[str, Tensor] | Exception
         return error
 
 
-def media_inputs(model: Any, seed: int = 0, *, tokens: int | None = None) -> dict[str, Any] | None:
+def media_inputs(model: Any, seed: int = 0) -> dict[str, Any] | None:
     """Return `with_media`'s inputs of one forward if a model runs on them, else None.
 
     On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
     """
     try:
-        made = with_media(model, seed, tokens=tokens)
+        made = with_media(model, seed)
     except UnsupportedError:
         return None
     return None if made is None or isinstance(attempt(model, lambda: made), Exception) else made
