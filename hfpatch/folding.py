@@ -23,7 +23,6 @@ from .schemes.fixed import Folded, WithoutNorms
 from .schemes.request import Record
 from .schemes.verdicts import Outcome
 from .sites.sites import Sites
-from .swap.folded import plan_fold_of_fixed
 from .swap.planners import PlannerResult
 
 
@@ -90,6 +89,8 @@ def fold_fixed_norms(
     found = [one for one in plan.planned if isinstance(one.part.scheme, WithoutNorms)]
     if not found:
         return
+    from .swap.folded import plan_fold_of_fixed  # other schemes need none of it
+
     names = [[change.row.module for change in one.changes if change.changes] for one in found]
     with keep_random_state(), torch.inference_mode(False):
         sites = Sites(model, inputs)
