@@ -105,7 +105,8 @@ def warn_of_other_outputs(model: Any, where: str) -> None:
         model: opened.
         where: what the checkpoint is called in the warning.
     """
-    outcomes = (one.get("outcome") for one in getattr(model.config, KEY)["request"])
+    requests = getattr(model.config, KEY)["request"]  # as the file has them: what can't be read is refused when needed
+    outcomes = (one.get("outcome") for one in requests if isinstance(one, Mapping))
     found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
     saved = saved_from(model.config)
     if found and type(model).__name__ not in saved:

@@ -113,8 +113,8 @@ def test_without_the_file_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (REPORT.to_json() | {"version": 2}, "has version 2, this hfpatch reads up to 1"),
-        (REPORT.to_json() | {"steps": 3}, "steps is malformed"),
+        (REPORT.to_json() | {"version": 3}, "has version 3, this hfpatch reads up to 2"),
+        (REPORT.to_json() | {"steps": 3}, "the report is malformed .*Step"),
         (REPORT.to_json() | {"measure": "\x1b[31m"}, "can't be printed"),
         ({}, "can't be read"),
     ],
@@ -141,3 +141,16 @@ def test_a_malformed_report_is_refused_when_it_is_asked_for(
 def test_a_remote_export_has_it(tmp_path: Path) -> None:
     export_model(model(), tmp_path / "remote", to="remote", verify=False)
     assert same(load(tmp_path / "remote", LM))
+
+
+def test_a_report_of_0_3_is_read(tmp_path: Path) -> None:
+    """Without its judgement on longer sequences, which had other names."""
+    saved(tmp_path)
+    stored = json.loads((tmp_path / DIGESTS).read_text())
+    newer = ("fresh", "worst_before", "worst_after")
+    older = {name: value for name, value in stored["repair"].items() if name not in newer}
+    older |= {"version": 1, "longer": 32, "longer_before": 0.5, "longer_after": "nan"}
+    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": older}))
+    found, now = repair_report(load(tmp_path)), repair_report(model())
+    assert (found.before, found.after, found.kept) == (now.before, now.after, now.kept)
+    assert found.fresh == []
