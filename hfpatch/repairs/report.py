@@ -215,13 +215,7 @@ class RepairReport(SavedResult):
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
-        yield Table(lines), _LEGEND
-        if self.fresh:
-            yield (
-                self._table_of_fresh(),
-                "fresh: sequences that nobody calibrated on. They are reported, and decide nothing.",
-            )
-        yield (self.summary(),)
+        yield Table(lines), _LEGEND, *((self._table_of_fresh(), _FRESH) if self.fresh else ()), self.summary()
 
     def _table_of_fresh(self) -> Table:
         lines: list[tuple[str, ...]] = [

@@ -102,6 +102,8 @@ class NativeRotation:
 def find_rotations(model: nn.Module) -> list[NativeRotation]:
     """Return every rotation of the model that follows transformers' convention."""
     found, paths, stored = [], config_paths(getattr(model, "config", None)), configs_of_parts(model)
+    others = [one for one in model.modules() if not any(name.endswith("inv_freq") for name in one._buffers)]
+    held = {id(one.__dict__.get("config")) for one in others}  # not those that a class makes for a rotation alone
     for holder_name, holder in model.named_modules():
         for attribute, module in holder._modules.items():
             config = module.__dict__.get("config") if module is not None else None
@@ -110,9 +112,7 @@ def find_rotations(model: nn.Module) -> list[NativeRotation]:
             if module is None or (not isinstance(parameters, dict) and not isinstance(theta, int | float)):
                 continue
             name = f"{holder_name}.{attribute}".strip(".")
-            source: Any = stored.get(name)
-            if (getattr(source, "rope_parameters", None), getattr(source, "rope_theta", None)) != (parameters, theta):
-                source = config  # the host's class gives its copy settings of its own
+            source = stored.get(name) if id(config) in held else config
             path = module.__dict__.get(ROPE_SETTINGS_PATH, paths.get(id(source)))
             if "inv_freq" in module._buffers:
                 found.append(NativeRotation(name, holder, attribute, None, path))

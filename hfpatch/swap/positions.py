@@ -234,11 +234,9 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
         sizes = [setting for setting in new if setting[2] is not None]
     if scheme.max_positions is None:
         return settings + sizes
-    for _, config in changing_rotations(sites, part):
-        if getattr(config, LENGTH, None) is None:
-            raise UnsupportedError(f"{type(config).__name__} has no {LENGTH} to set. Leave max_positions out.")
-    rotations = [(config, LENGTH, scheme.max_positions) for _, config in changing_rotations(sites, part)]
-    found = rotations + [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
+    rotations = [config for _, config in changing_rotations(sites, part) if getattr(config, LENGTH, None) is not None]
+    found = [(config, LENGTH, scheme.max_positions) for config in rotations]
+    found += [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
     # patches are no length of text, nor are sounds whose config has none
     stacks = [item for item in affected if item.stack.grid is None]
     stacks = [item for item in stacks if getattr(item.config, item.stack.config_length, None) is not None]

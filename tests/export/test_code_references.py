@@ -93,6 +93,6 @@ def test_code_of_ones_own_stays(tmp_path: Path) -> None:
     """What registers itself with an Auto class is saved with its code, which its folder holds."""
     tokenizer = Own(tokenizer_object=word_tokenizer()._tokenizer, unk_token="<unk>")
     tokenizer._auto_map = {"AutoTokenizer": [None, "test_code_references.Own"]}
-    with suppress(hfpatch.PatchError):  # it doesn't open without trust_remote_code
+    with suppress(hfpatch.errors.PatchError):  # it doesn't open without trust_remote_code
         save_tokenizer(tokenizer, tmp_path)
     assert files_with_code(tmp_path) == ["tokenizer_config.json"]

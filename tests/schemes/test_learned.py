@@ -103,7 +103,6 @@ def test_fresh_rows() -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"pos": "learned"}, NothingToPatchError, "max_positions"),
-    ({}, {"pos": "learned:max_positions=32"}, NothingToPatchError, "32"),
     ({}, {"pos": "learned:max_positions=64,method=linear", "init": "exact"}, UnsupportedError, r"pos='learned'.*32"),
     ({"pos": "rope"}, {"pos": "learned:max_positions=64"}, UnsupportedError, "an earlier patch removed this table"),
     ({"pos": "sinusoidal"}, {"pos": "learned:max_positions=64"}, UnsupportedError, "has no rows to resize"),
