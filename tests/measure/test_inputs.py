@@ -8,7 +8,7 @@ from sampled import slow_but
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.measure.inputs import example_inputs, random_tokens
+from hfpatch.measure.inputs import Inputs, example_inputs, random_tokens
 from hfpatch.measure.media import missing_media, with_media
 from hfpatch.runtime.errors import UnsupportedError
 
@@ -125,7 +125,7 @@ def test_each_side_has_its_own_vocabulary(family: str, settings: dict[str, int],
         make = getattr(transformers, kind[family]) if family in kind else transformers.AutoModel.from_config
         model = make(config)
     for largest, decoder in zip(most, (False, True), strict=True):
-        found = set(random_tokens(model, 64, 256, decoder=decoder).flatten().tolist())
+        found = set(Inputs(model).ids(64, 256, decoder=decoder).flatten().tolist())
         assert max(found) <= largest < 1.1 * max(found)
 
 

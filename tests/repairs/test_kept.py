@@ -126,7 +126,7 @@ MODELS = st.tuples(
 )
 
 
-@settings(max_examples=16)
+@settings(max_examples=6)
 @given(MODELS, st.sampled_from(REQUESTS), CALIBRATIONS)
 def test_what_is_left_is_nearer_or_refused(model: Any, request: dict[str, Any], calibration: Any) -> None:
     event(check(*model, request, make_data(*calibration)))
