@@ -77,10 +77,10 @@ def all_states():
     found = {}
     for module, names in [(one, dict(vars(one))) for one in sys.modules.values() if isinstance(one, types.ModuleType)]:
         if module.__name__.partition(".")[0] in ("hfpatch", "__main__", "__mp_main__", "sys", "re"):
-            continue  # sys.modules and the cache of re grow with every import
+            continue  # the cache of re grows with every import
         lazy = set(getattr(module, "__all__", ())) if "_class_to_module" in names else set()
         for name, value in names.items():
-            if name not in lazy:  # of which transformers keeps what was asked for
+            if name not in lazy and value is not sys.modules:  # transformers keeps what was asked for; triton names it
                 found[f"{module.__name__}.{name}"] = state(value)
             if isinstance(value, type) and value.__module__ == module.__name__:
                 found |= {f"{module.__name__}.{name}.{key}": state(one) for key, one in list(vars(value).items())}

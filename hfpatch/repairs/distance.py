@@ -48,7 +48,7 @@ def helps(before: Tensor, after: Tensor) -> bool:
     if broken[0] != broken[1]:
         return broken[1] < broken[0]
     gain = (before - after)[before.isfinite() & after.isfinite()]
-    return bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)  # False without any
+    return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
 
 
 def mean_and_worst(distances: Tensor) -> tuple[float, float]:
