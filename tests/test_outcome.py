@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hfpatch.checkpoint.patched_config import give_patched_config
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
 from hfpatch.export import native_model
-from hfpatch.hub.card import CardFacts, card
+from hfpatch.hub.card import card
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.measure.inputs import example_inputs
 from hfpatch.measure.snapshot import Forward, Snapshot, run
@@ -464,7 +464,7 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
     cards = []
     for name in ("first", "second"):
         found = read_checkpoint(tmp_path / name)
-        cards.append(card(CardFacts(found, "me/it"), None)[0])
+        cards.append(card(found, "me/it")[0])
     assert cards[0] == cards[1]
     for request, outcome in outcomes(model).items():
         assert f"\n{request}: {outcome}\n" in cards[0]

@@ -1,10 +1,75 @@
-"""Code snippets that open a checkpoint, with and without hfpatch, for model cards and report pages."""
+"""Code snippets that open a checkpoint or make it again, and its metadata, for model cards and report pages."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from ..checkpoint.auto_classes import USUAL, auto_classes_of
+from ..measure.inputs import main_input
+from ..schemes.request import Record, SchemeRequest
+from .folder import CARD
+
+_BODY_TASKS = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}  # by the main input
+
+
+def metadata_of(name: str, token: str | bool | None = None) -> Any:
+    """Return the metadata of the model card in a folder or of a Hub id; None if there is none or it can't be read."""
+    card = Path(name) / CARD if Path(name).is_dir() else name
+    try:
+        return ModelCard.load(card, token=token, ignore_metadata_errors=True).data  # type: ignore[arg-type]
+    except Exception:  # no such repository, no access, no connection, no card, broken YAML
+        return None
+
+
+def auto_class_and_task(model_class: Any, config_class: type) -> tuple[str, str | None]:
+    """Return the Auto class that opens a model as this class, and the Hub's task for it."""
+    found = auto_classes_of(model_class, config_class, ("AutoModelForImageTextToText", *USUAL))
+    if found == ["AutoModel"]:
+        return "AutoModel", _BODY_TASKS.get(main_input(model_class))
+    from transformers.pipelines import SUPPORTED_TASKS  # imports every pipeline
+
+    # several tasks share a head; the usual one comes first
+    tasks = {auto.__name__: task for task, one in reversed(SUPPORTED_TASKS.items()) for auto in one["pt"]}
+    return (found[0], tasks.get(found[0])) if found else ("AutoModel", None)
+
+
+def how_to_make(record: Record, auto: str, base: Any) -> str:
+    """Return code that makes a checkpoint again by the requests in its record.
+
+    Requests of different kinds with the same globs and start are one call.
+
+    Args:
+        record: the patch record.
+        auto: the Auto class.
+        base: the Hub id or folder of the model that was patched; of anything but a text, opening it is left out.
+    """
+    steps: list[dict[str, SchemeRequest]] = []
+    for kind, part in sorted(record.requests, key=lambda item: item[0] != "placement"):
+        if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
+            steps.append({})
+        steps[-1][kind] = part
+    lines = ["import hfpatch", f"from transformers import {auto}", ""] if isinstance(base, str) else []
+    lines += [f"model = {auto}.from_pretrained({json.dumps(base, ensure_ascii=False)})"] if lines else []
+    for step in steps:
+        call: dict[str, Any] = {}
+        for kind, part in step.items():
+            call |= part.as_requested.to_json(kind)
+        words = [f"{name}={value!r}" for name, value in call.items()]
+        if any(part.outcome and part.outcome.by_repair for part in step.values()):
+            lines.append("# texts: what the repair was calibrated on, which isn't in the record")
+            words.append("calibration=texts")
+        lines.append(f"hfpatch.patch_model(model, {', '.join(words)})")
+    return "\n".join(lines)
+
+
+def _settings(part: SchemeRequest) -> tuple[Any, ...]:
+    return part.only, part.keep, part.init
 
 
 def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) -> Iterator[tuple[str, str, str]]:

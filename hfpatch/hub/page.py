@@ -5,9 +5,7 @@ The file holds its styles and figures and loads nothing; it has no scripts.
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from typing import Any
 import jinja2
 import torch
 import transformers
-from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint.auto_classes import auto_classes_of
 from ..checkpoint.files import PAGE
 from ..core.bare import require_bare
 from ..core.results import Table
@@ -32,17 +28,15 @@ from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
-from ..schemes.request import Record, SchemeRequest
+from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
 from ..verification.report import ModuleRow, Report, module_lines, output_lines, title_of
-from .card import TASKS
 from .figures import layer_figures
-from .folder import CARD
-from .opening import ways_to_open
+from .opening import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 
-_ORIGINAL, _PATCHED = "ORIGINAL", "PATCHED"  # stand for names that aren't known
+_PATCHED = "PATCHED"  # stands for the name of a checkpoint that isn't known
 HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
 
 
@@ -117,11 +111,13 @@ def _facts(
     if not (record.norm or record.placement):
         rows = [row for row in rows if row.state != "kept"]  # norms that nobody asked to change
     stored = {} if checkpoint is None else PreTrainedConfig.get_config_dict(str(checkpoint))[0]
-    base = _base(checkpoint, reference)
+    card = None if checkpoint is None else metadata_of(str(checkpoint))
+    base = card and card.base_model if reference is None else _public_name(reference)
+    base = base if isinstance(base, str) else None
     name = _PATCHED if checkpoint is None else _public_name(checkpoint)
     form = "remote" if stored.get("auto_map") and stored.get("model_type") == KEY else "plugin"
     cls = host_class(type(model))
-    auto = [*auto_classes_of(cls, host_class(type(model.config)), TASKS), "AutoModel"][0]
+    auto, _ = auto_class_and_task(cls, host_class(type(model.config)))
     parameters = sum(p.numel() for p in model.parameters())
     version = sys.modules["hfpatch"].__version__
     outcomes = record.outcomes()
@@ -149,8 +145,7 @@ def _facts(
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
         "ways": list(ways_to_open(name, auto, form, no_native=native_obstacle(model))),
-        "commands": list(_commands(record, base or _ORIGINAL, name)),
-        "repaired": any(one.verdict == "repaired" for one in outcomes.values()),
+        "made_by": how_to_make(record, auto, base),
     }
 
 
@@ -182,50 +177,6 @@ def _outputs(report: Report) -> dict[str, Table]:
 def _public_name(name: str | PathLike[str]) -> str:
     """A Hub id, or the name of a folder without where it is."""
     return Path(name).resolve().name if Path(name).exists() else str(name)
-
-
-def _base(checkpoint: str | PathLike[str] | None, reference: str | PathLike[str] | None) -> str | None:
-    """The original's name, by the caller or the checkpoint's model card."""
-    if reference is not None:
-        return _public_name(reference)
-    if checkpoint is None or not (Path(checkpoint) / CARD).is_file():
-        return None
-    try:
-        found = ModelCard.load(Path(checkpoint) / CARD, ignore_metadata_errors=True).data.base_model
-    except Exception:  # broken YAML
-        return None
-    return found if isinstance(found, str) else None
-
-
-def _commands(record: Record, base: str, name: str) -> Iterator[str]:
-    """Command lines that make the checkpoint again, and one that measures it.
-
-    Requests of different kinds with the same globs and start go together.
-    """
-    steps: list[dict[str, SchemeRequest]] = []
-    for kind, part in sorted(record.requests, key=lambda item: item[0] != "placement"):
-        if not steps or kind in steps[-1] or _settings(part) != _settings(next(iter(steps[-1].values()))):
-            steps.append({})
-        steps[-1][kind] = part
-    source = base
-    for i, step in enumerate(steps):
-        target = name if i == len(steps) - 1 else f"step-{i + 1}"
-        words = ["hfpatch", "patch", source, target]
-        for kind, part in step.items():
-            words += [f"--{kind}", str(part.as_requested.scheme)]
-        part = next(iter(step.values()))
-        words += [word for glob in part.only for word in ("--only", glob)]
-        words += [word for glob in part.keep for word in ("--keep", glob)]
-        words += [] if part.init == "auto" else ["--init", part.init]
-        if any(part.outcome and part.outcome.by_repair for part in step.values()):
-            words += ["--calibration", "FILE"]
-        yield shlex.join(words)
-        source = target
-    yield shlex.join(["hfpatch", "verify", name, base])
-
-
-def _settings(part: SchemeRequest) -> tuple[Any, ...]:
-    return part.only, part.keep, part.init
 
 
 def unpatched_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from ..checkpoint.file_digests import DIGEST_FILES
@@ -28,8 +29,9 @@ from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..runtime.errors import PatchError
 from ..verification.report import Report
-from .card import CardFacts, base_of, card
-from .folder import CARD, checkpoint_of
+from .card import card
+from .folder import CARD, Checkpoint, checkpoint_of
+from .opening import metadata_of
 
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
 # Files in the repository that say something of other weights: transformers would open them, or people read them
@@ -159,10 +161,17 @@ def push_patched(
     for name, value, kind in [("report", report, Report), *(("eval_results", one, EvalResult) for one in results)]:
         if not isinstance(value, kind | None):
             raise OptionError(f"{name} must be of {kind.__name__}, not {type(value).__name__}.")
+    if base_model is not None and not Path(base_model).is_dir():
+        with _typed_errors(f"base_model={str(base_model)!r:.80} is neither a folder nor a model's id", OptionError):
+            validate_repo_id(str(base_model))
     # with True the client says how to log in where nobody is
     api = HfApi(token=True if token is None and not dry_run else token, library_name="hfpatch")
     origin = str(base_model or getattr(model_inside(model), "name_or_path", ""))
-    base = base_of(origin, base_model is not None, api) if origin not in ("", repo_id) else (None, None)
+    said: dict[str, Any] = {"license": license, "report": report, "eval_results": results}
+    if origin not in ("", repo_id):
+        said["base_data"] = metadata_of(origin, api.token)
+        if not Path(origin).is_dir() and (base_model is not None or said["base_data"] is not None):
+            said["base_model"] = origin
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         found = checkpoint_of(model, form, native, tokenizer, scratch, max_shard_size, trust_remote_code)
@@ -173,8 +182,9 @@ def push_patched(
                 repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
                 if revision and not create_pr and not api.revision_exists(repo_id, revision):
                     api.create_branch(repo_id, branch=revision, exist_ok=True)
-            facts = CardFacts(found, repo_id, *base, license, report, results)
-            push, contents = _prepare(api, facts, private, revision, dry_run, scratch)
+            url = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+            push = Push(repo_id, revision, url, None, {}, [], found.left_out, dry_run=dry_run)
+            contents = _prepare(push, api, found, said, private, scratch)
             if not dry_run:
                 operations: list[Any] = [CommitOperationAdd(path, content) for path, content in contents.items()]
                 where: dict[str, Any] = {"revision": revision, "create_pr": create_pr}
@@ -188,39 +198,39 @@ def push_patched(
 
 
 def _prepare(
-    api: HfApi, facts: CardFacts, private: bool, revision: str | None, dry_run: bool, scratch: Path
-) -> tuple[Push, dict[str, Path | bytes]]:
-    """What the branch's newest commit would become: the files with their card, and the weights to delete."""
-    repo_id, found = facts.repo_id, facts.checkpoint
-    head, there, notes = None, set(), list[str]()
+    push: Push, api: HfApi, found: Checkpoint, said: dict[str, Any], private: bool, scratch: Path
+) -> dict[str, Path | bytes]:
+    """What the branch's newest commit would become: the files with their card; the rest is written into `push`."""
+    there: set[str] = set()
     try:
-        info = api.model_info(repo_id, revision=revision)
-        head, there = info.sha, {one.rfilename for one in info.siblings or ()}
-        notes += ["the repository is public already, so anyone can read this"] if private and not info.private else []
+        info = api.model_info(push.repo_id, revision=push.revision)
+        push.commit, there = info.sha, {one.rfilename for one in info.siblings or ()}
+        if private and not info.private:
+            push.notes.append("the repository is public already, so anyone can read this")
     except (HTTPError, OSError, ValueError) as error:
-        if not dry_run:
+        if not push.dry_run:
             raise
         reason = " ".join(str(error).split())
-        notes.append(f"the repository or branch doesn't exist or can't be seen: a push would create it ({reason})")
+        push.notes.append(f"the repository or branch doesn't exist or can't be seen: a push would create it ({reason})")
     written = found.files[CARD].read_text("utf-8-sig") if CARD in found.files else None
     if written is None and CARD in there:  # into a folder that goes: the cache would outlive the push
-        path = api.hf_hub_download(repo_id, CARD, revision=head, local_dir=scratch)
+        path = api.hf_hub_download(push.repo_id, CARD, revision=push.commit, local_dir=scratch)
         written = Path(path).read_text("utf-8-sig")
-    text, card_notes = card(facts, written)
-    notes += card_notes
+    text, notes = card(found, push.repo_id, written, **said)
+    push.notes += notes
     contents: dict[str, Path | bytes] = {**found.files, CARD: text.encode()}
     if "vocab_size" in found.config and not any(name.startswith(_VOCABULARIES) for name in contents):
-        notes.append("no tokenizer is uploaded: pass one with tokenizer= (--tokenizer)")
+        push.notes.append("no tokenizer is uploaded: pass one with tokenizer= (--tokenizer)")
     stale = {name for name in there if "/" not in name and any(fnmatchcase(name, glob) for glob in STALE_WEIGHTS)}
-    deleted = sorted(stale - contents.keys())
-    url = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
-    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in sorted(contents.items())}
-    return Push(repo_id, revision, url, head, sizes, deleted, found.left_out, notes, dry_run), contents
+    push.deleted = sorted(stale - contents.keys())
+    for name, one in sorted(contents.items()):
+        push.files[name] = len(one) if isinstance(one, bytes) else one.stat().st_size
+    return contents
 
 
 @contextmanager
-def _typed_errors(repo_id: str) -> Iterator[None]:
-    """Context in which an error of the client becomes a HubError in its words."""
+def _typed_errors(start: str, typed: type[PatchError] = HubError) -> Iterator[None]:
+    """Context in which an error of the client becomes one of ours, in its words."""
     try:
         yield
     except PatchError:
@@ -229,4 +239,4 @@ def _typed_errors(repo_id: str) -> Iterator[None]:
         # what broke an upload or a download, the client wraps
         wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
         cause = error.__cause__ if wrapped and error.__cause__ else error
-        raise HubError(f"{repo_id}: {' '.join(str(cause).split())}") from cause
+        raise typed(f"{start}: {' '.join(str(cause).split())}") from cause

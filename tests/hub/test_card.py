@@ -21,7 +21,7 @@ from hfpatch.checkpoint.files import PAGE
 from hfpatch.checkpoint.remote_code import FILE
 from hfpatch.errors import OptionError
 from hfpatch.export import export_model
-from hfpatch.hub.card import BEGIN, END, CardFacts, card
+from hfpatch.hub.card import BEGIN, END, card
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.runtime.edits import Edit
 from hfpatch.schemes.norms import DyT
@@ -62,18 +62,17 @@ def parsed(text: str) -> ModelCard:
     return card
 
 
-def facts(folder: Checkpoint, **known: Any) -> CardFacts:
-    return CardFacts(folder, "me/gpt2-dyt", **known)
+def of(folder: Checkpoint, written: str | None = None, **known: Any) -> tuple[str, list[str]]:
+    return card(folder, "me/gpt2-dyt", written, **known)
 
 
 def test_what_it_says(folder: Checkpoint) -> None:
     base = ModelCardData(license="mit", tags=["theirs"], pipeline_tag="other")
     report = Report("GPT2LMHeadModel (norm=dyt)", "GPT2LMHeadModel", "none", notes=["random inputs"])
-    text, notes = card(facts(folder, base_model="openai/gpt2", base_card=base, report=report), None)
+    text, notes = of(folder, base_model="openai/gpt2", base_data=base, report=report)
     read = parsed(text)
     assert read.data.to_dict() == {
         "base_model": "openai/gpt2",
-        "base_model_relation": "finetune",
         "library_name": "hfpatch",
         "license": "mit",
         "pipeline_tag": "text-generation",
@@ -90,38 +89,37 @@ def test_what_it_says(folder: Checkpoint) -> None:
     assert "import hfpatch\nfrom transformers import AutoModelForCausalLM\n\nmodel = AutoModel" in text
     assert f"```\n{report}\n```" in text
     assert "trust_remote_code" not in text
-    assert "`mit`, carried over from the base model's card." in text
 
 
 def test_a_named_licence_comes_with_its_name_and_link(folder: Checkpoint) -> None:
     theirs = ModelCardData(license="other", license_name="their-terms", license_link="LICENSE")
-    text, _ = card(facts(folder, base_model="a/b", base_card=theirs), None)
+    text, _ = of(folder, base_model="a/b", base_data=theirs)
     data = parsed(text).data
     assert (data.license, data.license_name) == ("other", "their-terms")
     assert data.license_link == "https://huggingface.co/a/b/blob/main/LICENSE"  # the file stays where it is
-    assert "`other` (their-terms), carried over" in text
-    text, _ = card(facts(folder, base_model="a/b", base_card=theirs, license="mit"), None)
+    text, _ = of(folder, base_model="a/b", base_data=theirs, license="mit")
     assert (parsed(text).data.license, parsed(text).data.get("license_name")) == ("mit", None)
-    assert "`mit`, as the metadata above says." in text
+    text, _ = of(folder, MINE, base_model="a/b", base_data=theirs)
+    assert (parsed(text).data.license, parsed(text).data.get("license_name")) == ("gpl-3.0", None)
 
 
 def test_how_to_open_it(folder: Checkpoint) -> None:
     """By the code in the repository, or after an export; the Hub shows the code of the library that the card names."""
-    text, _ = card(facts(folder), None)
+    text, _ = of(folder)
     for form in ("remote", "native"):
         assert f"\nhfpatch export me/gpt2-dyt gpt2-dyt-{form} --to {form}\n" in text
     folder.config["auto_map"] = {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}
     folder.files[FILE] = Path(FILE)
-    remote, _ = card(facts(folder), None)
+    remote, _ = of(folder)
     assert 'from_pretrained("me/gpt2-dyt", trust_remote_code=True)' in remote
     mine = text.replace("library_name: hfpatch", "library_name: mine")
     for written, library in ((None, "transformers"), (text, "transformers"), (mine, "mine")):
-        assert parsed(card(facts(folder), written)[0]).data.library_name == library
+        assert parsed(of(folder, written)[0]).data.library_name == library
 
 
 def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
-    assert PAGE not in card(facts(folder), None)[0]
-    text, _ = card(facts(replace(folder, files={**folder.files, PAGE: Path(PAGE)})), None)
+    assert PAGE not in of(folder)[0]
+    text, _ = of(replace(folder, files={**folder.files, PAGE: Path(PAGE)}))
     assert "[hfpatch_report.html](hfpatch_report.html)" in text
 
 
@@ -138,7 +136,7 @@ def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
 def test_task_and_class(family: str, auto: str, task: str | None) -> None:
     model = patch(tiny(family, auto), norm="dyt")
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
-    text, _ = card(CardFacts(Checkpoint(config, None, None, {}, []), "me/model"), None)
+    text, _ = card(Checkpoint(config, None, None, {}, []), "me/model")
     assert f"{auto}.from_pretrained" in text
     assert parsed(text).data.pipeline_tag == task
 
@@ -174,9 +172,7 @@ with | a table | and `code`
 
 
 def test_the_authors_text_stays_and_metadata_is_completed(folder: Checkpoint) -> None:
-    text, notes = card(
-        facts(folder, base_model="a/b", base_card=ModelCardData(license="mit"), eval_results=(RESULT,)), MINE
-    )
+    text, notes = of(folder, MINE, base_model="a/b", base_data=ModelCardData(license="mit"), eval_results=(RESULT,))
     read = parsed(text)
     assert read.text == ModelCard(MINE).text
     assert read.data.license == "gpl-3.0"
@@ -188,17 +184,17 @@ def test_the_authors_text_stays_and_metadata_is_completed(folder: Checkpoint) ->
     values = {result.metric_type: result.metric_value for result in read.data.eval_results}
     assert values == {"accuracy": 0.5, "perplexity": 29.5}
     assert notes == ["README.md keeps its text; its metadata is completed"]
-    assert card(facts(folder, license="mit"), MINE)[0].count("license: mit") == 1
-    assert card(facts(folder, base_model="a/b", eval_results=(RESULT,)), text)[0] == text
+    assert of(folder, MINE, license="mit")[0].count("license: mit") == 1
+    assert of(folder, text, base_model="a/b", eval_results=(RESULT,))[0] == text
 
 
 def test_only_the_section_of_an_earlier_push_is_renewed(folder: Checkpoint) -> None:
-    first, _ = card(facts(folder, base_model="a/b", base_card=ModelCardData(license="mit")), None)
+    first, _ = of(folder, base_model="a/b", base_data=ModelCardData(license="mit"))
     edited = first.replace("# gpt2-dyt\n", "# gpt2-dyt\n\nMine, above.\n")
     edited = edited.replace("- rope", "- rope\n- mine\n- deepnorm")
     edited += "\n## Training\n\nMine, below.\n"
     later = replace(folder, config={**folder.config, "transformers_version": "9.9.9"})
-    text, notes = card(facts(later), edited)
+    text, notes = of(later, edited)
     assert notes == []
     assert text.count(BEGIN) == text.count(END) == 1
     assert "Saved with transformers 9.9.9." in text
@@ -210,16 +206,16 @@ def test_only_the_section_of_an_earlier_push_is_renewed(folder: Checkpoint) -> N
     assert data.base_model == "a/b"
     assert "[a/b]" in text
     assert data.tags == ["hfpatch", "mine", "dyt", "rms", "rope"]  # deepnorm was another patch's
-    assert card(facts(later), text)[0] == text
+    assert of(later, text)[0] == text
 
 
 def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Checkpoint) -> None:
-    text, _ = card(facts(folder), "# Only text\n")
+    text, _ = of(folder, "# Only text\n")
     assert parsed(text).text == "# Only text\n"
     assert parsed(text).data.tags == ["hfpatch", "dyt", "rms", "rope"]
     for broken in ("---\n- a list\n---\n", "---\na: [\n---\n", "---\nmodel-index: [{}]\n---\n"):
         with pytest.raises(OptionError, match=r"README\.md"):
-            card(facts(folder), broken)
+            of(folder, broken)
 
 
 # The code in it
@@ -234,7 +230,7 @@ def test_its_code_runs(form: str, tmp_path: Path) -> None:
     model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="rms", pos=RoPE(theta=500.0))
     export_model(model, out, form, **({"verify": False} if form == "remote" else {}))
     found = read_checkpoint(out, native=form == "native")
-    text, _ = card(CardFacts(found, "me/gpt2", base_model="openai/gpt2"), None)
+    text, _ = card(found, "me/gpt2", base_model="openai/gpt2")
     text = text.replace('"me/gpt2"', repr(str(out))).replace('"openai/gpt2"', repr(str(base)))
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == {"plugin": 2, "remote": 3, "native": 1}[form]
@@ -300,10 +296,10 @@ def test_what_stands_in_config_json_is_no_markup(checkpoint: Path, tmp_path: Pat
     """The version and the class are outside of every digest; whoever wrote the file could put a page into the card."""
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     with_config(copy, transformers_version=f"5.0{BAD}", architectures=[f"GPT2LMHeadModel{BAD}"])
-    text, _ = card(facts(read_checkpoint(copy)), None)
+    text, _ = of(read_checkpoint(copy))
     assert "Saved with" not in text
     assert "(`gpt2`) with its architecture patched" in text
-    original, _ = card(facts(read_checkpoint(checkpoint)), None)
+    original, _ = of(read_checkpoint(checkpoint))
     assert "(`GPT2LMHeadModel`) with its architecture patched" in original, "the control"
     assert "Saved with transformers" in original
     assert outside_code(text).keys() == outside_code(original).keys()
@@ -317,18 +313,9 @@ def outside_code(text: str) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in kinds}
 
 
-def test_what_others_cards_say_is_no_markup(folder: Checkpoint) -> None:
-    base = ModelCardData(license="other", license_name=f"mine{BAD}")
-    text, _ = card(facts(folder, base_model="openai/gpt2", base_card=base), None)
-    section = text.partition(BEGIN)[2].partition(END)[0]
-    plain, _ = card(facts(folder, base_model="openai/gpt2", base_card=ModelCardData(license="other")), None)
-    assert outside_code(section) == outside_code(plain.partition(BEGIN)[2].partition(END)[0])
-    assert "mine Free weights" in section
-
-
 def test_edits_that_look_like_the_end_of_a_block(folder: Checkpoint) -> None:
     assert folder.record is not None
     edits = (*folder.record.edits, Edit.of("```", None))
     found = replace(folder, record=replace(folder.record, edits=edits))
-    text, _ = card(facts(found), None)
-    assert outside_code(text) == outside_code(card(facts(folder), None)[0])
+    text, _ = of(found)
+    assert outside_code(text) == outside_code(of(folder)[0])

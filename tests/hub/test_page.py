@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-import shlex
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -77,8 +77,7 @@ def test_what_it_says(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "transformer.wpe Embedding(64, 32) its mean row converted" in text
     assert "Error by layer: hidden_states" in text
     assert "Outputs by dtype: logits" in text
-    assert "hfpatch patch openai-community/gpt2 patched --norm rms --pos rope:theta=500 hfpatch verify" in text
-    assert "hfpatch verify patched openai-community/gpt2" in text
+    assert "from_pretrained(\"openai-community/gpt2\") hfpatch.patch_model(model, norm='rms', pos='rope:" in text
     assert 'model = AutoModelForCausalLM.from_pretrained("patched")' in text
     assert "hfpatch export patched patched-remote --to remote" in text
     assert "The repair" not in text
@@ -93,7 +92,7 @@ def test_it_does_without_what_is_not_known(tmp_path: Path) -> None:
     assert "original not known" in text
     assert "form not saved yet" in text
     assert "isn't drawn: how its branches meet the residual stream isn't known" in text
-    assert "hfpatch patch ORIGINAL PATCHED --norm dyt" in text
+    assert "How to make it again hfpatch.patch_model(model, norm='dyt') From" in text
     assert "What verify measured" not in text
 
 
@@ -105,7 +104,7 @@ def test_names_stay_text(tmp_path: Path) -> None:
     repair = RepairReport(8, 1, HOSTILE, 1.0, 0.5, True, [Step(HOSTILE, "norm", 1.0, 0.5, True, HOSTILE)])
     write_page(model, tmp_path / "x.html", checkpoint=checkpoint, reference=HOSTILE, report=report, repair=repair)
     text = words(tree_of(tmp_path / "x.html"))
-    assert f"patch {shlex.quote(HOSTILE)} {shlex.quote(HOSTILE)}" in text
+    assert f"from_pretrained({json.dumps(HOSTILE)}) hfpatch.patch_model(" in text
     assert text.count(HOSTILE) > 9
     assert "<img" not in (tmp_path / "x.html").read_text()
 
@@ -122,8 +121,8 @@ def test_a_repair(tmp_path: Path) -> None:
     assert report.summary() in text
     assert f"{len(report.steps)} steps, in forward order" in text
     assert f"{report.steps[0].module} {report.steps[0].kind} " in text
-    assert "hfpatch patch ORIGINAL PATCHED --norm dyt --calibration FILE hfpatch verify" in text
-    assert "FILE for what the repair was calibrated on, which isn't in the record" in text
+    assert "# texts: what the repair was calibrated on, which isn't in the record" in text
+    assert "hfpatch.patch_model(model, norm='dyt', calibration=texts)" in text
     fitted = [module.alpha.item() for module in model.modules() if isinstance(module, DynamicTanh)]
     assert f"In the weights now: DynamicTanh: alpha {min(fitted):.3g} to {max(fitted):.3g}." in text
     assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have." in text
@@ -233,7 +232,7 @@ def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) 
     assert PAGE in read_checkpoint(patched).files  # a push takes it along
     text = words(tree_of(patched / PAGE))
     assert "What verify measured" in text
-    assert "hfpatch patch original patched --norm rms" in text
+    assert "AutoModelForCausalLM.from_pretrained(\"original\") hfpatch.patch_model(model, norm='rms'" in text
     called("verify", str(patched), str(folders[1]), "--json", str(tmp_path / "saved.json"))
     called("report", str(patched), "--json", str(tmp_path / "saved.json"), "--out", str(tmp_path / "b.html"))
     assert "Error by layer: hidden_states" in words(tree_of(tmp_path / "b.html"))
@@ -275,7 +274,7 @@ def test_a_remote_export(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "--to remote" not in text
 
 
-def test_its_commands_make_the_checkpoint_again(
+def test_its_code_makes_the_checkpoint_again(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("gpt2", HEAD)
@@ -288,11 +287,11 @@ def test_its_commands_make_the_checkpoint_again(
     write_page(model, "page.html", checkpoint="made", reference="original")
     shutil.rmtree("made")
     blocks = [code.text or "" for code in tree_of(tmp_path / "page.html").iter("code")]
-    lines = next(text for text in blocks if text.startswith("hfpatch patch")).splitlines()
-    assert len(lines) == 4
-    for line in lines[:-1]:
-        called(*shlex.split(line)[1:])
-    again = AutoModelForCausalLM.from_pretrained("made")
+    code = next(text for text in blocks if "patch_model" in text)
+    assert code.count("patch_model") == 3
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    again = scope["model"].eval()
     assert set(again.config.hfpatch["edits"]) == set(model.config.hfpatch["edits"])
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-5)
