@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from ..checkpoint.auto_classes import USUAL, auto_classes_of
 from ..measure.inputs import main_input
@@ -19,10 +20,12 @@ _BODY_TASKS = {"input_ids": "feature-extraction", "pixel_values": "image-feature
 
 
 def metadata_of(name: str, token: str | bool | None = None) -> Any:
-    """Return the metadata of the model card in a folder or of a Hub id; None if there is none or it can't be read."""
+    """Return the metadata of the model card in a folder, or of a model of the Hub; None if neither can be read."""
     card = Path(name) / CARD if Path(name).is_dir() else name
     try:
         return ModelCard.load(card, token=token, ignore_metadata_errors=True).data  # type: ignore[arg-type]
+    except RemoteEntryNotFoundError:
+        return ModelCardData()  # the repository is there, without a card
     except Exception:  # no such repository, no access, no connection, no card, broken YAML
         return None
 
@@ -34,8 +37,9 @@ def auto_class_and_task(model_class: Any, config_class: type) -> tuple[str, str 
         return "AutoModel", _BODY_TASKS.get(main_input(model_class))
     from transformers.pipelines import SUPPORTED_TASKS  # imports every pipeline
 
+    tasks = {"AutoModelForQuestionAnswering": "question-answering"}  # which has no pipeline any more
     # several tasks share a head; the usual one comes first
-    tasks = {auto.__name__: task for task, one in reversed(SUPPORTED_TASKS.items()) for auto in one["pt"]}
+    tasks |= {auto.__name__: task for task, one in reversed(SUPPORTED_TASKS.items()) for auto in one["pt"]}
     return (found[0], tasks.get(found[0])) if found else ("AutoModel", None)
 
 

@@ -129,6 +129,9 @@ def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
         ("gpt2", "AutoModel", "feature-extraction"),
         ("bert", "AutoModelForTokenClassification", "token-classification"),
         ("vit", "AutoModel", "image-feature-extraction"),
+        ("gpt2", "AutoModelForCausalLM", "text-generation"),  # two more tasks have the same head
+        ("bert", "AutoModelForSequenceClassification", "text-classification"),  # one more
+        ("bert", "AutoModelForQuestionAnswering", "question-answering"),
         ("bart", "AutoModelForSeq2SeqLM", None),
         ("whisper", "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     ],
@@ -268,6 +271,10 @@ def test_bases(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
     model = patch(load(original, "AutoModelForCausalLM"), norm="dyt")
     data, _ = pushed(hub, f"{name}-b", model)
     assert (data["base_model"], data["license"]) == (original, "mit")
+    repo = hub.repos[original]
+    repo.push("no card", {path: blob for path, blob in repo.head.files.items() if path != "README.md"})
+    data, _ = pushed(hub, f"{name}-c", model)
+    assert (data["base_model"], data.get("license")) == (original, None)
 
 
 def test_a_local_base_gives_its_licence_and_not_its_path(hub: LocalHub, name: str, tmp_path: Path) -> None:
