@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 
 # before torch reads it, whatever the shell says; also of the processes that tests start
@@ -11,7 +12,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NU
 import hypothesis
 import pytest
 import torch
-from sampled import SEED
+from sampled import SEED, sampled
 from transformers.utils import logging
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background jobs
@@ -28,6 +29,21 @@ hypothesis.settings.load_profile("by seed" if SEED else "fixed")
 def pytest_configure(config: pytest.Config) -> None:
     if SEED and config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = SEED
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `sample` so many cases are of the default run, and the others are slow."""
+    cases: defaultdict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None and not any(item.get_closest_marker(name) for name in ("slow", "sweep")):
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, size), of_a_test in cases.items():
+        chosen = sampled(of_a_test, size)
+        for item in of_a_test:
+            if item not in chosen:
+                item.add_marker("slow")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

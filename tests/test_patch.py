@@ -337,6 +337,7 @@ def failing_at(call: int | None, error: type[BaseException], moment: str) -> Ite
         yield count
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("request_", [EXACT, {"mlp": "swiglu", "init": "reset"}], ids=str)
 @pytest.mark.parametrize(("moment", "error"), [("before", KeyboardInterrupt), ("after", ZeroDivisionError)])
 def test_a_failure_at_any_step_restores_everything(

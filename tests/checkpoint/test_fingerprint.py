@@ -115,6 +115,7 @@ def test_weights_that_a_file_lost_are_refused_whenever_it_is_opened(auto: str, f
     opener.from_pretrained(folder, check_fingerprint=False)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("change", IN_CONFIG.values(), ids=IN_CONFIG)
 def test_an_edited_config_is_told_and_refused_by_the_full_check(

@@ -84,6 +84,7 @@ def in_files(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if within(parameter.data_ptr())]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, head, options = CASES[case]

@@ -91,6 +91,7 @@ def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> tor
 # --- shift and active -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(21)
 @every_family
 @pytest.mark.parametrize(
     ("options", "offset"),
@@ -136,6 +137,7 @@ def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(12)
 @every_family
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt", "pos": "nope"}], ids=request_id)
 def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> None:
@@ -278,6 +280,7 @@ def test_bfloat16_runs(name: str, request_: dict) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("name", "request_", "how"), COPIED, ids=case_id)
 def test_copies(name: str, request_: dict, how: str, tmp_path: Path) -> None:
     """Also opened from its checkpoint, by the class that its record leads to (test_checkpoint.py has all heads)."""

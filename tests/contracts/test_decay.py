@@ -56,6 +56,7 @@ def differing(family: str, requests: list[dict[str, Any]]) -> tuple[list[str], i
     return found, taken
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_every_norm(family: str) -> None:
     with slopes() as own:
@@ -64,6 +65,7 @@ def test_after_every_norm(family: str) -> None:
     assert taken >= 6
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_positions_and_mlps(family: str) -> None:
     found, taken = differing(family, OTHERS)

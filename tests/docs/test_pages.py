@@ -112,6 +112,7 @@ CASES = [pytest.param(page, False, id=str(page.relative_to(ROOT))) for page in W
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("page", "whole"), CASES)
 def test_page_runs(page: Path, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()

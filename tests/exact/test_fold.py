@@ -92,6 +92,7 @@ def silent(model: Any, *args: Any, **kwargs: Any) -> Any:
 # The function stays
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "mode"), slow_but(product(MAKE, ("fold", "parametrize")), 9))
 def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> None:
     model = MAKE[name]().double()
@@ -536,6 +537,7 @@ def with_more_tokens(model: Any, by_mean: bool) -> Any:
     return model
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", UNTIED)
 @pytest.mark.parametrize("opened", [False, True], ids=["patched", "opened"])
 def test_added_tokens_are_those_of_the_original(family: str, opened: bool, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ KINDS = [
 FLOAT32_INSIDE = ("llama", "gemma", "mistral", "gpt_neo", "opt", "arcee", "roformer", "esm", "smollm3")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_equal(name: str) -> None:
     case = one(name)
@@ -89,6 +90,7 @@ def test_what_is_equal(name: str) -> None:
         assert each.equal or each.reason
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.equal], ids=lambda case: case.name)
 def test_what_is_not(case: Case, tmp_path: Path) -> None:
     """Refused with a reason for every candidate; nothing is written, not even beside the folder."""

@@ -82,6 +82,7 @@ def test_every_scheme_is_tried() -> None:
 SAVED = [*((one, "plugin") for one in CASES), (("gpt2", "rms+rope"), "remote")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("case", "form"), SAVED, ids=[f"{named(one)}-{form}" for one, form in SAVED])
 def test_a_strict_loader_takes_every_tensor(case: tuple[str, str], form: str, tmp_path: Path) -> None:
     """Of BatchNorm's running statistics alone it says that no module has them: our batch norm isn't one of torch's."""

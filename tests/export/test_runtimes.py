@@ -25,6 +25,7 @@ def made(family: str, *patches: dict[str, Any], **options: Any) -> Any:
     return case(family, LM, (), *patches, **options).model()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "asked", "options", "alone", "llama_cpp"), CHOSEN)
 def test_serve_chooses(family: str, asked: Any, options: Any, alone: str, llama_cpp: str, tmp_path: Path) -> None:
     model = made(family, asked, **options)
@@ -41,6 +42,7 @@ def test_arcee_is_tried_last_unless_the_activation_is_its_own() -> None:
     assert native_model(relu2, serve="llama.cpp").config.model_type == "jais2"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("asked", "options", "reason"),
     [

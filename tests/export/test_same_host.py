@@ -18,6 +18,7 @@ from hfpatch.export import export_model
 from hfpatch.export.native import candidates
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", native_cases.NO_SWITCH)
 def test_nope_is_the_family_itself_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Rotary classes have no switch; settings that turn nothing give the same bits, at any length."""

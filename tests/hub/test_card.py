@@ -224,6 +224,7 @@ def test_a_card_without_metadata_and_one_with_broken_metadata(folder: Checkpoint
 # The code in it
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["plugin", "remote", "native"])
 def test_its_code_runs(form: str, tmp_path: Path) -> None:
     """Each block as it is printed, but for the repository's name."""

@@ -128,6 +128,7 @@ def test_a_repair(tmp_path: Path) -> None:
     assert "ln_1 is a DynamicTanh, which a stock architecture doesn't have." in text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "request_", "reason"),
     [
@@ -174,6 +175,7 @@ def drawn(found: Sketches) -> list[tuple[str, ...]]:
     return [(one.formula, *(" ".join(piece.lines) for piece in one.pieces)) for one in branches]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "request_", "first"),
     [
@@ -196,6 +198,7 @@ def test_sketches_of_other_placements(family: str, request_: dict[str, str], fir
     assert drawn(sketched(patch(tiny(family), **request_)))[0] == first
 
 
+@pytest.mark.slow
 def test_what_branches_are_called() -> None:
     for family in ("bart", "t5"):  # whose blocks hold one branch each
         found = sketched(patch(tiny(family), pos="rope"))

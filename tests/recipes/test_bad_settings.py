@@ -24,6 +24,7 @@ def refused(capsys, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     ("recipe", "flags", "named"),
     [

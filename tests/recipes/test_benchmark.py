@@ -52,6 +52,7 @@ class TestRun:
         assert "* gpt2, forward, eager, rope:axes=2: " in text, "what couldn't be patched is said, with its reason"
         assert (tmp_path / "benchmark.png").stat().st_size > 10_000
 
+    @pytest.mark.slow
     def test_places(self, tmp_path):
         flags = ["--parts", "places", "--models", "gpt2", "bert", "--patches", "control", "rms", "rope", "rms+rope"]
         for race in run(tmp_path, *flags)[0]["races"]:

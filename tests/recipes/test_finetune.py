@@ -115,6 +115,7 @@ def saved_step(out):
 
 
 class TestStopping:
+    @pytest.mark.slow
     def test_resumed_run_equals_an_uninterrupted_one(self, finished, text, tmp_path, capsys, monkeypatch):
         with monkeypatch.context() as patch:
             at_step(patch, "step 3 of baseline", lambda: os.kill(os.getpid(), signal.SIGINT))

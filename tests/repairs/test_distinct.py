@@ -134,6 +134,7 @@ def test_tokens_given_as_vectors_are_counted() -> None:
     assert report.tokens == 14 * 20
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["vit", "bart", "t5"])
 def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
     """Those that read tokens alone; longer ones of an encoder-decoder would be of two texts."""

@@ -59,6 +59,7 @@ def test_a_sink_that_varies_is_named_with_its_size_and_what_to_do() -> None:
         assert "start every sequence with the same token" in text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sink", "bos", "options"),
     [

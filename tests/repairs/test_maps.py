@@ -141,6 +141,7 @@ def test_it_stops_where_it_gains_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looks) == 1 + maps._PATIENCE < maps.LOOKS
 
 
+@pytest.mark.slow
 def test_biases_alone() -> None:
     original = tiny("opt", LM, num_hidden_layers=1)
     _, weights = repaired(original, pos="rope")
@@ -208,6 +209,7 @@ def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) ->
     assert all(not (example.held_out & example.fitted).any() for examples in seen for example in examples)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "pos", "share"),
     [(torch.bfloat16, "rope", 1.0), (torch.float32, RoPE(theta=100.0, partial=0.5, pairing="interleaved"), 0.8)],
@@ -227,6 +229,7 @@ def test_what_is_a_map() -> None:
     assert map_in(probabilities) is None
 
 
+@pytest.mark.slow
 def test_an_attention_that_shows_no_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "map_of", lambda module, call: None)
     _, report = repaired(tiny("gpt2", LM), pos="rope")

@@ -83,6 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 # It helps
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "head", "request_", "factor"),
     [
@@ -102,6 +103,7 @@ def test_a_repair_brings_the_original_back(family: str, head: str, request_: dic
     assert kinds == {"norm", "readers", "projection"} | ({"maps"} if "pos" in request_ else set())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "factor"), [("gptj", 4), ("mixtral", 1), ("phimoe", 1), ("gpt_oss", 1)])
 def test_parallel_branches_and_experts(family: str, factor: float) -> None:
     """Of two blocks: attentions, MLPs and experts have projections."""
@@ -309,6 +311,7 @@ def padded(original: PreTrainedModel, side: str, garbage: int) -> list[Batch]:
     return data
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "head", "side"),
     [
@@ -360,6 +363,7 @@ def test_a_fit_that_doesnt_help_isnt_written(monkeypatch: pytest.MonkeyPatch) ->
     assert "undone: it didn't help" in str(report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", [2.0, math.nan, math.inf])
 def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(after: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny("gpt2", LM), swapped(tiny("gpt2", LM))
@@ -442,6 +446,7 @@ def test_the_callers_context_makes_no_difference(context: Callable) -> None:
     model(**data[0]).logits.sum().backward()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drowned", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_projections_are_found_in_half_precision(
@@ -511,6 +516,7 @@ def ids(*rows: list[int]) -> Batch:
 ONE, FOREIGN = [ids([1, 1, 1])], ids([5000] * 3, [5000] * 3)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("calibration", "text"),
     [

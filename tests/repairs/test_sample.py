@@ -144,6 +144,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hfpatch.repairs.repair, "sample_batches", lambda model: sample_batches(model, 12, 8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "head"), [("gpt2", LM), ("bart", SEQ2SEQ)])
 @pytest.mark.usefixtures("few")
 def test_a_repair_on_its_own_samples(family: str, head: str) -> None:

@@ -80,6 +80,7 @@ def test_a_blocks_output_is_dropped_only_where_the_next_block_alone_reads_it(
     assert not walk.chains & others
 
 
+@pytest.mark.slow
 def test_norms_that_run_several_times_may_have_their_channels_first() -> None:
     """EoMT upsamples three times by the same blocks, with norms of (B, C, H, W)."""
     model, given = zoo.tiny("eomt")
@@ -100,6 +101,7 @@ def test_errors_of_ours_pass_and_others_are_typed(tmp_path: Path) -> None:
             walk.forward(0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder", "informer", "inkling_text"])
 def test_unusual_models_are_repaired(family: str) -> None:
     """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more."""

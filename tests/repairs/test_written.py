@@ -151,6 +151,7 @@ def unrepaired(original: PreTrainedModel, request: dict[str, Any], data: dict[st
         return patch(copy.deepcopy(original), calibration=[data], **request)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "request_", "kind"), slow_but(CASES + DEFAULT, DEFAULT))
 def test_what_is_reported_is_what_the_model_computes(
     family: str, request_: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +182,7 @@ def test_what_is_reported_is_what_the_model_computes(
     assert report.kept or request_.get("norm") not in ("dyt", "derf")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_constant_that_no_parameter_takes_is_not_fitted(family: str) -> None:
     """Llama's readers have no bias: the constant of their fit is in the norm's shift, without which it is lost."""

@@ -33,6 +33,7 @@ def test_slopes_of_any_number_of_heads_are_bloom_s(heads: int) -> None:
         assert torch.allclose(torch.tensor(slopes_of(heads, 16.0)), -mpt[:, 0, -2], rtol=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_it_is_nope_with_the_bias_in_its_mask(name: str, implementation: str) -> None:
@@ -66,6 +67,7 @@ def test_padding_changes_nothing(model_type: str) -> None:
     assert difference(states(model, given)[:, :9], alone) <= 1e-6
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast(name: str, dtype: torch.dtype) -> None:
@@ -148,6 +150,7 @@ def test_an_attention_that_would_lose_the_bias_is_refused(added: Any, message: s
     assert not plan_patch(with_attentions(lambda _, mask: mask), pos="alibi").empty  # control
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [

@@ -70,6 +70,7 @@ def test_training_and_running_statistics_are_torch_s(padding: bool) -> None:
             torch.testing.assert_close(ours.get_buffer(name), buffer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "placement"),
     [("bert", None), ("bert", "pre"), ("bert", "olmo2"), ("bart", None), ("bart", "pre"), ("t5", None), ("t5", "post")],
@@ -131,6 +132,7 @@ def masked(family: str) -> tuple[Any, dict[str, Tensor]]:
     return model, given
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", OWN_ATTENTIONS)
 @pytest.mark.parametrize("placement", [None, "pre"])
 def test_masks_of_families_with_attentions_of_their_own(family: str, placement: str | None) -> None:
@@ -153,6 +155,7 @@ def test_masks_of_families_with_attentions_of_their_own(family: str, placement: 
         assert error(y[keep], theirs[1][keep.flatten()]) > 1e-2  # control
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [None, "pre"])
 @pytest.mark.parametrize("family", OWN_ATTENTIONS)
 def test_masks_in_half_precision(family: str, placement: str | None) -> None:

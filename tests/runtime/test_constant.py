@@ -24,6 +24,7 @@ def constant(model: PreTrainedModel, table: str) -> Tensor:
     return dict(model.named_parameters())[table.replace(".weight", ".constant")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", TABLES)
 def test_the_mean_of_the_tables_rows_stays(family: str, tmp_path: Path) -> None:
     table, first = TABLES[family]

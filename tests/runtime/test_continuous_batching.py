@@ -50,6 +50,7 @@ CASES = [("gpt2", pos, kind) for pos in SCHEMES for kind in ("sdpa", "eager")]
 CASES += [(family, "alibi", "sdpa") for family in ("gpt_bigcode",)] + [("llama", "nope", "sdpa")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "pos", "kind"), slow_but(CASES, [("gpt2", "alibi", kind) for kind in ("sdpa", "eager")])
 )

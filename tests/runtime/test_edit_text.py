@@ -175,6 +175,7 @@ def named(name: str) -> Any:
     return randomise(kind(tiny("gpt2").config))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["a-b", "a->b", "a/b:c", "1st", "straße", "+", "x,y", "a<b>", "%#~&;!?"])
 def test_names_that_torch_allows_are_read(name: str, tmp_path: Path) -> None:
     model = patch(named(name), norm="dyt")
@@ -188,6 +189,7 @@ def test_names_that_torch_allows_are_read(name: str, tmp_path: Path) -> None:
 UNREADABLE = ["a b", "a = b", "a | b", "x()", "x[0]", "a\nb", "\x1b[31m", "__x", "@lens2", "é" * 20_000]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_names_that_cant_be_read_are_refused_before_anything_changes(name: str) -> None:
     model = named(name)

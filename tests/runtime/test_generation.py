@@ -43,6 +43,7 @@ def made(name: str, pos: str = "rope") -> tuple[Any, dict[str, Any]]:
     return model.double(), prompt(model, given) if name in TEXT else given
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "pos"), slow_but(WITH_A_CACHE, 16))
 def test_with_a_cache_as_without(name: str, pos: str) -> None:
     """Greedily with a dynamic and with a static cache, in beams, by chance, and in eager attention."""
@@ -80,6 +81,7 @@ def test_drafted_tokens_are_checked_as_they_would_be_chosen(name: str, pos: str)
     assert drafted
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "pos", "use_cache"), slow_but(PADDED, 12))
 def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> None:
     model, given = made(name, pos)
@@ -92,6 +94,7 @@ def test_left_padding_changes_nothing(name: str, pos: str, use_cache: bool) -> N
     assert difference(generated(model, padded, use_cache=use_cache), plain) <= 1e-4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", slow_but(CAUSAL, 4))
 def test_control_a_rotation_that_forgets_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = AttentionLens.__call__

@@ -150,6 +150,7 @@ PLACES: dict[str, tuple[RoPE, dict[str, Tensor], Tensor, int, int]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", PLACES)
 def test_patches_stand_row_after_row(model_type: str) -> None:
     if model_type not in zoo.model_types():

@@ -105,6 +105,7 @@ def _check(model_type: str) -> None:
             assert difference(moved, case.states()) <= 1e-5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", slow_but(OF_EACH_WAY, 8))
 def test_they_are_the_positions_of_every_attention(model_type: str) -> None:
     _check(model_type)
@@ -133,6 +134,7 @@ def test_control_without_the_lens_they_have_no_effect(model_type: str) -> None:
     assert difference(case.states(case.counted * 2), case.states()) <= 1e-3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "request_"),
     [

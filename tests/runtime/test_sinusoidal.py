@@ -80,6 +80,7 @@ def _stacks(model: nn.Module, model_type: str) -> list[Any]:
     return [stacks[type(module).__name__] for module in model.modules() if type(module).__name__ in stacks]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", slow_but(SERVED, 8))
 def test_a_patched_model_is_the_original_with_another_table(model_type: str) -> None:
     scheme = Sinusoidal(base=300.0, scale=2.0, layout="half")

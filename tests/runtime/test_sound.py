@@ -47,6 +47,7 @@ def test_windows_of_any_length(owner: str) -> None:
         proof.run(plain, longer(inputs, 4))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("owner", CONVOLVED)
 def test_without_positions_frames_may_change_places(owner: str) -> None:
     states = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -118,6 +118,7 @@ def test_options_and_names() -> None:
 # Which norms
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "head", "last"),
     [
@@ -175,6 +176,7 @@ def constants(model: Any, norm: str, batch: dict[str, Tensor], fitted: list[int]
     return float(each.median()), each
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize(
     ("family", "head", "norm", "offset"),
@@ -291,6 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[PatchError], st
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("norm", ["fixed", "none"])
 @pytest.mark.parametrize(("make", "request_", "kind", "match"), REFUSED.values(), ids=REFUSED)
 def test_refused(make: Any, request_: dict, kind: type[PatchError], match: str, norm: str) -> None:
@@ -330,6 +333,7 @@ def test_to_train_from_scratch_no_data_is_needed() -> None:
     assert len(norms_of(meta, FixedNorm)) == 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", ["fixed", "none", "dyt"])
 def test_a_norm_that_blocks_share_is_repaired_in_one_place(norm: str) -> None:
     """The original's finished blocks are freed while it runs on: a shared norm must stay, and can run without them."""
@@ -367,6 +371,7 @@ def test_what_other_schemes_say_of_fixed_norms() -> None:
     assert DyT().loss(describe(KINDS["Llama"].make())) == f"{scale} removed"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", ["fixed", "none"])
 def test_the_last_norm_of_such_a_model_becomes_rms_norm_exactly(norm: str) -> None:
     """Fixed norms, folded or not, remove the mean of their input as the LayerNorms did."""

@@ -146,6 +146,7 @@ def test_a_table_whose_config_tells_no_length_is_refused() -> None:
 TEXT = ["gpt2", "opt", "gpt_neo", "bert", "roberta", "distilbert", "bart"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", TEXT)
 @pytest.mark.parametrize(("keep", "equal"), [("table", 32), ("rows", 12)])
 def test_inputs_that_stay_equal(family: str, keep: str, equal: int, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def sample(kind: Kind, scale: float = 1.0, dtype: torch.dtype = torch.float32) -
 TOLERANCES = {torch.float32: (2e-5, 2e-6), torch.float64: (1e-12, 1e-12), torch.bfloat16: (2**-8, 1e-5)}
 
 
+@pytest.mark.sample(122)
 @every_kind
 @every_scheme
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -57,6 +57,7 @@ def one_after_another(model: PreTrainedModel, record: Record) -> PreTrainedModel
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_a_mapping_is_its_patches_one_after_another(name: str, tmp_path: Path) -> None:
     """Bit for bit: the same weights, config and record. Saved and opened it is the same, and twice changes nothing."""
@@ -91,6 +92,7 @@ QUICK = [("rope", "nope"), ("nope", "alibi"), ("nope", "nope"), (LONGER, LONGER)
 PAIRS = [("pos", pair) for pair in POSITION_PAIRS] + [("norm", pair) for pair in NORM_PAIRS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "pair"), slow_but(PAIRS, [one for one in PAIRS if one[1] in QUICK]), ids=str)
 def test_a_change_that_serves_two_schemes_counts_for_both(kind: str, pair: tuple[str, str]) -> None:
     """Each loses what it would lose alone, and the record's requests one after another are the same model."""
@@ -180,6 +182,7 @@ def test_folds_are_checked_beside_what_isnt_exact() -> None:
 POSITIONS = {"*.wpe": "alibi", "*": "rope"}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("request_", "error", "words"),
     [

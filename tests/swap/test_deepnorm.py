@@ -30,6 +30,7 @@ from hfpatch.schemes.placements import Depth
 ALPHA = 1.7
 
 
+@pytest.mark.sample(4)
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_the_formula_s(name: str, checkpointing: bool) -> None:
@@ -233,6 +234,7 @@ GAIN, EPS = "('dropout', 0, 0.7071067811865475)", "eps=4.999999999999999e-13"
 JOIN, ALPHA2 = "Join('deepnorm', 'ln_1', 'attn', 0, alpha=1.4142135623730951)", "alpha=1.4142135623730951"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("family", "old", "new", "match"),
     [

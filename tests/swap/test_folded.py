@@ -79,6 +79,7 @@ def case_id(value: Any) -> str | None:
     return value if isinstance(value, str) and len(value) < 20 else "-".join(value) if isinstance(value, dict) else None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "head", "options", "count", "reason"), CASES, ids=case_id)
 def test_exact_in_float64(family: str, head: str, options: dict, count: int, reason: str) -> None:
     model, given = wide(family, head, **options)
@@ -181,6 +182,7 @@ def opened_with_warnings(folder: Path, head: str) -> tuple[Any, list[str]]:
     return model.double(), [str(one.message) for one in told]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "head", "base"), UNTIED_HEADS)
 def test_every_class_that_opens_a_folded_checkpoint_returns_what_it_did(
     family: str, head: str, base: str, tmp_path: Path

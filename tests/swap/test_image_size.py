@@ -67,6 +67,7 @@ def native(model: Any) -> Any:
 # --- the same as the host's own interpolation -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", INTERPOLATE)
 def test_equals_the_hosts_own_interpolation(model_type: str) -> None:
     original, inputs = zoo.tiny(model_type)
@@ -154,6 +155,7 @@ TOWERS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", TOWERS)
 def test_a_tower_whose_own_class_fills_its_buffers(model_type: str, tmp_path: Path) -> None:
     """Indices of patches are filled by the model around them, which isn't the outermost one."""

@@ -97,6 +97,7 @@ def run(model: Any, length: int, caplog: pytest.LogCaptureFixture, **options: An
     return out.shape[1] - length
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pos", ["rope", "nope", "alibi", "sinusoidal"])
 def test_the_old_length_cuts_nothing_and_warns_of_nothing(pos: str, caplog: pytest.LogCaptureFixture) -> None:
     for length in (20, 32, 40):

@@ -44,6 +44,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "settings", "pos"),
     [
@@ -169,6 +170,7 @@ COMPOSITES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("parts", "pos"),
     [

@@ -49,6 +49,7 @@ def rotations_only(model: Any) -> list[str]:
 # --- the model's own settings -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @every_family
 def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
     model, given = zoo.tiny(model_type)
@@ -64,6 +65,7 @@ def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
     assert equal(run(model, given), before)
 
 
+@pytest.mark.sample(6)
 @every_family
 def test_nope_is_rotation_by_nothing(model_type: str) -> None:
     """Against theta = infinity in all but the first pair, dropping must still change something; and it is exact."""
@@ -129,6 +131,7 @@ def test_own_rotation_dropped_and_back(model_type: str, tmp_path: Path) -> None:
 # --- scaling ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [*((kind, "llama") for kind in SCALINGS), ("yarn", "gemma3_text"), ("llama3", "modernbert"), ("linear", "cohere")],
@@ -178,6 +181,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 THREE_PAIRS = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 2.0}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("model_type", "scheme", "message"),
     [
@@ -234,6 +238,7 @@ def test_one_type_of_layers_without_rotation() -> None:
 # --- configs, checkpoints, ways back ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "requests"),
     [
@@ -255,6 +260,7 @@ def test_save_and_load(model_type: str, requests: list[Any], tmp_path: Path) -> 
         assert rotation.frequencies(rotation.module).dtype == torch.float32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["llama", "phi", "gemma3_text", "deepseek_v3"])
 def test_unpatch(model_type: str) -> None:
     model, given = zoo.tiny(model_type)

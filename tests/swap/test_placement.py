@@ -55,12 +55,14 @@ def randomise_seconds(model: Any) -> None:
                 parameter.data.copy_(0.7 + 0.3 * noise)
 
 
+@pytest.mark.sample(3)
 @every_model
 def test_the_placement_that_a_model_has_is_nothing_to_patch(name: str) -> None:
     with pytest.raises(NothingToPatchError, match=f"{own(name)}"):
         plan_patch(make(name), placement=own(name))
 
 
+@pytest.mark.sample(5)
 @each(pairs() + WITH_DEEPNORM)
 def test_it_is_the_formula(name: str, placement: str) -> None:
     model, reference = make(name), MODELS[name][2]

@@ -118,6 +118,7 @@ def spread_by_order(name: str, model: Any) -> float:
     return difference(after, before[:, order])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*IMAGES, "longt5")])  # it attends to blocks
 def test_blind_to_order_without_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
@@ -157,6 +158,7 @@ def test_save_and_load(name: str, pos: str, tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.sample(5)
 @every_case
 def test_unpatch(name: str) -> None:
     model = make(name)

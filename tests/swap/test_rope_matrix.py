@@ -62,6 +62,7 @@ DEFAULT = [
 TRIOS = list(product(HOSTS, NAMED, WAYS))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("host", "start", "way", "name"), DEFAULT)
 def test_a_cell(host: str, start: str, way: str, name: str, tmp_path: Path) -> None:
     """What comes of it is saved and opened again, too, in plugin and native form, for those that were loaded."""

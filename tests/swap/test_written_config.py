@@ -50,6 +50,7 @@ def test_settings_that_a_config_refuses_are_refused_in_the_plan(kind: str) -> No
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("only", [None, "*image_encoder*"])
 @pytest.mark.parametrize("pos", ["learned:image_size=96", "learned:max_positions=36"])
 def test_sizes_that_an_outer_config_fixes_are_refused_in_the_plan(pos: str, only: str | None) -> None:

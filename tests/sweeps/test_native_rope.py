@@ -22,6 +22,7 @@ def _sample() -> list[str]:
     return sampled([one for one in ANSWERS if one in zoo.model_types()], SAMPLE)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", [*FIXED, *_sample()])
 def test_type_is_as_reported(model_type: str) -> None:
     if transformers.__version__ != VERSION:

@@ -19,6 +19,7 @@ VERSION = norm_swap.SWEEP.report()["transformers"]
 GOOD = {one.model_type for one in norm_swap.SWEEP.results() if one.status == "ok"} & set(zoo.model_types())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", [*FIXED, *sampled(sorted(GOOD - set(FIXED)), 8)])
 def test_type_converts(model_type: str) -> None:
     result = norm_swap.examine(model_type)

@@ -25,6 +25,7 @@ def stored() -> dict[str, repaired_types.Result]:
     return {result.model_type: result for result in repaired_types.SWEEP.results()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_outcomes_are_what_the_report_says(model_type: str) -> None:
     found = repaired_types.examine(model_type).outcomes
@@ -63,6 +64,7 @@ def fail(model: Any) -> None:
     raise KeyError("layer")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("change", "verdict"), [(negate, "harmed"), (fail, "wrong: KeyError")])
 def test_control_what_isnt_repaired_is_seen(
     change: Callable[[Any], None], verdict: str, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ def test_only_differences_of_positions_count(owner: str) -> None:
     assert not measured.idle
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "owner", sampled([owner for owner in TEXTS if not STACKS[owner].causal and owner not in proof.ORDERED], SAMPLE)
 )
@@ -129,6 +130,7 @@ def _within(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
+@pytest.mark.sample(34)
 @pytest.mark.parametrize("model_type", NEVER_DECODING)
 def test_no_table_is_left_in(model_type: str) -> None:
     assert left_in(model_type) == []

@@ -45,6 +45,7 @@ def stack(owner: str) -> Stack:
 
 
 class TestFaultsAreSeen:
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize(
         ("owner", "wrong"),
         [
