@@ -199,7 +199,8 @@ def test_training(folder, files, tmp_path):
     assert stages["baseline"]["end"]["similarity"] == pytest.approx(1, abs=1e-5)
     assert stage["start"]["similarity"] < 0.999
     losses = stage["train_loss"]
-    assert np.mean(losses[-8:]) < np.mean(losses[:8]) - 0.05, "it learns to tell pairs apart"
+    # a step of four items says little: a mean of 20 of them
+    assert np.mean(losses[-20:]) < np.mean(losses[:8]) - 0.05, "it learns to tell pairs apart"
 
 
 def test_config_is_of_heal_and_can_work(tmp_path):
