@@ -58,7 +58,7 @@ class Roles:
     def __init__(self, replay: BlockReplay, segments: Iterable[Segment]):
         self.replay = replay
         self.owners = Counter(id(p) for module in replay.modules.values() for p in module.parameters(recurse=False))
-        count = replay.batches.count_of(0)
+        count = replay.batches[0].sequences
         lengths = {len(v) for v in replay.batches.inputs(0).values() if isinstance(v, Tensor) and v.dim()}
         few = replay.inputs(
             0, torch.arange(min(2, count)) if lengths == {count} else None

@@ -20,12 +20,10 @@ Every step is written, then measured on held-out sequences by running the model,
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,7 +121,6 @@ def repair(
     draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
     data = draw(reference) if callable(draw) else draw
     with (
-        tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
         process_state,
@@ -131,9 +128,9 @@ def repair(
         inference_state(model),
         inference_state(reference),
     ):
-        batches = Batches(data, model, Path(folder), tokenizer)
-        new = BlockReplay(model, batches, Path(folder) / "new")
-        old = BlockReplay(reference, batches, Path(folder) / "old")
+        batches = Batches(data, model, tokenizer)
+        new = BlockReplay(model, batches)
+        old = BlockReplay(reference, batches)
         repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not callable(draw))
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
