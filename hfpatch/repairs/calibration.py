@@ -21,7 +21,7 @@ from ..measure.quiet_forward import cast_for_model, free_unused_memory, inferenc
 from ..measure.randomness import keep_random_state
 from ..schemes.norms import Norm
 from .attention_maps import FITS, require_fit
-from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
+from .distinct import HELD_OUT, Key, divide, key_of, names_of
 from .sample import SELF, require_generates
 from .scratch import Scratch
 
@@ -114,7 +114,7 @@ class Batches:
 
     def _divide(self, keys: list[Key], parts: list[int], main: str, on_cpu: bool) -> None:
         """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
-        self.distinct = count_distinct(keys)
+        self.distinct = len(set(names_of(keys)))
         require_distinct(self.distinct, self.sequences)
         fitted, held_out = (set(places) for places in divide(keys))
         if not fitted:
