@@ -65,7 +65,7 @@ class Batches:
     Attributes:
         sequences, distinct: how many were passed, and how many of them differ.
         tokens: how many tokens (or other positions of the main input) are fitted.
-        longest: the most tokens that a sequence has; None where the main input isn't token ids.
+        longest: the most tokens that a sequence has; 0 if the main input isn't token ids.
 
     Raises:
         OptionError: there are fewer than two distinct sequences, too many, or the data isn't of a form that can be
@@ -73,8 +73,7 @@ class Batches:
     """
 
     def __init__(self, calibration: Any, model: PreTrainedModel, tokenizer: Any = None):
-        self.sequences = self.distinct = self.tokens = 0
-        self.longest: int | None = None
+        self.sequences = self.distinct = self.tokens = self.longest = 0
         self._inputs = Scratch()
         self._stored: list[StoredBatch] = []
         takes = inspect.signature(model.forward).parameters
@@ -106,7 +105,7 @@ class Batches:
         first = _main_tensor(inputs, main)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
-            self.longest = max(self.longest or 0, first.shape[-1])
+            self.longest = max(self.longest, first.shape[-1])
         if not is_divisible(inputs, count):
             return [key_of(first, None)]
         masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count

@@ -34,6 +34,7 @@ from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
+from ..measure.inputs import longest_text
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..runtime.errors import UnsupportedError
@@ -47,7 +48,7 @@ from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
-from .fresh import FreshSequences, positions_of
+from .fresh import FreshSequences
 from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
@@ -166,8 +167,8 @@ class _Repairer:
             batches.count_held_out(),
             distinct=batches.distinct,
             tokens=batches.tokens,
-            longest=batches.longest or 0,
-            positions=positions_of(old.model),
+            longest=batches.longest,
+            positions=longest_text(old.model) or 0,
         )
         self.latest: dict[str, str] = {}
 
