@@ -32,7 +32,7 @@ from .checkpoint.sentence_modules import text_length_of
 from .core.bare import require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
-from .core.results import Result, Table, dataframe, to_json_value
+from .core.results import Result, Table, to_json_value
 from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
@@ -91,7 +91,7 @@ class Phase:
 
 @dataclass(repr=False, frozen=True)
 class Plan(Result):
-    """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it, and notebooks show it as one.
+    """Plan of a patch of one model, made by `plan_patch`; `str(plan)` is a table of it.
 
     Attributes:
         model_name: the model's class.
@@ -207,14 +207,6 @@ class Plan(Result):
         weights = [one.to_json() for one in self.weights]
         about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
         return to_json_value({**about, "rows": rows, "weights": weights})
-
-    def to_dataframe(self) -> Any:
-        """Return the rows as a pandas dataframe, one for each module; columns as the keys of a row in `to_json`.
-
-        Raises:
-            MissingPackageError: pandas isn't installed.
-        """
-        return dataframe(Row, self.rows, action=str, expected=str)
 
     @property
     def _counts(self) -> str:

@@ -1,20 +1,17 @@
-"""Base classes of plans and reports: text, HTML, JSON, and pandas dataframes."""
+"""Base classes of plans and reports: text in tables, and JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from html import escape
+from dataclasses import asdict, dataclass, is_dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from ..errors import MissingPackageError, OptionError
+from ..errors import OptionError
 from .staging import stage
-
-_SIDES = {"<": "left", ">": "right"}
 
 
 @dataclass(frozen=True)
@@ -46,22 +43,9 @@ class Table:
         )
         return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
-    def html(self) -> str:
-        """Return the same cells as an HTML table."""
-        sides = [_SIDES[side] for side in self.sides]
-        head, *body = (
-            "".join(
-                f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>'
-                for cell, side in zip(line, sides, strict=True)
-            )
-            for tag, line in zip(["th", *["td"] * (len(self.lines) - 1)], self.lines, strict=True)
-        )
-        rows = "\n".join(f"<tr>{cells}</tr>" for cells in body)
-        return f"<table>\n<thead>\n<tr>{head}</tr>\n</thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-
 
 class Result:
-    """Base of printable results: `str(result)` and consoles show text, notebooks show HTML tables."""
+    """Base of printable results: `str(result)`, consoles and notebooks show text."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
         """Return the parts of the text, between which is an empty line; each is lines and tables."""
@@ -72,20 +56,12 @@ class Result:
 
     __repr__ = __str__  # what a console shows of an expression
 
-    def _repr_html_(self) -> str:
-        """As Jupyter shows it; everything in it is escaped."""
-        pieces = [
-            piece.html() if isinstance(piece, Table) else f"<p>{escape(piece)}</p>"
-            for part in self.parts()
-            for piece in part
-        ]
-        return "<div>\n" + "\n".join(pieces) + "\n</div>"
-
 
 class SavedResult(Result):
     """Base of reports that are saved as JSON and loaded again; subclasses are dataclasses."""
 
     version: ClassVar[int] = 1  # of the JSON
+    gone: ClassVar[frozenset[str]] = frozenset()  # attributes of earlier versions, which are left out when read
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON values; numbers that JSON lacks are "inf", "-inf" and "nan"."""
@@ -93,19 +69,19 @@ class SavedResult(Result):
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
-        """Return the report that `to_json` wrote.
+        """Return the report that `to_json` wrote; of an earlier version without what is gone.
 
         Raises:
             OptionError: it is none, or of a later version.
         """
-        if not isinstance(stored, Mapping) or type(stored.get("version")) is not int:
-            raise OptionError(f"this is no {cls.__name__} that hfpatch wrote: it has no version.")
-        if stored["version"] > cls.version:
-            raise OptionError(f"the report has version {stored['version']}, this hfpatch reads up to {cls.version}.")
         try:
-            return _read(cls, {name: value for name, value in stored.items() if name != "version"})
+            values = dict(stored)
+            version = values.pop("version", None)
+            if type(version) is not int or version > cls.version:
+                raise ValueError(f"it has version {version!r}, and this hfpatch reads up to {cls.version}")
+            return _read(cls, {name: value for name, value in values.items() if name not in cls.gone})
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise OptionError(f"the report is malformed ({error}); give one that hfpatch wrote.") from error
+            raise OptionError(f"this is no {cls.__name__} that hfpatch wrote ({error}).") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON.
@@ -124,39 +100,9 @@ class SavedResult(Result):
             OptionError: the file holds none, or one of a later version.
         """
         try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:
-            raise OptionError(f"{path} is no JSON: {error}. Give the file that a report was saved to.") from error
-        return cls.from_json(stored)
-
-
-def dataframe(kind: type, rows: Sequence[Any], **more: type) -> Any:
-    """Return dataclass instances as a pandas dataframe, with a column for each field.
-
-    Args:
-        kind: the dataclass; an empty dataframe has its columns too.
-        rows: its instances.
-        more: further attributes, and their types.
-
-    Raises:
-        MissingPackageError: pandas isn't installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise MissingPackageError("to_dataframe needs pandas: pip install pandas") from error
-    hints = get_type_hints(kind)
-    types = {one.name: hints[one.name] for one in fields(kind)} | more
-    return pandas.DataFrame(
-        {name: pandas.Series([getattr(row, name) for row in rows], dtype=_dtype(of)) for name, of in types.items()}
-    )
-
-
-def _dtype(expected: Any) -> str:
-    """dtype of a column; a number that may be None is NaN there."""
-    if float in (get_args(expected) or (expected,)):
-        return "float64"
-    return {int: "int64", bool: "bool"}.get(expected, "object")
+            raise OptionError(f"{path} can't be read: {error} Give the file that a report was saved to.") from error
 
 
 def to_json_value(value: Any) -> Any:

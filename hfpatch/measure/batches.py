@@ -19,8 +19,8 @@ from ..core.holders import model_inside, tokenizer_owner
 from ..core.suggest import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
-from .inputs import input_embedding, main_input, text_config
-from .text_batches import copy_tokenizer, encode, lines_of
+from .inputs import input_embedding, longest_text, main_input, text_config
+from .text_batches import copy_tokenizer, lines_of
 
 Batch = Mapping[str, Any]
 SEQUENCES, LENGTH, BATCH = 256, 128, 8
@@ -216,7 +216,14 @@ class _Reader:
         return copy_tokenizer(self.tokenizer, self.option)
 
     def _encode(self, text: str) -> Mapping[str, Any]:
-        encoded = encode(text, self._tokenizer, self.model, self.length, self.option)
+        """A text as a row, truncated at `length` and the limits of tokenizer and model."""
+        limits = longest_text(self.model), getattr(self._tokenizer, "model_max_length", None)
+        try:
+            encoded = self._tokenizer(text, truncation=True, max_length=min(self.length, *filter(None, limits)))
+        except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
+            raise OptionError(
+                f"{self.option}: the tokenizer takes no such text ({first_line(error):.200}): {text:.60}"
+            ) from error
         if self.main not in encoded or self.main not in self.takes:
             raise OptionError(
                 f"{self.option} holds text, and {type(self.model).__name__} reads {self.main}: pass batches of that."

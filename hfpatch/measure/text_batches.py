@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import AutoProcessor
 
 from ..errors import OptionError
-from ..runtime.errors import first_line
-from .inputs import longest_text
 
 _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows no other token
 
@@ -47,21 +44,6 @@ def copy_tokenizer(processor: Any, option: str) -> Any:
     if not callable(tokenizer):
         raise OptionError(f"tokenizer= takes a tokenizer or a processor that has one, not {type(processor).__name__}.")
     return copy.deepcopy(tokenizer)
-
-
-def encode(text: str, tokenizer: Any, model: PreTrainedModel, length: int, option: str) -> Mapping[str, list[int]]:
-    """Tokenize a text, truncated at `length` and the limits of tokenizer and model.
-
-    Raises:
-        OptionError: it takes no such text.
-    """
-    cut = min(length, longest_text(model) or length, getattr(tokenizer, "model_max_length", length))
-    try:
-        return tokenizer(text, truncation=True, max_length=cut)
-    except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
-        raise OptionError(
-            f"{option}: the tokenizer takes no such text ({first_line(error):.200}): {text:.60}"
-        ) from error
 
 
 def lines_of(path: str | os.PathLike[str], most: int, option: str) -> list[str]:

@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +73,6 @@ class BlockReplay:
     Args:
         model: is run unchanged on its own device, inside the caller's `quiet`.
         batches: the inputs.
-        folder: for temporary files of the caller.
 
     Attributes:
         modules: all modules of the model, by name.
@@ -86,8 +84,8 @@ class BlockReplay:
         chains: the stacks of which the last block's output does so: what a block returns is read by the next one only.
     """
 
-    def __init__(self, model: PreTrainedModel, batches: Batches, folder: Path):
-        self.model, self.batches, self.folder = model, batches, folder
+    def __init__(self, model: PreTrainedModel, batches: Batches):
+        self.model, self.batches = model, batches
         self.device = device_of(model)
         self.modules = dict(model.named_modules())
         self.forms: dict[str, tuple | None] = {}
@@ -96,7 +94,6 @@ class BlockReplay:
         self.unsettled: str | None = None
         self.replays_ends: bool | None = None
         self.chains: set[str] = set()
-        self.folder.mkdir()
         self._stored = Scratch()
 
     @property
@@ -120,7 +117,7 @@ class BlockReplay:
         """Return the keyword arguments of a forward of one batch, or of some of its sequences."""
         inputs = self.batches.inputs(index)
         if rows is not None:
-            inputs = rows_of(inputs, rows, self.batches.count_of(index))
+            inputs = rows_of(inputs, rows, self.batches[index].sequences)
         return cast(inputs, self.device, self.model.dtype)
 
     def forward_and_store(self, index: int, row: Tensor | None) -> Any:

@@ -6,8 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ..core.bare import has_weights
 from ..core.scheme import Scheme
-from ..core.staging import save_temporary
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.inputs import main_input
@@ -23,7 +21,7 @@ from ..measure.quiet_forward import cast_for_model, free_unused_memory, inferenc
 from ..measure.randomness import keep_random_state
 from ..schemes.norms import Norm
 from .attention_maps import FITS, require_fit
-from .distinct import HELD_OUT, Key, count_distinct, divide, key_of
+from .distinct import HELD_OUT, Key, divide, key_of, names_of
 from .sample import SELF, require_generates
 from .scratch import Scratch
 
@@ -35,6 +33,24 @@ _TOKENS = 1024  # that a CPU runs at once: more would be no faster, take more ro
 _MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
 
 
+class StoredBatch(NamedTuple):
+    """What is known of a stored batch besides its inputs.
+
+    Attributes:
+        sequences: how many it holds.
+        judges: whether it is for judging.
+        origin: the user's batch that it is of.
+        divisible: whether its sequences can be run one by one, as in `is_divisible`.
+        masks: those of its inputs that tell padding, by name.
+    """
+
+    sequences: int
+    judges: bool
+    origin: int
+    divisible: bool
+    masks: dict[str, Tensor]
+
+
 class Batches:
     """Calibration batches stored on disk, split into ones to fit and ones to judge.
 
@@ -44,36 +60,31 @@ class Batches:
     Args:
         calibration: what `read_batches` takes. Labels are dropped.
         model: the model that takes them.
-        folder: where they are stored.
         tokenizer: for texts.
 
     Attributes:
         sequences, distinct: how many were passed, and how many of them differ.
         tokens: how many tokens (or other positions of the main input) are fitted.
-        longest: the most tokens that a sequence has; None where the main input isn't token ids.
+        longest: the most tokens that a sequence has; 0 if the main input isn't token ids.
 
     Raises:
         OptionError: there are fewer than two distinct sequences, too many, or the data isn't of a form that can be
             read.
     """
 
-    def __init__(self, calibration: Any, model: PreTrainedModel, folder: Path, tokenizer: Any = None):
-        self.folder = folder
-        self.sequences = self.distinct = self.tokens = 0
-        self.longest: int | None = None
+    def __init__(self, calibration: Any, model: PreTrainedModel, tokenizer: Any = None):
+        self.sequences = self.distinct = self.tokens = self.longest = 0
         self._inputs = Scratch()
-        self._counts: list[int] = []
-        self._judges: list[bool] = []
-        self._origins: list[int] = []  # the user's batch that each stored one is of
-        self._masks: list[dict[str, Tensor]] = []
+        self._stored: list[StoredBatch] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
         if not getattr(model.config, "return_dict", True):
             self._always["return_dict"] = True
         keys: list[Key] = []
-        raw: list[tuple[Path, int]] = []  # a file, and how many sequences it holds that can be told apart
+        parts: list[int] = []  # how many sequences of each batch can be told apart
         for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
-            inputs = {name: to_cpu(value) for name, value in batch.items()}
+            self._inputs.put(("given", index), batch)
+            inputs = self._inputs.get(("given", index))
             for name, value in inputs.items():
                 if isinstance(value, Tensor) and "mask" not in name:  # a mask that is added may be infinite
                     _require_finite(value, index, name)
@@ -81,29 +92,28 @@ class Batches:
             self.sequences += count
             found = self._keys(inputs, count, main_input(model))
             keys += found
-            raw.append((folder / f"raw-{index}.pt", len(found)))
-            save_temporary(inputs, raw[-1][0])
+            parts.append(len(found))
             if self.sequences > _MOST:
                 raise OptionError(
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, raw, main_input(model), model.device.type == "cpu")
+        self._divide(keys, parts, main_input(model), model.device.type == "cpu")
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
         first = _main_tensor(inputs, main)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
-            self.longest = max(self.longest or 0, first.shape[-1])
+            self.longest = max(self.longest, first.shape[-1])
         if not is_divisible(inputs, count):
             return [key_of(first, None)]
         masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count
         return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
 
-    def _divide(self, keys: list[Key], raw: list[tuple[Path, int]], main: str, on_cpu: bool) -> None:
+    def _divide(self, keys: list[Key], parts: list[int], main: str, on_cpu: bool) -> None:
         """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
-        self.distinct = count_distinct(keys)
+        self.distinct = len(set(names_of(keys)))
         require_distinct(self.distinct, self.sequences)
         fitted, held_out = (set(places) for places in divide(keys))
         if not fitted:
@@ -112,64 +122,54 @@ class Batches:
                 f"that are held out to judge the repair. Pass sequences that differ; {_ENOUGH}"
             )
         place = 0
-        for origin, (path, parts) in enumerate(raw):
-            inputs = torch.load(path, weights_only=True)
-            for judges, side in enumerate((fitted, held_out)):
-                rows = torch.tensor([i - place for i in range(place, place + parts) if i in side], dtype=torch.long)
-                if not len(rows):
-                    continue
-                count = count_sequences(inputs, main)
-                if not is_divisible(inputs, count):
-                    self._add(inputs, main, bool(judges), origin)
-                    continue
-                for few in rows.split(_sequences_at_once(inputs.get(main)) if on_cpu else _MOST):
-                    self._add(rows_of(inputs, few, count), main, bool(judges), origin)
-            place += parts
-            path.unlink()
+        for origin, several in enumerate(parts):
+            inputs = self._inputs.get(("given", origin))
+            count = count_sequences(inputs, main)
+            at_once = _sequences_at_once(inputs.get(main)) if on_cpu else _MOST
+            for side in (fitted, held_out):
+                rows = torch.tensor([i - place for i in range(place, place + several) if i in side], dtype=torch.long)
+                for few in rows.split(at_once) if len(rows) else ():
+                    divided = rows_of(inputs, few, count) if is_divisible(inputs, count) else inputs
+                    self._add(divided, main, side is held_out, origin)
+            place += several
+            self._inputs.drop(("given", origin))
 
     def _add(self, inputs: dict[str, Any], main: str, judges: bool, origin: int) -> None:
-        masks = {name: inputs.get(name) for name in ("attention_mask", "decoder_attention_mask")}
-        self._masks.append({name: mask for name, mask in masks.items() if isinstance(mask, Tensor)})
-        self._counts.append(count_sequences(inputs, main))
-        self._judges.append(judges)
-        self._origins.append(origin)
-        self._inputs.put((len(self) - 1,), inputs)
+        count = count_sequences(inputs, main)
+        names = ("attention_mask", "decoder_attention_mask")
+        masks = {name: mask for name in names if isinstance(mask := inputs.get(name), Tensor)}
+        self._inputs.put((len(self),), inputs)
+        self._stored.append(StoredBatch(count, judges, origin, is_divisible(inputs, count), masks))
         if not judges:
-            mask = self._masks[-1].get("attention_mask")
+            mask = masks.get("attention_mask")
             self.tokens += _main_tensor(inputs, main).shape[:2].numel() if mask is None else int(mask.sum())
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._stored)
+
+    def __getitem__(self, index: int) -> StoredBatch:
+        return self._stored[index]
 
     def inputs(self, index: int) -> dict[str, Any]:
         """Return the keyword arguments of a forward of one batch, on the CPU."""
         return {**self._inputs.get((index,)), **self._always}
 
-    def count_of(self, index: int) -> int:
-        """Return how many sequences a stored batch holds."""
-        return self._counts[index]
-
-    def judges(self, index: int) -> bool:
-        """Return whether a batch is for judging."""
-        return self._judges[index]
-
     def held_out_batches(self) -> list[int]:
         """Return the batches that are for judging."""
-        return [index for index in range(len(self)) if self._judges[index]]
+        return [index for index, batch in enumerate(self._stored) if batch.judges]
 
     def count_held_out(self) -> int:
         """Return how many sequences are for judging."""
-        return sum(self._counts[index] for index in self.held_out_batches())
+        return sum(batch.sequences for batch in self._stored if batch.judges)
 
     def single_rows(self, index: int) -> list[Tensor | None]:
         """Return a batch's sequences one by one, as rows for `BlockReplay.forward`; None for all at once."""
-        if is_divisible(self.inputs(index), count := self._counts[index]):
-            return [torch.tensor([row]) for row in range(count)]
-        return [None]
+        batch = self._stored[index]
+        return [torch.tensor([row]) for row in range(batch.sequences)] if batch.divisible else [None]
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
         """Return 1 where an input isn't padding, for the encoder (or only) side or the decoder."""
-        return self._masks[index].get("decoder_attention_mask" if decoder else "attention_mask")
+        return self._stored[index].masks.get("decoder_attention_mask" if decoder else "attention_mask")
 
     def require_finite(self, index: int, activations: Any, decoder: bool, where: str) -> None:
         """Refuse a batch on which an activation of the original isn't finite; what stands at padding doesn't count.
@@ -181,7 +181,7 @@ class Batches:
             mask = self.mask(index, decoder)
             if mask is not None and mask.shape == activations.shape[:2]:
                 activations = activations[mask.bool().to(activations.device)]
-            _require_finite(activations, self._origins[index], where)
+            _require_finite(activations, self._stored[index].origin, where)
 
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> Tensor:
         """Return which flattened rows of activations (B, T, ..., d) aren't padding.
@@ -189,7 +189,7 @@ class Batches:
         Raises:
             OptionError: activations that can't be divided among the sequences.
         """
-        rows, count = shape[:-1].numel(), self._counts[index]
+        rows, count = shape[:-1].numel(), self._stored[index].sequences
         if rows % count:
             raise OptionError(f"activations of shape {tuple(shape)} can't be divided among {count} sequences.")
         mask = self.mask(index, decoder)
@@ -294,15 +294,7 @@ def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) ->
     if callable(calibration) or (isinstance(calibration, str) and calibration == SELF):
         require_generates(model)
         return calibration
-    return check_first_batch(read_calibration(calibration, model, tokenizer), model)
-
-
-def check_first_batch(batches: Iterable[dict[str, Any]], model: PreTrainedModel) -> Iterable[dict[str, Any]]:
-    """Run a forward of the first batch of a repair's inputs, and return all of them.
-
-    Raises:
-        OptionError: the model doesn't take them.
-    """
+    batches = read_calibration(calibration, model, tokenizer)
     rest = iter(batches)
     with keep_random_state():  # a shuffling loader draws its order when its iterator is made
         first = next(rest)
@@ -387,8 +379,3 @@ def require_enough(outputs: int, batches: Batches) -> None:
             f"with {outputs} tokens (or outputs) in all, and {_LEAST_OUTPUTS} are needed. Pass {needed} different "
             f"sequences of this length, or longer ones; {_ENOUGH}"
         )
-
-
-def to_cpu(value: Any) -> Any:
-    """Return a tensor on the CPU, detached from a larger base tensor, as it is saved."""
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

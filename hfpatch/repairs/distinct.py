@@ -42,7 +42,7 @@ def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
     What is nearly equal to one of these is on neither side. What is equal to another sequence that is fitted counts as
     often as it stands there.
     """
-    names = _names(keys)
+    names = names_of(keys)
     first: dict[Hashable, int] = {}  # where each distinct sequence stands first
     for i, name in enumerate(names):
         first.setdefault(name, i)
@@ -54,13 +54,8 @@ def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
     return [i for i in others if i not in near], held_out
 
 
-def count_distinct(keys: Sequence[Key]) -> int:
-    """Return how many of the sequences differ from all earlier ones."""
-    return len(set(_names(keys)))
-
-
-def _names(keys: Sequence[Key]) -> list[Hashable]:
-    """The keys as values that are equal where the sequences are."""
+def names_of(keys: Sequence[Key]) -> list[Hashable]:
+    """Return the keys as values that are equal if the sequences are."""
     return [key if isinstance(key, frozenset) else key.numpy().tobytes() for key in keys]
 
 

@@ -73,7 +73,7 @@ class Fitter:
         decoder, output = self.roles.in_decoder(name), f"{name} output"
         judge = _Judge(self, {name: output}, decoder, (name,))
         for i in range(len(self.batches)):
-            seen = self.new.observe(i, [name], [name] if self.batches.judges(i) else ())
+            seen = self.new.observe(i, [name], [name] if self.batches[i].judges else ())
             self.new.save(name, i, channels_last(module, first_tensor(seen["in", name])))
             with torch.no_grad():
                 self.old.save(output, i, channels_last(module, original(self.old.load_saved(name, i))))
@@ -187,7 +187,7 @@ class Fitter:
             self.old.save(f"{name} map", i, target)
             self.mapped[name] += 1
             queries, numbers = queries + target[:, 0, :, 0].numel(), numbers + target.numel()
-            held_out, fitted = held_out + self.batches.judges(i), fitted + (not self.batches.judges(i))
+            held_out, fitted = held_out + self.batches[i].judges, fitted + (not self.batches[i].judges)
 
     def maps(self, name: str) -> None:
         """Fit an attention's queries and keys to the original's saved attention maps."""
@@ -199,7 +199,7 @@ class Fitter:
             target = self.old.load_saved(f"{name} map", i)
             rows = target[:, 0].shape
             valid = self.batches.rows(i, rows, decoder).unflatten(0, rows[:2]).to(target.device)
-            judges = torch.full_like(valid, self.batches.judges(i))
+            judges = torch.full_like(valid, self.batches[i].judges)
             examples.append(Example(repeatable(call), target, valid & ~judges, valid & judges))
         if not examples:
             return self.skip(name, "maps", _NO_MAP)
@@ -245,7 +245,7 @@ class Fitter:
 
         def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
             for i in range(len(self.batches)):
-                run, held_out = self.new.observe, self.batches.judges(i)
+                run, held_out = self.new.observe, self.batches[i].judges
                 seen = run(i, inputs | judge.inputs, outputs | judge.outputs) if held_out else run(i, inputs, outputs)
                 if held_out:
                     judge.see(i, {one: first_tensor(seen[judge.side(one), one]) for one in judge.targets})
@@ -264,7 +264,7 @@ class Fitter:
 
     def judge_rows(self, index: int, rows: Tensor) -> Tensor:
         """Return whether each of some rows of a batch is for judging."""
-        return torch.full((len(rows),), self.batches.judges(index), device=rows.device)
+        return torch.full((len(rows),), self.batches[index].judges, device=rows.device)
 
     def keep_if_nearer(
         self,

@@ -38,11 +38,6 @@ _PLAIN = {f"{side}{name}" for side in _SIDES for name in ("input_ids", "attentio
 Found = dict[str, list[Tensor]]  # kind -> the distances at the tokens of each sequence
 
 
-def positions_of(model: PreTrainedModel) -> int:
-    """Return a model's number of text positions; 0 if its config sets no limit."""
-    return longest_text(model) or 0
-
-
 class FreshSequences:
     """Fresh sequences of one repair; there are none for models that read more than token ids.
 
@@ -62,7 +57,8 @@ class FreshSequences:
         if not all("input_ids" in one for one in plain):
             return
         held_out = [_tensors(batches.inputs(i)) for i in batches.held_out_batches()]
-        kinds = {LONGER: _longer(batches, held_out, min(positions_of(reference), positions_of(model)))}
+        limit = min(longest_text(one) or 0 for one in (reference, model))  # 0 if a config sets none
+        kinds = {LONGER: _longer(batches, held_out, limit)}
         kinds[RANDOM] = ({**row, **_redrawn(row, reference, i)} for i, row in enumerate(_rows(plain)))
         if writes and generates(reference):
             length = max(2, min(batches.longest or 2, _TOKENS // _SEQUENCES[OWN]))
@@ -118,10 +114,10 @@ class FreshSequences:
 
 def _longer(batches: Batches, held_out: list[dict[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Held-out sequences joined into longer ones, of at most `limit` tokens."""
-    if not is_short(batches.longest or 0, limit) or any("decoder_input_ids" in one for one in held_out):
+    if not is_short(batches.longest, limit) or any("decoder_input_ids" in one for one in held_out):
         return
     tokens = torch.cat([row["input_ids"][0] for row in _rows(held_out)])
-    length = min(limit, _TIMES * (batches.longest or 0), _LONG)
+    length = min(limit, _TIMES * batches.longest, _LONG)
     count = min(_SEQUENCES[LONGER], max(1, len(tokens) // length))
     for ids in tokens.repeat(-(-count * length // len(tokens)))[: count * length].view(count, 1, length):
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

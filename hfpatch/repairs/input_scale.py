@@ -103,7 +103,7 @@ def start_fixed_norms(
     scales = {name: InputScale() for name in norms}
     facts = {name: found for name in scales if (found := describe(old.modules[name])) is not None}
     step = max(1, old.batches.tokens // _TOKENS)
-    batches = [index for index in range(len(old.batches)) if not old.batches.judges(index)]
+    batches = [index for index in range(len(old.batches)) if not old.batches[index].judges]
     for index in batches[::step]:
 
         def measure(name: str, call: CallArguments, index: int = index) -> None:
@@ -145,7 +145,7 @@ def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, i
     squares = x.square().mean(axes) + (facts.eps or 0.0)
     old.batches.require_finite(index, squares, decoder, "input of a norm, squared,")
     found = squares.rsqrt().cpu().double()
-    if found.dim() == 2 and len(found) == old.batches.count_of(index):
+    if found.dim() == 2 and len(found) == old.batches[index].sequences:
         valid = old.batches.rows(index, x.shape, decoder).reshape(found.shape)
         scale.add_first(x[:, 0][valid[:, 0].to(x.device)], found[:, 0][valid[:, 0]])
         found = found[valid]

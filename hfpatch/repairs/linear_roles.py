@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..measure.hooks import first_tensor
 from ..measure.outputs import Outputs
@@ -58,11 +57,8 @@ class Roles:
     def __init__(self, replay: BlockReplay, segments: Iterable[Segment]):
         self.replay = replay
         self.owners = Counter(id(p) for module in replay.modules.values() for p in module.parameters(recurse=False))
-        count = replay.batches.count_of(0)
-        lengths = {len(v) for v in replay.batches.inputs(0).values() if isinstance(v, Tensor) and v.dim()}
-        few = replay.inputs(
-            0, torch.arange(min(2, count)) if lengths == {count} else None
-        )  # images packed into one sequence can't be divided
+        first = replay.batches[0]
+        few = replay.inputs(0, torch.arange(min(2, first.sequences)) if first.divisible else None)
         names = [segment.block for segment in segments if segment.block]
         with refusing_failures(replay.model):
             self.blocks = {block.name: block for block in observe_blocks(replay.model, few, names, foreign=False)}

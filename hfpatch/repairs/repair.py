@@ -20,12 +20,10 @@ Every step is written, then measured on held-out sequences by running the model,
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
 from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
+from ..measure.inputs import longest_text
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..runtime.errors import UnsupportedError
@@ -49,7 +48,7 @@ from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Batches, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
-from .fresh import FreshSequences, positions_of
+from .fresh import FreshSequences
 from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
@@ -123,7 +122,6 @@ def repair(
     draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
     data = draw(reference) if callable(draw) else draw
     with (
-        tempfile.TemporaryDirectory(prefix="hfpatch-") as folder,
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
         process_state,
@@ -131,9 +129,9 @@ def repair(
         inference_state(model),
         inference_state(reference),
     ):
-        batches = Batches(data, model, Path(folder), tokenizer)
-        new = BlockReplay(model, batches, Path(folder) / "new")
-        old = BlockReplay(reference, batches, Path(folder) / "old")
+        batches = Batches(data, model, tokenizer)
+        new = BlockReplay(model, batches)
+        old = BlockReplay(reference, batches)
         repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not callable(draw))
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
@@ -169,8 +167,8 @@ class _Repairer:
             batches.count_held_out(),
             distinct=batches.distinct,
             tokens=batches.tokens,
-            longest=batches.longest or 0,
-            positions=positions_of(old.model),
+            longest=batches.longest,
+            positions=longest_text(old.model) or 0,
         )
         self.latest: dict[str, str] = {}
 

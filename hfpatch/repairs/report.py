@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.results import SavedResult, Table, dataframe
+from ..core.results import SavedResult, Table
 from ..schemes.verdicts import APPROXIMATE, KL, REPAIRED, Outcome
 
 # What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
@@ -100,7 +100,7 @@ class FittedValues:
 
 @dataclass(repr=False)
 class RepairReport(SavedResult):
-    """Report of a repair; `str(report)` is a table, and notebooks show it as one.
+    """Report of a repair; `str(report)` is a table.
 
     Attributes:
         sequences, held_out: how many there were, and how many of them judged. None that judges is nearly equal to one
@@ -138,13 +138,7 @@ class RepairReport(SavedResult):
     advice: str = ""
 
     version: ClassVar[int] = 2
-
-    @classmethod
-    def from_json(cls, stored: Any) -> Self:
-        """Return the report that `to_json` wrote; of version 1 without its judgement on longer sequences."""
-        if isinstance(stored, Mapping) and stored.get("version") == 1:
-            stored = {name: value for name, value in stored.items() if not name.startswith("longer")}
-        return super().from_json(stored)
+    gone: ClassVar[frozenset[str]] = frozenset({"longer", "longer_before", "longer_after"})  # `fresh` has them
 
     @property
     def recovered(self) -> float:
@@ -200,14 +194,6 @@ class RepairReport(SavedResult):
         worst = f" (worst token {self.worst_before:.3g} -> {self.worst_after:.3g})" * (not math.isnan(self.worst_after))
         shown = [f", and {one}" for one in self.fresh if one.kind == LONGER or one in self.farther]
         return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{worst}{''.join(shown)}"
-
-    def to_dataframe(self) -> Any:
-        """Return the steps as a pandas dataframe, a row each; its columns are the attributes of `Step`.
-
-        Raises:
-            MissingPackageError: pandas isn't installed.
-        """
-        return dataframe(Step, self.steps)
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
         lines: list[tuple[str, ...]] = [("module", "fitted", "before", "after", "note")]

@@ -58,7 +58,7 @@ def _save_calls(fitter: Fitter, names: Collection[str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {name: [] for name in names}
     rows = dict.fromkeys(names, 0)
     for i in range(len(fitter.batches)):
-        judges = fitter.batches.judges(i)
+        judges = fitter.batches[i].judges
         left = [name for name in found if judges or rows[name] < _ROWS]
         theirs, ours = (_calls(fitter, replay, i, left) for replay in (fitter.old, fitter.new))
         for name in left:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..core.plan_table import group_rows
-from ..core.results import SavedResult, Table, dataframe
+from ..core.results import SavedResult, Table
 from ..core.staging import stage
 from ..errors import MissingPackageError, OptionError
 from ..schemes.request import KINDS, Record
@@ -103,7 +103,7 @@ class LayerRow:
 
 @dataclass(repr=False)
 class Report(SavedResult):
-    """Result of `verify`; `str(report)` is the table, and notebooks show it as one.
+    """Result of `verify`; `str(report)` is the table.
 
     Attributes:
         model, reference: what was compared.
@@ -137,21 +137,6 @@ class Report(SavedResult):
                 f"the report is of {self.model:.200}, and this model is {title}. Measure this one by verify, and give "
                 "the report of that."
             )
-
-    def to_dataframe(self, table: str = "outputs") -> Any:
-        """One of the tables as a pandas dataframe, a row for each measurement.
-
-        Args:
-            table: "outputs", "layers" or "modules"; the columns are the attributes of `OutputRow`, `LayerRow` or
-                `ModuleRow`.
-
-        Raises:
-            MissingPackageError: pandas isn't installed.
-            OptionError: there is no such table.
-        """
-        if table not in _ROWS:
-            raise OptionError(f"table must be one of {', '.join(_ROWS)}, not {table!r}.")
-        return dataframe(_ROWS[table], getattr(self, table))
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
@@ -215,9 +200,6 @@ def title_of(class_name: str, record: Record) -> str:
     """Return a model's title in reports: its class and its patch's schemes, with options."""
     schemes = [f"{kind}={part.as_requested.scheme}" for kind in KINDS for part in getattr(record, kind)]
     return class_name + (f" ({', '.join(schemes)})" if schemes else "")
-
-
-_ROWS: dict[str, type] = {"outputs": OutputRow, "layers": LayerRow, "modules": ModuleRow}
 
 
 def module_lines(rows: list[ModuleRow]) -> Iterator[tuple[str, str, str, str, str]]:

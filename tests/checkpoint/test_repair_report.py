@@ -113,8 +113,8 @@ def test_without_the_file_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (REPORT.to_json() | {"version": 3}, "has version 3, this hfpatch reads up to 2"),
-        (REPORT.to_json() | {"steps": 3}, "the report is malformed .*Step"),
+        (REPORT.to_json() | {"version": 3}, "has version 3, and this hfpatch reads up to 2"),
+        (REPORT.to_json() | {"steps": 3}, "no RepairReport .*Step"),
         (REPORT.to_json() | {"measure": "\x1b[31m"}, "can't be printed"),
         ({}, "can't be read"),
     ],

@@ -1,21 +1,19 @@
-"""Plans and reports as text, HTML, JSON and dataframes: one list of cells behind them, escaped, strict, optional."""
+"""Plans and reports as text, strict JSON and rows."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from tiny_models import patch, tiny
 
 from hfpatch.core.plan_table import Change, Row
 from hfpatch.core.results import Table
-from hfpatch.errors import MissingPackageError, OptionError
+from hfpatch.errors import OptionError
 from hfpatch.plan import Plan, plan_patch
 from hfpatch.repairs.report import RepairReport, Step
 from hfpatch.schemes.norms import DyT
@@ -55,41 +53,20 @@ def report() -> Report:
     return Report("a", "b", "random", 2, 24, modules, outputs, layers, [EVIL])
 
 
-every_result = pytest.mark.parametrize("make", [plan, repair_report, report])
-
-
-def cells(element: ElementTree.Element) -> list[list[str]]:
-    """The texts of an HTML table, line by line."""
-    return [["".join(cell.itertext()) for cell in line] for line in element.iter("tr")]
-
-
-@every_result
-def test_html_says_what_the_text_says(make: Callable[[], Any]) -> None:
-    """It is well-formed, its cells are the text's, and nothing in it is taken for markup."""
+@pytest.mark.parametrize("make", [plan, repair_report, report])
+def test_a_console_shows_the_text(make: Callable[[], Any]) -> None:
+    """Every table and line of it, as they are."""
     result = make()
-    assert repr(result) == str(result)  # on a console
-    root = ElementTree.fromstring(result._repr_html_())
-    assert {one.tag for one in root.iter()} <= {"div", "p", "table", "thead", "tbody", "tr", "th", "td"}
-    assert {name for one in root.iter() for name in one.attrib} == {"style"}
+    assert repr(result) == str(result)
     pieces = [piece for part in result.parts() for piece in part]
-    texts = [one.text for one in root.findall("p")]
-    assert texts == [piece for piece in pieces if isinstance(piece, str)]
-    tables = [piece for piece in pieces if isinstance(piece, Table)]
-    assert [cells(one) for one in root.findall("table")] == [list(map(list, one.lines)) for one in tables]
-    assert tables
-    for table in tables:
-        assert str(table) in str(result)
-    assert all(text in str(result) for text in texts)
+    assert any(isinstance(piece, Table) for piece in pieces)
+    assert all(str(piece) in str(result) for piece in pieces)
     assert EVIL in str(result)
-    assert "<script" not in result._repr_html_()
 
 
-def test_headings_and_sides_and_a_plan_of_nothing() -> None:
-    root = ElementTree.fromstring(Table([("name", "number"), ("a", "1")], "<>").html())
-    assert [one.text for one in root.iter("th")] == ["name", "number"]
-    assert [one.get("style") for one in root.iter("td")] == ["text-align:left", "text-align:right"]
+def test_a_plan_of_nothing() -> None:
     empty = plan_patch(patch(tiny("gpt2"), norm="dyt"), norm="dyt")
-    assert [one.tag for one in ElementTree.fromstring(empty._repr_html_()).iter()] == ["div", "p"]
+    assert len(str(empty).splitlines()) == 1
     assert empty.to_json()["rows"] == []
 
 
@@ -137,21 +114,21 @@ def _with_step(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ([], "no RepairReport that hfpatch wrote"),
-        ({"version": True}, "no RepairReport"),
-        (b"\xff", r"report\.json is no JSON"),
-        (b"[" * 100_000, r"report\.json is no JSON"),
-        (b"1" * 10_000, r"report\.json is no JSON"),
-        (repair_report().to_json() | {"version": 3}, "has version 3, this hfpatch reads up to 2"),
-        (repair_report().to_json() | {"more": 1}, "malformed"),
-        (repair_report().to_json() | {"before": "much"}, "malformed .*much"),
-        (repair_report().to_json() | {"before": 10**400}, "malformed"),  # no float is as large
-        (_with_step(kept=1), "malformed .*1 isn't"),
-        (_with_step(before=[]), "malformed"),
-        (report().to_json(), "malformed"),
-        (repair_report().to_json() | {"steps": 3}, "malformed"),
-        (_with_step(before="x" * 10), "malformed"),
-        ({"version": 1, "steps": [3]}, "malformed"),
+        ([], "no RepairReport that hfpatch wrote .it has version None"),
+        ({"version": True}, "no RepairReport .* version True"),
+        (b"\xff", r"report\.json can\'t be read"),
+        (b"[" * 100_000, r"report\.json can\'t be read"),
+        (b"1" * 10_000, r"report\.json can\'t be read"),
+        (repair_report().to_json() | {"version": 3}, "has version 3, and this hfpatch reads up to 2"),
+        (repair_report().to_json() | {"more": 1}, "no RepairReport"),
+        (repair_report().to_json() | {"before": "much"}, "no RepairReport .*much"),
+        (repair_report().to_json() | {"before": 10**400}, "no RepairReport"),  # no float is as large
+        (_with_step(kept=1), "no RepairReport .*1 isn't"),
+        (_with_step(before=[]), "no RepairReport"),
+        (report().to_json(), "no RepairReport"),
+        (repair_report().to_json() | {"steps": 3}, "no RepairReport"),
+        (_with_step(before="x" * 10), "no RepairReport"),
+        ({"version": 1, "steps": [3]}, "no RepairReport"),
     ],
 )
 def test_what_is_no_report_is_refused(stored: Any, message: str, tmp_path: Path) -> None:
@@ -161,35 +138,18 @@ def test_what_is_no_report_is_refused(stored: Any, message: str, tmp_path: Path)
         RepairReport.load(path)
 
 
-# Dataframes
-
-
-def test_dataframes() -> None:
-    pytest.importorskip("pandas")
-    planned = plan().to_dataframe()
-    assert planned[["module", "action", "becomes", "expected"]].to_numpy().tolist() == [
-        ["h.0.ln", "replace", "DynamicTanh(4)", "approximate"],
-        ["h.1.ln", "replace", "DynamicTanh(4)", "approximate"],
-        ["ln_f", "keep", None, ""],
-        ["ln_g", "replace", "RMSNorm(4)", "exact"],
+def test_rows_are_what_a_dataframe_takes() -> None:
+    """As the documentation says: a list of dataclasses, or of a plan's dictionaries."""
+    pandas = pytest.importorskip("pandas")
+    planned = pandas.DataFrame(plan().to_json()["rows"])
+    assert planned[["module", "action", "expected"]].to_numpy().tolist() == [
+        ["h.0.ln", "replace", "approximate"],
+        ["h.1.ln", "replace", "approximate"],
+        ["ln_f", "keep", ""],
+        ["ln_g", "replace", "exact"],
     ]
-    assert planned.aliases[0] == ("a", "b")
-    repaired = repair_report().to_dataframe()
+    assert planned.becomes.isna().tolist() == [False, False, True, False]
+    repaired = pandas.DataFrame(repair_report().steps)
     assert list(repaired) == ["module", "kind", "before", "after", "kept", "note"]
     assert repaired.dtypes[["before", "after", "kept"]].tolist() == ["float64", "float64", "bool"]
-    assert RepairReport().to_dataframe().dtypes.equals(repaired.dtypes), "without rows as with them"
-    assert repaired.before.isna().tolist() == [False, False, True]
-    verified = report()
-    for table, rows in (("outputs", 2), ("layers", 2), ("modules", 1)):
-        assert len(verified.to_dataframe(table)) == rows
-    outputs = verified.to_dataframe()
-    assert outputs.dtypes[["max_error", "kl", "top1", "nonfinite"]].tolist() == ["float64"] * 3 + ["int64"]
-    assert outputs.max_error.tolist() == [0, math.inf]
-    with pytest.raises(OptionError, match="outputs, layers, modules, not 'steps'"):
-        verified.to_dataframe("steps")
-
-
-def test_pandas_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingPackageError, match="pip install pandas"):
-        plan().to_dataframe()
+    assert pandas.DataFrame(report().outputs).max_error.tolist() == [0, math.inf]

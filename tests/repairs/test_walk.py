@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hfpatch.errors import OptionError
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
-from hfpatch.repairs.calibration import Batches, check_first_batch, read_calibration
+from hfpatch.repairs.calibration import Batches, calibration_for, read_calibration
 from hfpatch.repairs.distance import token_distances
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
@@ -28,16 +27,16 @@ def norms_in(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
 
 
-def walk_of(model: PreTrainedModel, folder: Path, data: list[Any] | None = None) -> BlockReplay:
+def walk_of(model: PreTrainedModel, data: list[Any] | None = None) -> BlockReplay:
     data = [inputs(model), inputs(model, 1)] if data is None else data
-    return BlockReplay(model, Batches(data, model, folder), folder / "walk")
+    return BlockReplay(model, Batches(data, model))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "whisper", "vit", "t5", "gptj", "mixtral"])
-def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path) -> None:
+def test_replaying_blocks_gives_what_the_model_gives(family: str) -> None:
     """Block after block is replaced by what it returned, the one before the last forgotten: nothing later moves."""
     model, given = zoo.tiny(family) if family not in ("whisper", "vit") else (tiny(family), inputs(tiny(family)))
-    walk = walk_of(model, tmp_path, [given])
+    walk = walk_of(model, [given])
     segments = segments_of(walk, norms_in(model))
     assert not any(segment.shared for segment in segments)
     blocks = [segment for segment in segments if segment.block]
@@ -69,10 +68,10 @@ def test_replaying_blocks_gives_what_the_model_gives(family: str, tmp_path: Path
     ],
 )
 def test_a_blocks_output_is_dropped_only_where_the_next_block_alone_reads_it(
-    family: str, chains: set[str], others: set[str], tmp_path: Path
+    family: str, chains: set[str], others: set[str]
 ) -> None:
     model, given = zoo.tiny(family)
-    walk = walk_of(model, tmp_path, [given])
+    walk = walk_of(model, [given])
     segments_of(walk, norms_in(model))
     walk.forward_and_store(0, torch.zeros(1, dtype=torch.long))
     assert chains <= walk.chains
@@ -90,9 +89,9 @@ def test_norms_that_run_several_times_may_have_their_channels_first() -> None:
     assert all(step.kept and step.after < 0.5 * step.before for step in steps)
 
 
-def test_errors_of_ours_pass_and_others_are_typed(tmp_path: Path) -> None:
+def test_errors_of_ours_pass_and_others_are_typed() -> None:
     model = tiny("gpt2")
-    walk = walk_of(model, tmp_path)
+    walk = walk_of(model)
     for raised, expected in ((OptionError("ours"), "^ours$"), (KeyError("theirs"), "can't be repaired.*KeyError")):
         with (
             model.wte.register_forward_pre_hook(lambda *_, raised=raised: (_ for _ in ()).throw(raised)),
@@ -136,9 +135,9 @@ def test_models_that_read_features_of_several_depths_are_repaired(family: str) -
     assert repair_report(model).steps
 
 
-def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) -> None:
+def test_a_replayed_block_doesnt_run_and_the_rest_stops_early() -> None:
     model = tiny("gpt2", n_layer=4)
-    walk = walk_of(model, tmp_path)
+    walk = walk_of(model)
     segments_of(walk, norms_in(model))
     ran: list[int] = []
     for i, block in enumerate(model.h):
@@ -156,11 +155,11 @@ def test_a_replayed_block_doesnt_run_and_the_rest_stops_early(tmp_path: Path) ->
     assert not torch.equal(walk.run(1, outputs=["h.1"])["h.1"], other)
 
 
-def test_a_settled_part_runs_once_and_gives_the_same_bits(tmp_path: Path) -> None:
+def test_a_settled_part_runs_once_and_gives_the_same_bits() -> None:
     """What ends before the first module that will still change is stored; a part that holds others replaces them."""
     model = tiny("gpt2")
-    walk = walk_of(model, tmp_path)
-    plain = BlockReplay(model, walk.batches, tmp_path / "plain")
+    walk = walk_of(model)
+    plain = BlockReplay(model, walk.batches)
     block = next(segment for segment in segments_of(walk, norms_in(model)) if segment.block)
     assert {"h.0.attn", "h.0.attn.c_attn", "h.0.mlp.c_fc"} <= set(block.parts)
     assert not {"h.0", "h.0.ln_1", "h.0.attn.attn_dropout"} & set(block.parts)
@@ -187,11 +186,11 @@ def test_a_settled_part_runs_once_and_gives_the_same_bits(tmp_path: Path) -> Non
     assert replay(None, "h.0.ln_2") == ["attn.c_attn", "attn.c_proj"]
 
 
-def test_a_part_that_writes_to_its_input_isnt_stored(tmp_path: Path) -> None:
+def test_a_part_that_writes_to_its_input_isnt_stored() -> None:
     model = tiny("gpt2")
     inner = model.h[0].mlp.forward
     model.h[0].mlp.forward = lambda x: inner(x.mul_(1))
-    walk = walk_of(model, tmp_path)
+    walk = walk_of(model)
     first, second = (one for one in segments_of(walk, norms_in(model)) if one.block)
     assert "h.0.mlp" not in first.parts
     assert "h.1.mlp" in second.parts
@@ -211,43 +210,41 @@ def test_linear_maps() -> None:
 # Batches
 
 
-def test_sequences_held_out(tmp_path: Path) -> None:
+def test_sequences_held_out() -> None:
     """Every eighth, two of fewer, or the last of two or three, in batches of their own."""
     model = tiny("gpt2")
     for sizes, held in (((2,), [1]), ((1, 1), [1]), ((3, 2), [1, 3]), ((8,), [3, 7]), ((5, 12), [7, 15])):
-        folder = tmp_path / str(sizes)
-        folder.mkdir()
         ids = torch.randint(5, 90, (sum(sizes), 6))
-        data = Batches(list(ids.split(sizes)), model, folder)
+        data = Batches(list(ids.split(sizes)), model)
         sides: dict[bool, list[Tensor]] = {True: [], False: []}
         for i in range(len(data)):
-            sides[data.judges(i)].append(data.inputs(i)["input_ids"])
+            sides[data[i].judges].append(data.inputs(i)["input_ids"])
         assert torch.equal(torch.cat(sides[True]), ids[held])
         assert torch.equal(torch.cat(sides[False]), torch.stack([row for i, row in enumerate(ids) if i not in held]))
         assert (data.sequences, data.distinct, data.tokens) == (sum(sizes),) * 2 + (6 * (sum(sizes) - len(held)),)
 
 
-def test_many_sequences_are_run_some_at_a_time(tmp_path: Path) -> None:
+def test_many_sequences_are_run_some_at_a_time() -> None:
     model = tiny("gpt2", n_positions=512)
     ids = torch.randint(5, 90, (40, 300))
-    data = Batches([ids], model, tmp_path)
-    assert [data.count_of(i) for i in range(len(data))] == [3] * 11 + [2] + [3, 2]
+    data = Batches([ids], model)
+    assert [data[i].sequences for i in range(len(data))] == [3] * 11 + [2] + [3, 2]
     assert torch.equal(torch.cat([data.inputs(i)["input_ids"] for i in data.held_out_batches()]), ids[7::8])
 
 
-def test_an_endless_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_MOST", 10)
     endless = iter(lambda: torch.ones(3, 4).long(), None)
     with pytest.raises(OptionError, match="generator"):
-        Batches(endless, tiny("gpt2"), tmp_path)
+        Batches(endless, tiny("gpt2"))
 
 
-def test_rows_of_activations(tmp_path: Path) -> None:
+def test_rows_of_activations() -> None:
     model = tiny("bart")
     given = {"input_ids": torch.arange(12).view(3, 4), "decoder_input_ids": torch.ones(3, 3).long()}
     given |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])}
     given |= {"decoder_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])}
-    data = Batches([given], model, tmp_path)  # the third judges, in a batch of its own
+    data = Batches([given], model)  # the third judges, in a batch of its own
     valid = data.rows(0, torch.Size([2, 4, 7]), decoder=False)
     assert valid.tolist() == [False, True, True, True, True, True, True, False]
     assert data.rows(0, torch.Size([2, 3, 7]), decoder=True).tolist() == [True, True, False, True, True, True]
@@ -275,5 +272,5 @@ def test_what_is_tried_leaves_no_trace(shuffled: bool) -> None:
     model = tiny("gpt2").train()
     loader = DataLoader(torch.randint(5, 90, (8, 6)), batch_size=4, shuffle=shuffled)
     before = fingerprint(model)
-    check_first_batch(read_calibration(loader, model), model)
+    calibration_for(model, loader, None)
     assert not changes(before, fingerprint(model))
