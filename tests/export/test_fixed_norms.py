@@ -139,7 +139,7 @@ def normalising(model: Any) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_no_operation_of_the_graph_normalises() -> None:
-    """But for the last norm's mean, since the base model returns what it gives; controls: LayerNorm, norms not folded."""
+    """But for the last norm's mean, since the base model returns its output; controls: LayerNorm, norms not folded."""
     assert normalising(of_gpt2()) == {"aten.layer_norm.default": 5}
     assert normalising(of_gpt2(fixed(LAST))) == {"aten.mean.dim": 5}
     for tied in (True, False):  # in an untied head it could go, but AutoModel would give other states
