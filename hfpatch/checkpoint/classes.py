@@ -21,10 +21,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from ..errors import OptionError
 from ..runtime.apply import MISFITS
-from ..runtime.classes import PatchedConfig, PatchedModel
+from ..runtime.classes import PatchedConfig, PatchedModel, own_code
 from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import LENS, host_class
-from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPE, REPAIR, saved_from, validate_record
+from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPE, REPAIR, read_record, saved_from
 from .auto_classes import opening
 from .file_digests import (
     DIGEST_FILES,
@@ -51,7 +51,6 @@ from .stored_config import (
     ConfigFile,
     checkpoint_name,
     config_digest,
-    has_remote_code,
     require_its_architecture,
     validate_config,
 )
@@ -74,7 +73,7 @@ class HfpatchConfig(PreTrainedConfig):
             CheckpointError: the patch record is missing, malformed, of a newer version, or of an unknown model type.
         """
         where = checkpoint_name(config_dict)
-        base = validate_record(config_dict.get(KEY), where)
+        base, _ = read_record(config_dict.get(KEY), where)
         try:
             host = CONFIG_MAPPING[base]
         except KeyError as error:
@@ -114,7 +113,8 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
                 )
             settings = validate_config(config_dict, where)
             # before the host reads it: timm's wrapper changes it
-            opened = ConfigFile(config_digest(config_dict), has_remote_code(config_dict))
+            remote = any(map(own_code, (config_dict.get("auto_map") or {}).values()))
+            opened = ConfigFile(config_digest(config_dict), remote)
             found = super().from_dict(settings, **kwargs)
             config: Any = found[0] if isinstance(found, tuple) else found
             for name in config.architectures or ():

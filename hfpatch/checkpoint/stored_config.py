@@ -12,9 +12,9 @@ import transformers
 
 from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
-from ..runtime.edits import parse_edits
+from ..runtime.declared import is_of_type
 from ..runtime.errors import CheckpointError
-from ..runtime.record import ARCHITECTURE, KEY, validate_record
+from ..runtime.record import ARCHITECTURE, KEY, read_record
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
@@ -25,6 +25,7 @@ _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "ar
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
 _HARMLESS |= {FILE}  # the file's name: what is in it is compared
+_REFERENCE = str | list[str | None]  # in `auto_map`: "module.Class", or the pair of such that tokenizers have
 _FLOAT = "__float__"  # of the object that transformers writes for inf and nan
 
 
@@ -76,11 +77,9 @@ def validate_config(config_dict: dict[str, Any], where: Any) -> dict[str, Any]:
     if weights is not None and not is_plain_name(weights) and not is_sentence(weights):
         raise CheckpointError(f"{where} names {weights!r:.80} as its weights, not a safetensors file of its folder.")
     auto_map = config_dict.get("auto_map") or {}
-    if not isinstance(auto_map, dict) or not all(map(_is_reference, auto_map.values())):
+    if not isinstance(auto_map, dict) or not all(is_of_type(one, _REFERENCE) for one in auto_map.values()):
         raise CheckpointError(f"{where}: its auto_map isn't an object of references such as 'modeling_x.MyModel'.")
-    record: Any = config_dict.get(KEY)
-    validate_record(record, where)
-    parse_edits(record["edits"], where)
+    read_record(config_dict.get(KEY), where)
     return without_remote_code(config_dict)
 
 
@@ -105,11 +104,6 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
             )
 
 
-def has_remote_code(stored: Mapping[str, Any]) -> bool:
-    """Return whether a config.json names an export's code."""
-    return any(own_code(reference) is not None for reference in (stored.get("auto_map") or {}).values())
-
-
 def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json's dictionary without the `auto_map` entries of an export, which hfpatch doesn't need."""
     auto_map = stored.get("auto_map") or {}
@@ -121,11 +115,6 @@ def without_remote_code(stored: dict[str, Any]) -> dict[str, Any]:
 def checkpoint_name(config_dict: dict[str, Any]) -> Any:
     """Return a checkpoint's name for error texts."""
     return config_dict.get("_name_or_path") or "this checkpoint's config.json"
-
-
-def _is_reference(value: Any) -> bool:
-    """Whether an entry of `auto_map` is "module.Class", or the pair of such that tokenizers have."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str | None) for one in value))
 
 
 # What may change in it, and its digest

@@ -1,4 +1,4 @@
-"""The patch record in config.json: its keys, and validation on load."""
+"""The patch record in config.json: its keys, and its parser."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .declared import is_of_type
 from .edits import Edit, parse_edits
 from .errors import CheckpointError
 
@@ -24,11 +25,11 @@ _MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
-def validate_record(stored: Any, where: str) -> str:
-    """Return the `base_model_type` of a stored record whose form is right; its edits and requests are read elsewhere.
+def read_record(stored: Any, where: str) -> tuple[str, tuple[Edit, ...]]:
+    """Return `base_model_type` and edits of a stored record; opening needs no more, schemes/request.py reads the rest.
 
     Raises:
-        CheckpointError: it is malformed, or of another version.
+        CheckpointError: it is malformed, of another version, or an edit can't be read (see `Edit.parse`).
     """
     if not isinstance(stored, Mapping):
         raise CheckpointError(f"{where}: its patch record is {type(stored).__name__}, not an object.")
@@ -49,30 +50,22 @@ def validate_record(stored: Any, where: str) -> str:
     wrong = (set(stored) - _REQUIRED - _OPTIONAL) | (_REQUIRED - set(stored))
     if wrong:
         raise CheckpointError(f"{where}: entries of its patch record are unknown or missing: {sorted(wrong)!r:.200}.")
-    base = stored["base_model_type"]
-    if not isinstance(base, str) or not base or base == KEY:
-        raise CheckpointError(f"{where}: its patch record names no base_model_type (found {base!r:.40}).")
-    if not isinstance(stored["request"], list) or len(stored["request"]) > _MOST_REQUESTS:
-        raise CheckpointError(f"{where}: the requests of its patch record are no list of at most {_MOST_REQUESTS}.")
-    if not isinstance(stored.get("any_length", False), bool):
-        raise CheckpointError(f"{where}: any_length in its patch record is neither true nor false.")
-    foreign = stored.get(FOREIGN, [])
-    names = isinstance(foreign, list) and all(isinstance(name, str) and name.isidentifier() for name in foreign)
-    if not names or len(foreign) > _MOST_CLASSES:
-        raise CheckpointError(f"{where}: {FOREIGN} in its patch record is no list of at most {_MOST_CLASSES} names.")
-    return base
+    base, request, foreign = stored["base_model_type"], stored["request"], stored.get(FOREIGN, [])
+    names = is_of_type(foreign, list[str]) and all(map(str.isidentifier, foreign))
+    sound = {
+        "base_model_type": isinstance(base, str) and base not in ("", KEY),
+        "request": isinstance(request, list) and len(request) <= _MOST_REQUESTS,
+        "any_length": isinstance(stored.get("any_length", False), bool),
+        FOREIGN: names and len(foreign) <= _MOST_CLASSES,
+    }
+    for name in (name for name, is_sound in sound.items() if not is_sound):
+        raise CheckpointError(f"{where}: {name} of its patch record can't be {stored[name]!r:.40}.")
+    return base, parse_edits(stored["edits"], where)
 
 
 def edits_of(config: Any, where: str) -> tuple[Edit, ...]:
-    """Return the edits in a stored record.
-
-    Raises:
-        CheckpointError: the config carries no usable record.
-    """
-    stored = getattr(config, KEY, None)
-    validate_record(stored, where)
-    assert isinstance(stored, Mapping)
-    return parse_edits(stored["edits"], where)
+    """Return the edits in a config's record; it raises what `read_record` does."""
+    return read_record(getattr(config, KEY, None), where)[1]
 
 
 def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: str) -> None:

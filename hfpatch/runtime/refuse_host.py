@@ -9,7 +9,6 @@ Nothing in this file needs the rest of the package.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,10 +61,10 @@ def is_sentence(value: Any) -> bool:
 
 def add_guard(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a patched config as they go to disk, with which its host's classes open no weights."""
-    guarded = copy.deepcopy(dict(stored))
-    for path, _ in parts(config):
-        if (settings := settings_at(guarded, path)) is not None:
-            settings[FILE] = SENTENCE
+    guarded = {**stored, FILE: SENTENCE}
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig) and isinstance(stored.get(name), dict):
+            guarded[name] = add_guard(part, stored[name])
     return guarded
 
 
@@ -76,16 +75,6 @@ def remove_guard(stored: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in stored.items()
         if not (name == FILE and is_sentence(value))
     }
-
-
-def settings_at(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the settings of a part of the config; None if there are none."""
-    for name in path:
-        inner = settings.get(name)
-        if not isinstance(inner, dict):
-            return None
-        settings = inner
-    return settings
 
 
 def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:

@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from ..core.globs import as_globs, both
 from ..core.scheme import Scheme
 from ..errors import OptionError
-from ..runtime.edits import Edit, parse_edits
+from ..runtime.declared import is_of_type
+from ..runtime.edits import Edit
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
-from ..runtime.record import FOREIGN, KEY, VERSION, validate_record
+from ..runtime.record import FOREIGN, KEY, VERSION, read_record
 from .mlps import MLP
 from .norms import Norm
 from .placements import Placement
@@ -240,9 +241,9 @@ class Record:
         Raises:
             CheckpointError: it is malformed, of another version, or names what isn't registered here.
         """
-        base = validate_record(stored, where)
-        record = cls(base, edits=parse_edits(stored["edits"], where), any_length=stored.get("any_length", False))
-        record = replace(record, foreign=tuple(stored.get(FOREIGN, ())))
+        base, edits = read_record(stored, where)
+        foreign = tuple(stored.get(FOREIGN, ()))
+        record = cls(base, edits=edits, any_length=stored.get("any_length", False), foreign=foreign)
         for index, item in enumerate(stored["request"]):
             kind, part = _read_request(item, f"{where}: request {index} of its patch record")
             record = record.with_requests(kind, (part,))
@@ -276,23 +277,21 @@ def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
     if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
         raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
-    (kind,) = kinds
     only, keep, init = stored.get("only", []), stored.get("keep", []), stored.get("init", "auto")
-    if init not in INITS:
-        raise CheckpointError(f"{where}: init is {init!r:.40}, not one of {', '.join(INITS)}.")
+    sound = {"only": _are_globs(only), "keep": _are_globs(keep), "init": init in INITS}
+    for name in (name for name, is_sound in sound.items() if not is_sound):
+        raise CheckpointError(f"{where}: {name} can't be {stored[name]!r:.40}.")
     try:
+        scheme = KINDS[kinds[0]].resolve(stored[kinds[0]])
         outcome = Outcome.from_json(stored["outcome"]) if stored.get("outcome") else None
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}.") from error
-    for globs in (only, keep):
-        if not isinstance(globs, list) or not all(isinstance(glob, str) and 0 < len(glob) <= 1000 for glob in globs):
-            raise CheckpointError(f"{where}: only and keep are lists of globs over module names.")
-    try:
-        scheme = KINDS[kind].resolve(stored[kind])
-    except (PatchError, RecursionError) as error:
+    except (PatchError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."
         ) from error
     if scheme is None:
-        raise CheckpointError(f"{where} names no {kind}.")
-    return kind, SchemeRequest(scheme, tuple(only), tuple(keep), init, outcome)
+        raise CheckpointError(f"{where} names no {kinds[0]}.")
+    return kinds[0], SchemeRequest(scheme, tuple(only), tuple(keep), init, outcome)
+
+
+def _are_globs(value: Any) -> bool:
+    return is_of_type(value, list[str]) and all(0 < len(glob) <= 1000 for glob in value)

@@ -211,9 +211,9 @@ def test_fused_patch_embeddings(fused_again: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["a", [1], ["a b"], ["a"] * 101])
 def test_a_malformed_list_of_classes_is_refused(stored: Any) -> None:
-    from hfpatch.runtime.record import validate_record
+    from hfpatch.runtime.record import read_record
 
     record = {"version": 3, "base_model_type": "gpt2", "request": [], "edits": [], FOREIGN: stored}
     with pytest.raises(CheckpointError, match=FOREIGN):
-        validate_record(record, "here")
-    validate_record({**record, FOREIGN: ["a"]}, "here")
+        read_record(record, "here")
+    read_record({**record, FOREIGN: ["a"]}, "here")
