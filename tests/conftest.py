@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 import hypothesis
+import numpy
 import pytest
 import torch
 from sampled import SEED, sampled
@@ -57,6 +59,14 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: accelerate collects garbage after every stage, and needn't look through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers for a test, whichever ones ran before it."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture
