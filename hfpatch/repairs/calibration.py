@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..core.bare import has_weights
 from ..core.scheme import Scheme
-from ..core.staging import save_temporary
+from ..core.staging import temporary_files
 from ..errors import OptionError
 from ..measure.batches import read_batches
 from ..measure.inputs import main_input
@@ -82,7 +82,8 @@ class Batches:
             found = self._keys(inputs, count, main_input(model))
             keys += found
             raw.append((folder / f"raw-{index}.pt", len(found)))
-            save_temporary(inputs, raw[-1][0])
+            with temporary_files(folder):
+                torch.save(inputs, raw[-1][0])
             if self.sequences > _MOST:
                 raise OptionError(
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
