@@ -30,9 +30,7 @@ from .file_digests import (
     DIGEST_FILES,
     DigestFile,
     compare,
-    named_file,
     opens_weight_files,
-    options_of_place,
     read_digests,
     stored_report,
     write_digests,
@@ -40,8 +38,10 @@ from .file_digests import (
 from .files import (
     FILES,
     PAGE,
+    options_of_place,
     require_known_names,
     require_sound_files,
+    suffix_of,
     warn_of_lost_weights,
     weight_names,
 )
@@ -165,9 +165,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             wants_info = kwargs.pop("output_loading_info", False)
             if kwargs.get("use_safetensors") is None and opens_weight_files(name, kwargs):
                 kwargs["use_safetensors"] = True
-                cache = {option: kwargs.get(option) for option in ("cache_dir", "revision")}
-                named = named_file(name, kwargs)
-                require_sound_files(name, kwargs.get("subfolder") or "", kwargs.get("variant"), named, **cache)
+                require_sound_files(name, kwargs)
             full, saved = check_fingerprint == "full", None
             try:
                 saved = read_digests(name, kwargs)
@@ -229,7 +227,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             weights = {} if streams else None if state_dict is None else dict(state_dict)
             size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             with_model = saves and not getattr(self, "_hf_peft_config_loaded", False)  # else an adapter alone
-            single, index = (folder / file for file in weight_names(f".{variant}" if variant else ""))
+            single, index = (folder / file for file in weight_names(suffix_of({"variant": variant})))
 
             def finish() -> None:
                 _finish.set(None)

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers.utils.hub import extract_commit_hash
 
 from ..errors import FingerprintWarning, OptionError
+from ..runtime.declared import is_of_type
 from ..runtime.errors import CheckpointError
 from ..runtime.record import REPAIR
-from .files import is_plain_name, printable, read_json, weight_files
+from .files import finder, named_file, printable, read_json, suffix_of, weight_files
 from .stored_config import config_digest
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
 _THREADS, _MOST_NAMED = 8, 5
-_WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
 _WEIGHTS = re.compile(r"model(\..+?)?(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\..+?)?\.json")
 DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
 
@@ -83,13 +82,12 @@ def variant_of(file: str) -> str | None:
 
 def write_digests(folder: Path, variant: str | None = None, repair: Any = None) -> None:
     """Write the file of the weights of one variant that lie in a folder; `repair` is the report, as JSON has it."""
-    suffix = f".{variant}" if variant else ""
-    files = weight_files(lambda file: path if (path := folder / file).is_file() else None, suffix)
-    found = [*_digests(files)]
+    suffix = suffix_of({"variant": variant})
+    found = _digests(weight_files(finder(folder, {}), suffix))
     stored: dict[str, Any] = {"version": _VERSION}
     stored["config"] = config_digest(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     stored |= {} if repair is None else {"repair": repair}
-    stored["tensors"] = {one.name: one.digest for one in found}
+    stored["tensors"] = {name: digest for name, (digest, _) in found.items()}
     text = json.dumps(stored, indent=1, allow_nan=False)
     (folder / _NAME.format(suffix)).write_text(text + "\n", encoding="utf-8")
 
@@ -103,22 +101,21 @@ def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
         CheckpointError: it is malformed, or of another version.
     """
     try:
-        path = None if name is None else finder(name, options)(_name(options))
+        path = None if name is None else finder(name, options)(_NAME.format(suffix_of(options)))
     except OSError:  # the Hub isn't reached, and it isn't in the cache
         path = None
     if path is None:
         return None
 
-    def read(stored: Any) -> tuple[DigestFile, Any]:
-        tensors, config, repair = stored["tensors"], stored["config"], stored.get("repair")
-        if not isinstance(tensors, dict) or not isinstance(config, str) or not isinstance(repair, dict | None):
+    def read(stored: Any) -> DigestFile:
+        if (version := stored["version"]) != _VERSION:
+            raise CheckpointError(f"{path} has version {version!r:.20}, this hfpatch reads {_VERSION}. Update it.")
+        entries = stored["tensors"], stored["config"], stored.get("repair")
+        if not all(map(is_of_type, entries, (dict, str, dict | None))):
             raise TypeError
-        return DigestFile(path, tensors, config, repair), stored["version"]
+        return DigestFile(path, *entries)
 
-    saved, version = read_json(path, read)
-    if version != _VERSION:
-        raise CheckpointError(f"{path} has version {version!r:.20}, this hfpatch reads version {_VERSION}. Update it.")
-    return saved
+    return read_json(path, read)
 
 
 def digests_or_warning(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
@@ -131,15 +128,8 @@ def digests_or_warning(name: Any, options: Mapping[str, Any]) -> DigestFile | No
 
 
 def _without_digests(name: Any, options: Mapping[str, Any]) -> str:
-    return f"{name} has no {_name(options)} (an older hfpatch saved it, or something else than save_pretrained)"
-
-
-def _name(options: Mapping[str, Any]) -> str:
-    return _NAME.format(_suffix(options))
-
-
-def _suffix(options: Mapping[str, Any]) -> str:
-    return f".{options['variant']}" if options.get("variant") else ""
+    file = _NAME.format(suffix_of(options))
+    return f"{name} has no {file} (an older hfpatch saved it, or something else than save_pretrained)"
 
 
 def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
@@ -166,12 +156,10 @@ def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> 
             f"{_without_digests(name, options)}, so its weights can't be compared byte by byte. Open it without "
             "check_fingerprint and save it again, and it has one."
         )
-    named = named_file(name, options)
-    find = finder(name, options)
-    files = weight_files(find, _suffix(options)) if named is None else [find(named)]
-    files += [*saved.path.parent.glob(DISTRIBUTED)]
-    found = {one.name: one for one in _digests(filter(None, files))}
-    changed = {name for name in saved.tensors.keys() & found.keys() if found[name].digest != saved.tensors[name]}
+    named, find = named_file(name, options), finder(name, options)
+    files = weight_files(find, suffix_of(options)) if named is None else [find(named)]
+    found = _digests(filter(None, [*files, *saved.path.parent.glob(DISTRIBUTED)]))
+    changed = {name for name in saved.tensors.keys() & found.keys() if found[name][0] != saved.tensors[name]}
     missing, added = saved.tensors.keys() - found.keys(), found.keys() - saved.tensors.keys()
     states = {"missing": missing, "added": added, "changed": changed}
     differing = sorted(f"{printable(one):.100} ({state})" for state, names in states.items() for one in names)
@@ -185,64 +173,34 @@ def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> 
         )
     commit = None if Path(name).is_dir() else extract_commit_hash(str(saved.path), None)
     same = {"revision": commit, "force_download": False} if commit else {}
-    return WeightComparison(len(found), sum(one.size for one in found.values()), same)
+    return WeightComparison(len(found), sum(size for _, size in found.values()), same)
 
 
-def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the file of all weights if the config names one; name and options are as in `from_pretrained`."""
-    config = options.get("config")
-    if not isinstance(config, PreTrainedConfig):
-        config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
-    named = (config if isinstance(config, dict) else vars(config)).get("transformers_weights")
-    return named if is_plain_name(named) else None
-
-
-def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that say where files are."""
-    return {key: options[key] for key in _WHERE if options.get(key) is not None}
-
-
-def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
-    """Return a function that finds a file of a checkpoint: in its folder, or in the Hub's cache after a download."""
-
-    def find(file: str) -> Path | None:
-        found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
-
-    return find
-
-
-class _Digest(NamedTuple):
-    """Name and digest of one tensor of a file, and its size in bytes."""
-
-    name: str
-    digest: str
-    size: int
-
-
-def _digests(files: Iterable[Path]) -> Iterator[_Digest]:
-    """The digests of every tensor in safetensors files.
+def _digests(files: Iterable[Path]) -> dict[str, tuple[str, int]]:
+    """The digest of every tensor in safetensors files and its size in bytes, by name.
 
     Raises:
         CheckpointError: a file can't be read.
     """
+    found: dict[str, tuple[str, int]] = {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         for path in files:
             try:
                 with safe_open(path, "pt") as file:
                     names = list(file.keys())
-                yield from pool.map(partial(_digest_of_file, path), names)
+                found |= zip(names, pool.map(partial(_digest, path), names), strict=True)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
+    return found
 
 
-def _digest_of_file(path: Path, name: str) -> _Digest:
+def _digest(path: Path, name: str) -> tuple[str, int]:
     # opened for each tensor anew: what was read of an open file stays in memory; and whatever the default device is
     with safe_open(path, "pt") as file, torch.device("cpu"):
         stored, tensor = file.get_slice(name), file.get_tensor(name)
         digest = hashlib.sha256(f"{stored.get_dtype()} {stored.get_shape()}\n".encode())
     digest.update(as_bytes(tensor.reshape(-1)))
-    return _Digest(name, digest.hexdigest()[:32], tensor.nbytes)
+    return digest.hexdigest()[:32], tensor.nbytes
 
 
 def as_bytes(flat: Tensor) -> Any:

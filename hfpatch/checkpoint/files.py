@@ -6,14 +6,13 @@ transformers opens whatever file an index names, pickled ones and those outside 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import try_to_load_from_cache
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from ..errors import FingerprintWarning
 from ..runtime.errors import CheckpointError
@@ -22,49 +21,62 @@ from ..runtime.record import saved_from
 T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
+_WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
 FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
 
 
-def require_sound_files(
-    name: Any, subfolder: str = "", variant: str | None = None, named: str | None = None, **cache: Any
-) -> None:
+def require_sound_files(name: Any, options: Mapping[str, Any]) -> None:
     """Refuse a local folder whose weights are pickled or missing, or whose index leads out of it.
 
     Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
-    itself refuses to download such names.
-
-    Args:
-        name, subfolder, variant: as in `from_pretrained`.
-        named: the file that config.json names, if it does.
-        cache: its `cache_dir` and `revision`.
+    itself refuses to download such names. Name and options are as in `from_pretrained`.
 
     Raises:
         CheckpointError: naming the file.
     """
-    if not isinstance(name, str | os.PathLike):
-        return
-    variant = f".{variant}" if variant else ""
+    find, variant = finder(name, {**options, "local_files_only": True, "force_download": False}), suffix_of(options)
     if not Path(name).is_dir():
-        try:
-            cached = try_to_load_from_cache(str(name), str(Path(subfolder) / weight_names(variant)[1]), **cache)
-        except ValueError:  # no name of a repository
-            return
-        if isinstance(cached, str):
-            listed_files(Path(cached))
+        if (index := find(weight_names(variant)[1])) is not None:
+            listed_files(index)
         return
-    folder = Path(name) / subfolder
-    if named is not None:
-        if not (folder / named).is_file():
+    folder = Path(name, options.get("subfolder") or "")
+    if (named := named_file(name, options)) is not None:
+        if find(named) is None:
             raise CheckpointError(f"{folder / named} is missing, which config.json names. Download or save it again.")
-        return
-    if weight_files(lambda file: path if (path := folder / file).is_file() else None, variant):
-        return
-    pickled = sorted(path.name for path in folder.glob("*.bin*") if path.name.startswith("pytorch_model"))
-    if pickled:
+    elif not weight_files(find, variant) and (pickled := sorted(folder.glob("pytorch_model*.bin*"))):
         raise CheckpointError(
-            f"{folder} has pickled weights ({pickled[0]}) and no {SUFFIX} ones. Pickles can run code when they are "
-            "read. Where you trust them: from_pretrained(..., use_safetensors=False), then save_pretrained."
+            f"{folder} has pickled weights ({pickled[0].name}) and no {SUFFIX} ones. Pickles can run code when they "
+            "are read. Where you trust them: from_pretrained(..., use_safetensors=False), then save_pretrained."
         )
+
+
+def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the file of all weights if the config names one; name and options are as in `from_pretrained`."""
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
+    named = (config if isinstance(config, dict) else vars(config)).get("transformers_weights")
+    return named if is_plain_name(named) else None
+
+
+def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that say where files are."""
+    return {key: options[key] for key in _WHERE if options.get(key) is not None}
+
+
+def finder(name: Any, options: Mapping[str, Any]) -> Callable[[str], Path | None]:
+    """Return a function that finds a file of a checkpoint: in its folder, or in the Hub's cache after a download."""
+
+    def find(file: str) -> Path | None:
+        found = cached_file(str(name), file, **options_of_place(options), _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    return find
+
+
+def suffix_of(options: Mapping[str, Any]) -> str:
+    """Return the variant in names of files: ".fp16", or "" for none; options are as in `from_pretrained`."""
+    return f".{options['variant']}" if options.get("variant") else ""
 
 
 def weight_names(variant: str) -> tuple[str, str]:

@@ -23,8 +23,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, str
 from ..core.mapped import MAPPED, Mappings, map_tensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
-from .file_digests import DISTRIBUTED, as_bytes, finder, variant_of
-from .files import FILES, weight_files, weight_names
+from .file_digests import DISTRIBUTED, as_bytes, variant_of
+from .files import FILES, finder, weight_files, weight_names
 
 _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torch_dtype.items()}
 

@@ -6,6 +6,7 @@ A module doesn't know its parent, and a checkpoint has one patch record, that of
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -44,18 +45,8 @@ def _place_of(model: Any) -> tuple[str, str] | None:
     for one in gc.get_objects():
         # by its type: lazy objects of other packages may answer for another class, and run code for it
         if issubclass(type(one), PreTrainedModel) and one is not model:
-            names = _names(one)
-            if model in names:
-                found.append((len(names), type(one).__name__, names[model]))
+            with suppress(AttributeError, RuntimeError):  # another thread is building it
+                names = {module: name for name, module in one.named_modules()}
+                if model in names:
+                    found.append((len(names), type(one).__name__, names[model]))
     return max(found)[1:] if found else None
-
-
-def _names(whole: Any) -> dict[Any, str]:
-    """Each module of a model and its name, also while another thread builds the model."""
-    names, waiting = {whole: ""}, [whole]
-    for module in waiting:
-        for name, child in list((vars(module).get("_modules") or {}).items()):
-            if child is not None and child not in names:
-                names[child] = f"{names[module]}.{name}".lstrip(".")
-                waiting.append(child)
-    return names

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from ..runtime.errors import CheckpointError
-from .file_digests import finder
-from .files import read_json
+from .files import finder, read_json
 
 MODULES = "modules.json"
 _LIBRARY = "sentence_transformers."

@@ -143,8 +143,6 @@ def _suggest(glob: str, shown: Sequence[str]) -> str:
     written = glob.strip("*.")
     length = written.count(".") + 1
     ends = {f"*.{'.'.join(name.split('.')[-length:])}" for name in shown if name.count(".") >= length}
-    if f"*.{written}" in ends:
-        return f" Did you mean {f'*.{written}'!r}?"
-    if written and any(written in name for name in shown):
+    if written and f"*.{written}" not in ends and any(written in name for name in shown):
         return f" Did you mean {f'*{written}*'!r}?"
     return did_you_mean(written, [*sorted(ends), *shown])

@@ -8,9 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from ..runtime.errors import PatchError, first_line
@@ -26,11 +24,11 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
         raise PatchError(f"{folder} is a file; a folder is needed.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
-    require_place(folder, "folder")
+    require_place(folder)
 
 
-def require_place(output: Path, kind: str = "place") -> None:
-    """Refuse an output in a place that can't be written; `kind` is named in the error.
+def require_place(output: Path) -> None:
+    """Refuse an output in a place that can't be written.
 
     Raises:
         PatchError: the nearest folder above that exists is a file or read-only.
@@ -38,7 +36,7 @@ def require_place(output: Path, kind: str = "place") -> None:
     parent = next(path for path in Path(os.path.realpath(output)).parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         why = "is read-only" if parent.is_dir() else "is a file"
-        raise PatchError(f"{output} can't be written: {parent} {why}. Choose another {kind}.")
+        raise PatchError(f"{output} can't be written: {parent} {why}. Choose another place.")
 
 
 @contextmanager
@@ -109,13 +107,3 @@ def temporary_files(folder: str | Path) -> Iterator[None]:
             f"temporary files can't be written to {folder} ({first_line(error)}). Make room there, or "
             "choose another place with the environment variable TMPDIR."
         ) from error
-
-
-def save_temporary(value: Any, path: Path) -> None:
-    """`torch.save` of a temporary file.
-
-    Raises:
-        PatchError: it can't be written.
-    """
-    with temporary_files(path.parent):
-        torch.save(value, path)

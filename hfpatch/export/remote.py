@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.remote_code import classes_by_auto_class
 from ..core.bare import has_weights, require_bare, require_unquantized
-from ..core.staging import save_temporary
+from ..core.staging import temporary_files
 from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import Outputs, max_error, without_padding
@@ -132,7 +132,8 @@ def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         places = {"folder": str(folder.resolve()), "again": str(scratch / "again")}
-        save_temporary({**job, **how, **places}, scratch / "job.pt")
+        with temporary_files(scratch):
+            torch.save({**job, **how, **places}, scratch / "job.pt")
         answer = scratch / "answer.pt"
         command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(scratch / "job.pt"), str(answer)]
         options: dict[str, Any] = {"env": env | {"HF_MODULES_CACHE": f"{name}/modules"}, "cwd": name}

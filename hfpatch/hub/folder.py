@@ -141,7 +141,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
             f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
             "patch); if it is a native export, pass native=True (--native); else use its own push_to_hub."
         )
-    require_sound_files(folder)
+    require_sound_files(folder, {})
     if not any(map(_is_weights, files)) or any(map(_is_weights, left_out)):
         raise CheckpointError(f"{folder} has no weights (*.safetensors), or links to them, which aren't uploaded.")
     for module in module_kinds(files[MODULES]) if MODULES in files else ():

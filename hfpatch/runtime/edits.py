@@ -143,14 +143,14 @@ class Call:
 
     def make(self, *first: Any) -> Any:
         """Return the result of the call; `first` are passed before its own arguments."""
-        return self._component()(*first, *self._args(), **self._kwargs())
+        return self._component()(*first, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
         """Build the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
         component = self._component()
         if hasattr(component, "replacing"):
-            return component.replacing(old, parent, *self._args(), **self._kwargs())
-        new = component(*self._args(), **self._kwargs())
+            return component.replacing(old, parent, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
+        new = self.make()
         like = next((p for p in (old or parent).parameters()), None)
         if like is not None and not like.is_meta:  # on meta its buffers would never get their values
             new.to(like.device, like.dtype)
@@ -177,12 +177,6 @@ class Call:
 
     def _component(self) -> Any:
         return find_component(self.name)
-
-    def _args(self) -> list[Any]:
-        return [_instantiate(value) for value in self.args]
-
-    def _kwargs(self) -> dict[str, Any]:
-        return {name: _instantiate(value) for name, value in self.kwargs}
 
 
 def as_data(value: Any) -> Any:

@@ -22,13 +22,8 @@ def foreign_classes(model: nn.Module) -> tuple[str, ...]:
     """Return names of the classes of a model's modules that are neither the host's nor a patch's, sorted."""
     known = _LIBRARIES | {_package(host_class(type(model)))}
     kinds = {host_class(type(module)) for module in model.modules()} - {host_class(type(model))}
-    return tuple(sorted({kind.__name__ for kind in kinds if _is_foreign(kind, known)}))
-
-
-def _is_foreign(kind: type, known: set[str]) -> bool:
-    if any(base in COMPONENTS.values() for base in kind.__mro__):
-        return False
-    return _package(kind) not in known
+    others = {kind for kind in kinds if _package(kind) not in known}
+    return tuple(sorted({kind.__name__ for kind in others if not {*kind.__mro__} & {*COMPONENTS.values()}}))
 
 
 def _package(kind: type) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 import transformers
 from sampled import slow_but
 from tiny_models import changes, fingerprint, patch, tiny
@@ -186,8 +187,8 @@ def test_a_disk_that_takes_no_more_bytes(name: str, model: Any, place: Path) -> 
     try:
         with pytest.raises(PatchError, match="File too large"):
             WRITERS[name](model, out)
-        with pytest.raises(PatchError, match=str(place)):
-            staging.save_temporary(model.state_dict(), place / "a")
+        with pytest.raises(PatchError, match=str(place)), staging.temporary_files(place):
+            torch.save(model.state_dict(), place / "a")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (place / "a").unlink()

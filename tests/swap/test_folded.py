@@ -457,5 +457,6 @@ def test_a_norm_beside_its_reader_in_a_sequential_is_no_reader() -> None:
     model = model.double()
     folded = patch(copy.deepcopy(model), norm="folded", example_inputs=given)
     assert error(model, folded, given) <= 1e-6
-    assert folded.image_encoder.vision_model.post_layernorm.weight is None
+    assert folded.image_encoder.vision_model.encoder.layers[0].layer_norm1.weight is None
+    assert folded.image_encoder.vision_model.post_layernorm.weight is not None  # the encoder, a model, returns it
     assert folded.visual_projection.visual_projection[1].weight is not None
