@@ -7,7 +7,7 @@ and families in `hfpatch.extend`, results where they are returned. Each name is 
 import importlib
 from typing import TYPE_CHECKING
 
-from .lazy_names import lazy_names, modules_of
+from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .compile import compile_model
@@ -56,24 +56,22 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = modules_of(
-    {
-        "compile": "compile_model",
-        "export": "export_model",
-        "hub.push": "push_patched",
-        "measure.batches": "read_batches",
-        "patch": "outcomes patch_model repair_report unpatch_model",
-        "plan": "plan_patch",
-        "repairs.repair": "repair",
-        "repairs.sample": "sample_batches",
-        "schemes.learned": "Learned",
-        "schemes.mlps": "GeGLU ReGLU SwiGLU",
-        "schemes.norms": "RMS Derf DyT Layer",
-        "schemes.positions": "ALiBi NoPE Sinusoidal",
-        "schemes.rope": "RoPE",
-        "verification.verify": "verify",
-    }
-)
+_MODULES = {
+    "compile": "compile_model",
+    "export": "export_model",
+    "hub.push": "push_patched",
+    "measure.batches": "read_batches",
+    "patch": "outcomes patch_model repair_report unpatch_model",
+    "plan": "plan_patch",
+    "repairs.repair": "repair",
+    "repairs.sample": "sample_batches",
+    "schemes.learned": "Learned",
+    "schemes.mlps": "GeGLU ReGLU SwiGLU",
+    "schemes.norms": "RMS Derf DyT Layer",
+    "schemes.positions": "ALiBi NoPE Sinusoidal",
+    "schemes.rope": "RoPE",
+    "verification.verify": "verify",
+}
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these
     __getattr__ = lazy_names(globals(), _MODULES)

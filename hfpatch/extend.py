@@ -6,7 +6,7 @@ A file that is shipped with exported weights imports torch, transformers and `hf
 
 from typing import TYPE_CHECKING
 
-from .lazy_names import lazy_names, modules_of
+from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .core.scheme import require_number
@@ -37,19 +37,17 @@ __all__ = [
     "require_number",
 ]
 
-_MODULES = modules_of(
-    {
-        "core.scheme": "require_number",
-        "runtime.edits": "Call register_component",
-        "runtime.norms": "AffineNorm",
-        "runtime.qk_layouts": "Fused Projections",
-        "schemes.mlps": "MLP MLPS",
-        "schemes.norms": "NORMS Norm",
-        "schemes.positions": "POSITIONS Position",
-        "sites.architectures.architecture": "Architecture Stack",
-        "sites.stacks": "ARCHITECTURES",
-    }
-)
+_MODULES = {
+    "core.scheme": "require_number",
+    "runtime.edits": "Call register_component",
+    "runtime.norms": "AffineNorm",
+    "runtime.qk_layouts": "Fused Projections",
+    "schemes.mlps": "MLP MLPS",
+    "schemes.norms": "NORMS Norm",
+    "schemes.positions": "POSITIONS Position",
+    "sites.architectures.architecture": "Architecture Stack",
+    "sites.stacks": "ARCHITECTURES",
+}
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_names(globals(), _MODULES)

@@ -7,24 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def modules_of(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the module of each name, from {module: "name name ..."}; modules are relative to hfpatch."""
-    return {name: module for module, group in names.items() for name in group.split()}
-
-
 def lazy_names(namespace: dict[str, Any], modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module's `__getattr__` that imports its names.
 
     Args:
         namespace: the module's `globals()`, which keep a name once it was used.
-        modules: the module of each name, relative to hfpatch.
+        modules: the names of each module, which is relative to hfpatch: {module: "name name ..."}.
     """
     owner = namespace["__name__"]
+    places = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in places:
             raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-        namespace[name] = value = getattr(importlib.import_module(f"hfpatch.{modules[name]}"), name)
+        namespace[name] = value = getattr(importlib.import_module(f"hfpatch.{places[name]}"), name)
         return value
 
     return get

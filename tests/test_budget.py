@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 32_552),
+    "lines of hfpatch": Budget(32_244, 32_239),
     "files of hfpatch": Budget(198, 195),
     "lines of recipes": Budget(6_843, 6_843),
     "files of recipes": Budget(38, 38),
@@ -44,10 +44,8 @@ SIZES = {
 }
 OF_A_CALL = {  # patch_model with a repair; another transformers may need a module more or less
     "modules imported by a patch": Budget(149, 143),
-    "lines imported by a patch": Budget(23_970, 23_700),
+    "lines imported by a patch": Budget(23_970, 23_500),
 }
-# Owed: what mending defects added before as much was deleted. It falls with the size, and nothing is ever added to it
-OWED = {"lines of hfpatch": 308}
 EFFECTS: set[str] = set()  # what `import hfpatch` changes in other packages, besides its entries in the Auto classes
 
 _PATCH = """
@@ -170,8 +168,7 @@ def test_an_import_changes_nothing_more_outside() -> None:
 
 def test_no_budget_was_raised() -> None:
     for name, budget in (SIZES | OF_A_CALL).items():
-        assert 0 <= budget.now <= budget.first + OWED.get(name, 0), name
-    assert all(SIZES[name].now == SIZES[name].first + owed for name, owed in OWED.items())
+        assert 0 <= budget.now <= budget.first, name
 
 
 def test_what_counts() -> None:

@@ -17,6 +17,11 @@ from hfpatch import errors, extend
 from hfpatch.runtime import errors as runtime_errors
 
 
+def places(module: Any) -> dict[str, str]:
+    """The module of each name of a lazy module."""
+    return {name: place for place, names in module._MODULES.items() for name in names.split()}
+
+
 def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -25,7 +30,7 @@ def run(code: str) -> str:
 def test_every_name_resolves(module: Any) -> None:
     assert set(module.__all__) <= set(dir(module))
     for name in module.__all__:
-        assert getattr(module, name) is getattr(sys.modules[f"hfpatch.{module._MODULES[name]}"], name)
+        assert getattr(module, name) is getattr(sys.modules[f"hfpatch.{places(module)[name]}"], name)
     with pytest.raises(AttributeError, match="'patch_modle'"):
         _ = module.patch_modle
 
@@ -35,7 +40,7 @@ def test_type_checkers_see_the_same_names(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert seen == module._MODULES
+    assert seen == places(module)
     assert sorted(seen) == sorted(module.__all__)
 
 
