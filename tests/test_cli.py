@@ -366,8 +366,8 @@ def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> 
 def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once. So do exports; without digests they go on with a warning. tests/checkpoint has all that is found."""
     hashed: list[str] = []
-    digest = file_digests._digest_of_file
-    monkeypatch.setattr(file_digests, "_digest_of_file", lambda path, name: hashed.append(name) or digest(path, name))
+    digest = file_digests._digest
+    monkeypatch.setattr(file_digests, "_digest", lambda path, name: hashed.append(name) or digest(path, name))
     again = ("export", str(patched), str(patched.parent / "again"), "--to", "plugin")
     weights = patched / "model.safetensors"
     size = sum(one.nbytes for one in load_file(weights).values())

@@ -69,7 +69,7 @@ EVERY_HEAD = [*slow_but(HEADS, 12), *OTHER_HEADS]
 # Round trips
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "head"), EVERY_HEAD)
 def test_a_head_comes_back_the_same_and_its_base_and_a_head_on_that(family: str, head: str, tmp_path: Path) -> None:
     auto = (HEADS | OTHER_HEADS)[family, head]

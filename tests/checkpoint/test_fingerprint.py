@@ -95,6 +95,7 @@ IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("change", IN_WEIGHTS.values(), ids=IN_WEIGHTS)
 def test_other_weights_are_refused_by_the_full_check(change: Any, auto: str, folder: Path, silent: None) -> None:
@@ -115,7 +116,7 @@ def test_weights_that_a_file_lost_are_refused_whenever_it_is_opened(auto: str, f
     opener.from_pretrained(folder, check_fingerprint=False)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("change", IN_CONFIG.values(), ids=IN_CONFIG)
 def test_an_edited_config_is_told_and_refused_by_the_full_check(
@@ -194,6 +195,7 @@ def test_a_part_that_was_never_there(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("opened", ["float32", "bfloat16", "float16"])
 def test_every_pair_of_dtypes(dtype: str, opened: str, tmp_path: Path) -> None:
@@ -251,6 +253,7 @@ def test_opening_beside_a_thread_that_patches(saved: Path, silent: None) -> None
         thread.join()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model_type",
     [*sampled(RECORDED, 4), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],

@@ -84,7 +84,7 @@ def in_files(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if within(parameter.data_ptr())]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_command_gives_what_it_gives_in_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, head, options = CASES[case]
@@ -224,6 +224,7 @@ LACKING: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
 either_way = pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "in memory"])
 
 
+@pytest.mark.sample(9)
 @either_way
 @pytest.mark.parametrize("case", LACKING)
 def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_path: Path) -> None:
@@ -271,6 +272,7 @@ def seeded_outputs(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, T
         return outputs_of(model.eval(), given)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model_type",
     [*sampled(zoo.model_types(), 8), *(pytest.param(one, marks=pytest.mark.sweep) for one in zoo.model_types())],

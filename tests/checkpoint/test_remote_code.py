@@ -33,6 +33,7 @@ def own_model(folder: Path, name: str, more: str = "", **options: Any) -> Any:
         return patch(tiny("gpt2"), norm=own(**options))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "request_"), [("gpt2", "all"), ("bert", "fresh"), ("vit", "axial"), ("t5", "rope")])
 def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
     """The runtime's as they are, and a short one with every head."""

@@ -110,6 +110,7 @@ def test_without_the_file_there_is_none(tmp_path: Path) -> None:
     assert repair_report(load(tmp_path / "b")) is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("content", "message"),
     [

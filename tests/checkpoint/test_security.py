@@ -175,6 +175,7 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("damage", "kind", "says"), CONFIGS.values(), ids=CONFIGS)
 def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: Path) -> None:
     damage(folder)
@@ -286,6 +287,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("damage", HEADERS.values(), ids=HEADERS)
 @pytest.mark.parametrize("kind", ["one", "shards"])
 def test_headers(damage: Callable[[bytes], bytes], kind: str, saved: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> tor
 # --- shift and active -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(7)
 @every_family
 @pytest.mark.parametrize(
     ("options", "offset"),
@@ -103,6 +103,7 @@ def test_shift_leaves_logits_alone(name: str, options: str, offset: int) -> None
     assert difference(changed_logits(model, given, lambda p: p + offset), logits(model, given)) <= 1e-4
 
 
+@pytest.mark.sample(6)
 @every_family
 def test_control_shift(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RotaryEmbedding.rotate  # here without the sine, which makes queries and keys depend on their own positions
@@ -137,7 +138,7 @@ def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @every_family
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt", "pos": "nope"}], ids=request_id)
 def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> None:
@@ -212,6 +213,7 @@ def merged_difference(name: str) -> float:
     return difference(logits(tuned.merge_and_unload(), inputs(name)), unmerged)
 
 
+@pytest.mark.sample(3)
 @every_family
 def test_lora_on_queries_and_keys_merges_exactly(name: str) -> None:
     assert merged_difference(name) <= 1e-4
@@ -245,6 +247,7 @@ def long_inputs(name: str) -> dict[str, torch.Tensor]:
     return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "pos"), LENGTHENED)
 def test_four_times_the_old_length(name: str, pos: str) -> None:
     out = logits(patched(name, pos=pos), long_inputs(name))
@@ -280,7 +283,7 @@ def test_bfloat16_runs(name: str, request_: dict) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "request_", "how"), COPIED, ids=case_id)
 def test_copies(name: str, request_: dict, how: str, tmp_path: Path) -> None:
     """Also opened from its checkpoint, by the class that its record leads to (test_checkpoint.py has all heads)."""

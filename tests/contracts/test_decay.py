@@ -56,7 +56,7 @@ def differing(family: str, requests: list[dict[str, Any]]) -> tuple[list[str], i
     return found, taken
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_every_norm(family: str) -> None:
     with slopes() as own:
@@ -65,7 +65,7 @@ def test_after_every_norm(family: str) -> None:
     assert taken >= 6
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_positions_and_mlps(family: str) -> None:
     found, taken = differing(family, OTHERS)
@@ -79,6 +79,7 @@ def test_after_placements(family: str) -> None:
     assert found == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "request_",
     [
@@ -96,6 +97,7 @@ def test_after_exact_and_joint_patches(family: str, request_: dict[str, Any]) ->
     assert before.differing(patch(model, norm="derf")) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom", "convnext"])
 def test_control_norms_that_are_no_layer_norm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the class that says so, the gains of norms that are known by it alone begin to decay."""
@@ -144,6 +146,7 @@ print(json.dumps([Trainer.get_decay_parameter_names(None, AutoModel.from_pretrai
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "norm"), FORMS)
 def test_copies_and_checkpoints(family: str, norm: str, tmp_path: Path) -> None:
     model = patch(tiny(family), **norm_request(norm))

@@ -102,7 +102,7 @@ LN_TUNED += [("gpt2", "fixed"), ("llama", "fixed")]
 NORMS_OF = {"bert": ["LayerNorm"], "vit": ["layernorm_before", "layernorm_after"]}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "norm"), LN_TUNED)
 def test_ln_tuning_merges(family: str, norm: str, tmp_path: Path) -> None:
     """Trained copies of the norms take their places, and gain and shift may be called anything."""

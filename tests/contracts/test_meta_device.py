@@ -114,6 +114,7 @@ WITH_WEIGHTS = [{"norm": "rms"}, {"norm": "deepnorm"}, {"placement": "sandwich"}
 WITH_WEIGHTS += [{"pos": "learned:max_positions=128"}, *map(norm_request, ("fixed", "folded", "none"))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("request_", WITH_WEIGHTS, ids=lambda one: next(iter(one.values())))
 def test_a_model_with_weights_where_new_ones_are_made_on_meta(request_: dict[str, str]) -> None:
     """It is patched on its own device, as it would be elsewhere, and the default stays what it was."""

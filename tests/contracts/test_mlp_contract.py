@@ -86,7 +86,7 @@ def patched(family: str, dtype: torch.dtype = torch.float64, **request: Any) -> 
 # --- the start --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 20, slow=8))
 def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
     model, given = make(family)
@@ -135,7 +135,7 @@ def test_control_the_up_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- active and trainable ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 11, slow=8))
 def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
     model, given = patched(family, mlp=scheme)
@@ -159,6 +159,7 @@ def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
 # --- fresh weights ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "options", "gate", "last"),
     [

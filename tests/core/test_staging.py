@@ -139,6 +139,7 @@ def failing(place: Path, at: int, error: BaseException, after: bool = False) -> 
         yield calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "exists", "failure"), slow_but(FAILING, DEFAULT))
 def test_an_error_at_any_operation(name: str, exists: bool, failure: str, model: Any, place: Path) -> None:
     """What was there before is whole, or what was written is; nothing is left beside it, and the model is as it was."""

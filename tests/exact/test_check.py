@@ -37,6 +37,7 @@ def reference(model: Any) -> Snapshot:
     return Snapshot(model, [lambda: inputs(model)], norm_inputs(model, norms_of(model, nn.LayerNorm)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_floor_lies_between_what_rounding_does_and_what_a_change_does(dtype: torch.dtype) -> None:
     model = tiny("gpt2", LM).to(dtype)

@@ -37,6 +37,7 @@ GPT2 = ("h.*.ln_1", "h.*.ln_2", "ln_f")
 LM = "AutoModelForCausalLM"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "mode", "expected"),
     [

@@ -110,6 +110,7 @@ def test_the_function_stays_and_no_warning_is_given(name: str, mode: str) -> Non
     assert bool(moved) == (mode == "fold")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["gpt2", "dinov2"])
 def test_in_lower_precision_it_stays_as_far_as_rounding_goes(name: str, dtype: torch.dtype) -> None:
@@ -537,7 +538,7 @@ def with_more_tokens(model: Any, by_mean: bool) -> Any:
     return model
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", UNTIED)
 @pytest.mark.parametrize("opened", [False, True], ids=["patched", "opened"])
 def test_added_tokens_are_those_of_the_original(family: str, opened: bool, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def files_with_code(folder: Path) -> list[str]:
 PATCHES = {"falcon": {"norm": "rms"}, "gpt2": {"norm": "rms"}, "llama": {"pos": "rope:theta=500"}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", PATCHES)
 def test_a_native_export(family: str, tmp_path: Path) -> None:
     """Falcon is the case that was met: its public checkpoints name their own code, and transformers has the class."""
@@ -59,6 +60,7 @@ def named(folder: Path, file: str, auto: str, reference: Any) -> None:
     (folder / file).write_text(json.dumps(stored | {"auto_map": {auto: reference}}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("to", ["native", "remote", "plugin"])
 def test_a_tokenizer_of_a_class_of_transformers(to: str, tmp_path: Path) -> None:
     """It opens without the code that its files name."""

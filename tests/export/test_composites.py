@@ -89,6 +89,7 @@ def test_without_hfpatch(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "remote/modeling_hfpatch.py").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_as_a_stock_model_it_is_refused(name: str, tmp_path: Path) -> None:
     build, _, request = CASES[name]
@@ -105,6 +106,7 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STOCK)
 def test_what_a_stock_one_has_is_exported_as_that(name: str, tmp_path: Path) -> None:
     """With images as well as with text, on which it was measured."""

@@ -50,6 +50,7 @@ CARRIED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "head", "settings", "request_", "architecture"), CARRIED)
 def test_dropouts_are_carried_over(
     family: str, head: str, settings: dict, request_: dict, architecture: str, monkeypatch: Any

@@ -120,6 +120,7 @@ WRONG: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {  # a target, ot
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("target", "paths", "facts"), WRONG.values(), ids=WRONG)
 def test_a_wrong_map_is_refused_by_measurement(
     target: str, paths: dict[str, str], facts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +226,7 @@ def test_folders(form: str, tmp_path: Path) -> None:
     assert config["model_type"] == (MODEL_TYPE if form == "plugin" else "gpt_neox")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("form", "options", "error", "says"),
     [

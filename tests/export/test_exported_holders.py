@@ -39,6 +39,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("to", FORMS)
 def test_what_lies_in_the_folder(to: str, tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
     encoder = sentence_encoder(truncate_dim=8)
@@ -72,6 +73,7 @@ def test_what_lies_in_the_folder(to: str, tmp_path: Path, jobs: list[dict[str, A
     assert "save_pretrained" not in vars(encoder[0].auto_model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -25,6 +25,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_forward_takes_them(model_type: str) -> None:
     model, _ = zoo.tiny(model_type)

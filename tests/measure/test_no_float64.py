@@ -38,7 +38,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 @pytest.mark.parametrize(("family", "request_"), REQUESTS, ids=str)
 def test_models_there_are_patched_as_on_the_cpu(family: str, request_: dict[str, Any]) -> None:

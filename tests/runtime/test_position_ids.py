@@ -162,6 +162,7 @@ def test_compiles_without_graph_breaks(model_type: str) -> None:
         assert difference(case.states(positions, compiled), case.states(positions)) <= 1e-5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", ["gpt_neo", "xlm", "longformer", "git"])
 def test_saved_and_opened(model_type: str, tmp_path: Path) -> None:
     case = Case(model_type)

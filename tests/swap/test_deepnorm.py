@@ -83,6 +83,7 @@ def test_the_paper_s_table(depth: Depth, alpha: float, beta: float) -> None:
     assert DeepNorm().gains(depth) == pytest.approx((alpha, beta), rel=5e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "options", "alphas"),
     [
@@ -115,6 +116,7 @@ SCALED: dict[str, tuple[tuple[str, ...], dict[str, Callable[[Tensor], tuple[Tens
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", SCALED)
 def test_gains_of_projections(family: str) -> None:
     model, (names, fused) = tiny(family), SCALED[family]
@@ -142,6 +144,7 @@ def test_gains_of_projections(family: str) -> None:
 # --- preserve ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", POST)
 def test_preserve_keeps_the_function_of_a_post_norm_model(name: str) -> None:
     model = make(name)
@@ -160,6 +163,7 @@ def once_patched(**request: Any) -> Any:
     return patch(tiny("bert"), **request)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("make_model", "request_", "message"),
     [
@@ -193,6 +197,7 @@ def last_of(branches: int, name: str) -> Any:
     return lambda x, f, norm: (deepnorm(ALPHA) if next(calls) % branches == branches - 1 else own)(x, f, norm)
 
 
+@pytest.mark.sample(3)
 @every_model
 def test_only_some_norms(name: str) -> None:
     """Branches that aren't chosen stay as they were, their dropout included."""
@@ -234,7 +239,7 @@ GAIN, EPS = "('dropout', 0, 0.7071067811865475)", "eps=4.999999999999999e-13"
 JOIN, ALPHA2 = "Join('deepnorm', 'ln_1', 'attn', 0, alpha=1.4142135623730951)", "alpha=1.4142135623730951"
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "old", "new", "match"),
     [

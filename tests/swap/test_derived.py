@@ -35,6 +35,7 @@ def tiny(model_type: str) -> tuple[Any, dict[str, Any]]:
     return zoo.tiny(model_type, **SETTINGS.get(model_type, {}))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model_type", "pos"), CASES)
 def test_reads_the_new_length_now_and_when_it_is_opened(model_type: str, pos: str, tmp_path: Path) -> None:
     model, inputs = tiny(model_type)

@@ -369,6 +369,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[PatchError], st
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("make", "request_", "kind", "match"), REFUSED.values(), ids=REFUSED)
 def test_refused(make: Callable[[], Any], request_: dict, kind: type[PatchError], match: str) -> None:
     model = make()

@@ -58,6 +58,7 @@ def test_text_of_four_times_the_old_length(owner: str) -> None:
         pytest.skip("the stack has no text")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", sampled(TYPES, SAMPLE))
 def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
@@ -66,6 +67,7 @@ def test_saved_and_loaded(model_type: str) -> None:
 GENERATING = [name for name in sampled(TYPES, 5 * SAMPLE) if proof.decodes(name)]  # asking all takes seconds
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", sampled(GENERATING, SAMPLE))
 def test_decoding_with_a_cache_equals_decoding_without(model_type: str) -> None:
     change = proof.cached(model_type)

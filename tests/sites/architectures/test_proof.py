@@ -61,6 +61,7 @@ class TestFaultsAreSeen:
         assert measured(owner, projections=stack(owner).projections).holds
         assert measured(owner, projections=wrong).shift > DIFFERENT
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("owner", ["FSMTEncoder", "LEDEncoder", "LongformerModel"])
     def test_rotation_over_the_batch(self, owner: str) -> None:
         """Each text would be at one position: nothing distinguishes its tokens."""
