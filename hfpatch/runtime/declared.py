@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -58,34 +58,25 @@ def require_declared(component: Any, args: Iterable[Any], kwargs: Mapping[str, A
     Raises:
         ValueError: names the argument, its type and the value.
     """
-    for name, value, hint in _iterate_arguments(component, tuple(args), kwargs):
-        if not is_of_type(value, hint):
-            raise ValueError(f"{name} of {component.__name__} must be {type_name(hint)}, not {value!r:.80}")
-
-
-def _iterate_arguments(
-    component: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value and type of each argument whose type is declared."""
-    function: Any = component
-    before = 0
-    if not isinstance(component, type):  # a function, called with what it replaces
-        hints, before = declared_types(component), 1
-    elif is_dataclass(component):
-        hints = declared_types(component)
-    else:
-        hints = declared_types(vars(component).get("__init__", object))
-        if hasattr(component, "replacing"):  # called with what it replaces and the parent
-            function, before = component.replacing, 2
-            hints |= declared_types(function)
+    function, before = component, 0  # what is called, and how many arguments it gets before those of the edit
+    if not isinstance(component, type):  # with what it replaces
+        before = 1
+    elif hasattr(component, "replacing"):  # with what it replaces and the parent
+        function, before = component.replacing, 2
+    of_init = isinstance(component, type) and not is_dataclass(component)
+    hints = declared_types(vars(component).get("__init__", object) if of_init else component)
+    hints |= declared_types(function) if before == 2 else {}
     try:
         bound = inspect.signature(function).bind_partial(*[None] * before, *args, **kwargs)
     except TypeError:
         return
     for name, value in [*bound.arguments.items()][before:]:
-        kind = bound.signature.parameters[name].kind
+        kind, given = bound.signature.parameters[name].kind, [(name, value)]
         if kind is inspect.Parameter.VAR_KEYWORD:
-            yield from ((option, one, hints[option]) for option, one in value.items() if option in hints)
-        elif name in hints:
-            each = kind is inspect.Parameter.VAR_POSITIONAL and not is_dataclass(component)  # a field has them all
-            yield from ((name, one, hints[name]) for one in (value if each else (value,)))
+            given = [*value.items()]
+        elif kind is inspect.Parameter.VAR_POSITIONAL and not is_dataclass(component):  # a field has them all
+            given = [(name, one) for one in value]
+        for option, one in given:
+            if option in hints and not is_of_type(one, hints[option]):
+                hint = type_name(hints[option])
+                raise ValueError(f"{option} of {component.__name__} must be {hint}, not {one!r:.80}")
