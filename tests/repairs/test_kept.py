@@ -133,7 +133,7 @@ def test_what_is_left_is_nearer_or_refused(model: Any, request: dict[str, Any], 
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(MODELS, st.sampled_from(REQUESTS), CALIBRATIONS)
 def test_what_is_left_of_many_is_nearer_or_refused(model: Any, request: dict[str, Any], calibration: Any) -> None:
     event(check(*model, request, make_data(*calibration)))

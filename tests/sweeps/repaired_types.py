@@ -6,9 +6,9 @@
 One tiny random model for each request, `norm="dyt"` and `pos="rope"`, calibrated on noise: what is measured is whether
 a family's layers can be replayed and fitted, not how good a trained model is afterwards (repair.md). *repaired*: the
 repair was kept. Its distance on fresh inputs is measured here, by outputs alone, before and after; where it grew, the
-repair *harmed*. *undone*: it didn't help on held-out sequences, or made longer ones worse, and the model is to the bit
-what copying alone gives. *not needed*: the request keeps the function. *refused*: a typed error, and the model is to
-the bit what it was. *wrong*: anything else.
+repair *harmed*. *undone*: it didn't help on held-out sequences, and the model is to the bit what copying alone gives.
+*not needed*: the request keeps the function. *refused*: a typed error, and the model is to the bit what it was.
+*wrong*: anything else.
 """
 
 from __future__ import annotations
