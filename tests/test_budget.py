@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 32_230),
+    "lines of hfpatch": Budget(32_244, 32_229),
     "files of hfpatch": Budget(198, 195),
     "lines of recipes": Budget(6_843, 6_843),
     "files of recipes": Budget(38, 38),

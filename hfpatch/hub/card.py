@@ -27,6 +27,7 @@ from .opening import auto_class_and_task, how_to_make, ways_to_open
 
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
 _LIBRARIES = ("transformers", "hfpatch")  # that a push names
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of the Hub; other text in metadata is no link
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,30}")
 _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "places of the norms"}
 
@@ -139,7 +140,7 @@ def _section(
 
 
 def _summary(found: Checkpoint, base: str | list[str] | None) -> str:
-    bases = [base] if isinstance(base, str) else base or []
+    bases = filter(_ID.fullmatch, [base] if isinstance(base, str) else base or [])
     of = " and ".join(f"[{one}](https://huggingface.co/{one})" for one in bases) or "A pretrained model"
     if found.record is None:
         kind = found.config.get("model_type")

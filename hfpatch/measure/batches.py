@@ -219,7 +219,7 @@ class _Reader:
         """A text as a row, truncated at `length` and the limits of tokenizer and model."""
         limits = longest_text(self.model), getattr(self._tokenizer, "model_max_length", None)
         try:
-            encoded = self._tokenizer(text, truncation=True, max_length=min(self.length, *filter(None, limits)))
+            encoded = self._tokenizer(text, truncation=True, max_length=min([self.length, *filter(None, limits)]))
         except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
             raise OptionError(
                 f"{self.option}: the tokenizer takes no such text ({first_line(error):.200}): {text:.60}"

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
-from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, modules_at, pattern_of
+from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, find_component, modules_at, pattern_of
 from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, prepare_views, with_lens
 from .record import KEY, saved_from
@@ -295,7 +295,7 @@ def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
 def _distinct_text(leaf: str, value: Any) -> str:
     """What tells apart the values that one place may get one after another; "" if a later one overwrites."""
     if leaf == LENS_SLOT and value is not None:  # lenses of different kinds, and joins, add up
-        return str(value) if hasattr(value._component(), "over") else value.name
+        return str(value) if hasattr(find_component(value.name), "over") else value.name
     if isinstance(value, Call) and value.is_module():  # each may be built from the one before it
         return str(value)
     return ""

@@ -143,11 +143,11 @@ class Call:
 
     def make(self, *first: Any) -> Any:
         """Return the result of the call; `first` are passed before its own arguments."""
-        return self._component()(*first, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
+        return find_component(self.name)(*first, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
         """Build the module that replaces `old` in `parent`, with the device and dtype of `old` (else of `parent`)."""
-        component = self._component()
+        component = find_component(self.name)
         if hasattr(component, "replacing"):
             return component.replacing(old, parent, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
         new = self.make()
@@ -159,24 +159,21 @@ class Call:
     @property
     def result_type(self) -> type | None:
         """The class of its result, where that is known before it is made."""
-        component = self._component()
+        component = find_component(self.name)
         return component if isinstance(component, type) else None
 
     def is_module(self) -> bool:
         """Return whether its result is a module."""
-        component = self._component()
+        component = find_component(self.name)
         return isinstance(component, type) and issubclass(component, nn.Module)
 
     def builds_on_old(self) -> bool:
         """Return whether its result is derived from the module, Parameter or tensor that it replaces."""
-        return not self.is_module() or hasattr(self._component(), "replacing")
+        return not self.is_module() or hasattr(find_component(self.name), "replacing")
 
     def needs_old(self) -> bool:
         """Return whether it needs the module that it replaces, to take its shape from."""
         return self.is_module() and self.builds_on_old() and "shape" not in dict(self.kwargs)
-
-    def _component(self) -> Any:
-        return find_component(self.name)
 
 
 def as_data(value: Any) -> Any:
@@ -249,7 +246,8 @@ class Edit:
             return False
         mine, other = self.value, later.value
         if isinstance(mine, Call) and self.at[0].endswith(LENS_SLOT):  # lenses of different kinds, and joins, add up
-            same = isinstance(other, Call) and other.name == mine.name and not hasattr(mine._component(), "over")
+            joins = hasattr(find_component(mine.name), "over")
+            same = isinstance(other, Call) and other.name == mine.name and not joins
             return same or other is None
         return not isinstance(other, Call) or not other.builds_on_old()
 
@@ -301,7 +299,7 @@ def parse_edits(stored: Any, where: str = "the patch record") -> tuple[Edit, ...
 def _slot_takes(leaf: str, value: Any) -> bool:
     """Whether a slot (@lens, @centre, @scale) takes a value; other places can't be checked without a model."""
     if leaf == LENS_SLOT and value is not None:
-        kind = value._component() if isinstance(value, Call) else None
+        kind = find_component(value.name) if isinstance(value, Call) else None
         return isinstance(kind, type) and not issubclass(kind, nn.Module) and "__call__" in dir(kind)
     if leaf == CENTRE_SLOT:
         return type(value) is int and -_MAX_AXES <= value < _MAX_AXES
@@ -331,6 +329,6 @@ def _parse_value(node: ast.expr) -> Any:
             call = Call(
                 name, tuple(map(_parse_value, args)), tuple((str(one.arg), _parse_value(one.value)) for one in named)
             )
-            require_declared(call._component(), call.args, dict(call.kwargs))
+            require_declared(find_component(call.name), call.args, dict(call.kwargs))
             return call
     raise ValueError(f"{ast.unparse(node)[:80]} is neither a plain value nor a component")
