@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `sample` so many cases are of the default run, and the others are slow."""
+    """Of a test with the mark `sample` so many cases are of the default run, and the others are for `-m sweep`."""
     cases: defaultdict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sample")
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = sampled(of_a_test, size)
         for item in of_a_test:
             if item not in chosen:
-                item.add_marker("slow")
+                item.add_marker("sweep")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
