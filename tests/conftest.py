@@ -35,17 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `sample` so many cases are of the default run, and the others are for `-m sweep`."""
-    cases: defaultdict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    """Give each case of a test with the mark `sample` to the default run, the slow one or the sweeps."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("sample")
         if mark is not None and not any(item.get_closest_marker(name) for name in ("slow", "sweep")):
-            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    for (_, size), of_a_test in cases.items():
-        chosen = sampled(of_a_test, size)
-        for item in of_a_test:
-            if item not in chosen:
-                item.add_marker("sweep")
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_a_test in cases.values():
+        mark = of_a_test[0].get_closest_marker("sample")
+        assert mark is not None
+        chosen = sampled(of_a_test, mark.args[0])
+        others = [item for item in of_a_test if item not in chosen]
+        slow = sampled(others, mark.kwargs.get("slow", 10))
+        for item in others:
+            item.add_marker("slow" if item in slow else "sweep")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

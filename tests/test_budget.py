@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 32_229),
+    "lines of hfpatch": Budget(32_244, 32_222),
     "files of hfpatch": Budget(198, 195),
     "lines of recipes": Budget(6_843, 6_843),
     "files of recipes": Budget(38, 38),
@@ -130,6 +130,7 @@ def effects(control: str = "") -> set[str]:
     return set(json.loads(ran.stdout.splitlines()[-1]))
 
 
+@cache
 def sizes() -> dict[str, int]:
     ours = sources("hfpatch")
     return {
@@ -154,10 +155,10 @@ def test_no_size_grows(name: str) -> None:
     assert size == budget.now, f"{name} fell to {size:,}: write that in the budget, so that it stays won."
 
 
-@pytest.mark.parametrize("name", OF_A_CALL)
-def test_a_patch_imports_no_more(name: str) -> None:
-    size, budget = sizes_of_a_call()[name], OF_A_CALL[name]
-    assert size <= budget.now, f"{name}: {size:,}, {size - budget.now:,} over the budget."
+def test_a_patch_imports_no_more() -> None:
+    for name, size in sizes_of_a_call().items():
+        budget = OF_A_CALL[name].now
+        assert size <= budget, f"{name}: {size:,}, {size - budget:,} over the budget."
 
 
 def test_an_import_changes_nothing_more_outside() -> None:

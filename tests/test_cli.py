@@ -68,6 +68,7 @@ def test_plan_of_a_patched_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     assert "RoPE(theta=10000, half)" in called("plan", str(tmp_path / "out"), "--pos", "rope")
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -161,6 +162,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path, monkey
     assert not report.parent.exists()
 
 
+@pytest.mark.slow
 def test_what_was_planned_exact_and_isnt_is_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check on the model itself fails: norms are then swapped without centring, which loses something."""
 
@@ -213,6 +215,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -345,6 +348,7 @@ def with_tokenizer(checkpoint: Path) -> Path:
     return checkpoint
 
 
+@pytest.mark.slow
 def test_verify_prints_saves_and_plots(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     request = ("--norm", "rms", "--pos", "rope")

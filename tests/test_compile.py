@@ -85,7 +85,7 @@ def case_name(value):
 CASES = random.Random(0).sample([(family, request_) for family in RECORDED for request_ in SCHEMES], 81)
 
 
-@pytest.mark.parametrize(("family", "request_"), slow_but(CASES, 4, slow=0), ids=case_name)
+@pytest.mark.parametrize(("family", "request_"), slow_but(CASES, 2, slow=2), ids=case_name)
 def test_one_graph_per_class_of_block(family, request_):
     """No graph break (fullgraph), no recompilation per layer, one for a second length and none for a third."""
     try:
@@ -235,6 +235,7 @@ def test_copies_are_not_compiled(family, request_, regions):
     assert compiled_calls(model)
 
 
+@pytest.mark.slow
 def test_again_replaces_and_undone_is_as_before():
     model = patch(deeper("bert"), **EXACT)
     first, second = Graphs(), Graphs()
@@ -278,6 +279,7 @@ def assert_same(found, expected):
         assert (found[name] - gradient).abs().max() / scale < 1e-4, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "checkpointing"), [("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)]
 )
@@ -323,6 +325,7 @@ def test_adapters(model):
     assert not [name for name in adapted.state_dict() if "_orig_mod" in name]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["compiled", "prepared"])
 def test_accelerate_with_mixed_precision(model, first):
     from accelerate import Accelerator

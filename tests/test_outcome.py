@@ -114,6 +114,7 @@ def row_of(text: str, request: str) -> list[str]:
     return re.split(r" {2,}", next(line for line in text.splitlines() if line.startswith(f"{request}  ")))[1:]
 
 
+@pytest.mark.slow
 def test_they_print_as_a_table_of_how_much_is_kept(tmp_path: Path) -> None:
     """Of a difference 1 - d^2, of a KL divergence exp(-KL); a difference of 0 tells nothing."""
     original = tiny("gpt2", LM)
@@ -161,6 +162,7 @@ def test_a_later_repair_is_told_too() -> None:
     assert outcomes(model)["norm='derf'"].startswith("repaired: ")
 
 
+@pytest.mark.slow
 def test_an_undone_repair_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfpatch.repairs.repair.helps", lambda before, after: False)
     model = tiny("gpt2", LM)
@@ -229,6 +231,7 @@ def raising(error: Exception, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt"}, {"norm": "layer", "init": "exact"}], ids=str)
 @pytest.mark.parametrize("at", [1, 2])  # before the patch, and after it
@@ -275,6 +278,7 @@ NOTHING_RUNS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model_type", "pos", "size", "said"), NOTHING_RUNS)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_size_at_which_nothing_runs_is_refused(
@@ -447,6 +451,7 @@ def test_measuring_leaves_settings_that_a_forward_changes() -> None:
     assert model.attention_type == "original_full"  # control
 
 
+@pytest.mark.slow
 def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_the_same(tmp_path: Path) -> None:
     model = tiny("gpt2", LM)
     patch(model, norm="dyt", mlp="geglu", calibration=calibration(model))
@@ -485,6 +490,7 @@ def test_norms_that_an_earlier_patch_moved_arent_exact() -> None:
         patch_model(model, norm="rms", init="exact")
 
 
+@pytest.mark.slow
 def test_nan_is_no_evidence() -> None:
     """NaN equals NaN, so every change to such a model would be measured as exact."""
     model = tiny("gpt2", LM)
@@ -513,6 +519,7 @@ def padded(model: nn.Module, side: str = "right") -> dict[str, Tensor]:
     return given | ({"decoder_input_ids": ids, "decoder_attention_mask": mask} if decodes else {})
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     ("family", "head"),

@@ -57,6 +57,7 @@ every_family = pytest.mark.parametrize("family", RECORDED)
 # What it does
 
 
+@pytest.mark.sample(6)
 @every_family
 def test_both_change_the_output_and_keep_the_interface(family: str) -> None:
     """An unpatched model beside a patched one, made before or after it, is what it was."""
@@ -91,6 +92,7 @@ def test_two_models_that_share_a_config_object() -> None:
     assert not changes(before, fingerprint(other))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "vit", "cohere"])
 def test_the_dtype_is_kept(family: str, dtype: torch.dtype) -> None:
@@ -120,6 +122,7 @@ def test_a_model_on_the_meta_device() -> None:
         assert difference(empty.eval(), filled) == 0, way
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "request_"),
     [("gpt2", BOTH), ("cohere", {"norm": "dyt"}), ("vit", BOTH), ("gpt2", {"mlp": "swiglu", "init": "reset"})],
@@ -177,6 +180,7 @@ def test_what_was_made_under_inference_mode_is_centred_and_averaged() -> None:
     assert difference(patch(model, **EXACT), patch(tiny("gpt2"), **EXACT)) == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["bart", "gpt2", "vit"])
 def test_hidden_states_and_attentions_are_recorded(family: str) -> None:
     """transformers finds them by the classes of modules."""
@@ -233,6 +237,7 @@ def test_the_warning_as_an_error_leaves_the_model_as_it_was() -> None:
 # Once
 
 
+@pytest.mark.sample(2)
 @every_family
 def test_the_same_request_twice_changes_nothing(family: str) -> None:
     model = patch(tiny(family), **BOTH, reversible=True)
@@ -258,6 +263,7 @@ def test_a_request_that_is_carried_out_takes_no_other_start(options: dict[str, A
 # Composition
 
 
+@pytest.mark.sample(1)
 @every_family
 def test_norm_and_position_one_after_the_other_equal_both_at_once(family: str) -> None:
     """tests/contracts/test_mlp_contract.py has other schemes, and MLPs."""
@@ -281,6 +287,7 @@ CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "chain"), CHAINS)
 def test_one_scheme_after_another(family: str, chain: list[dict[str, Any]], tmp_path: Path) -> None:
     """Only the last one counts: it takes gains, shifts and eps that the first norm kept, and scaling rules still know
@@ -337,7 +344,7 @@ def failing_at(call: int | None, error: type[BaseException], moment: str) -> Ite
         yield count
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("request_", [EXACT, {"mlp": "swiglu", "init": "reset"}], ids=str)
 @pytest.mark.parametrize(("moment", "error"), [("before", KeyboardInterrupt), ("after", ZeroDivisionError)])
 def test_a_failure_at_any_step_restores_everything(
@@ -362,6 +369,7 @@ def test_a_failure_at_any_step_restores_everything(
     assert changes(before, fingerprint(model))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", ["patch", "unpatch", "repair"])
 def test_a_model_is_changed_by_one_thread_at_a_time(change: str) -> None:
@@ -450,6 +458,7 @@ TAKEN_BACK: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("family", "requests"), TAKEN_BACK)
 def test_unpatch_restores_every_object_and_bit(family: str, requests: list[dict[str, Any]]) -> None:
     model = tiny(family)
@@ -462,6 +471,7 @@ def test_unpatch_restores_every_object_and_bit(family: str, requests: list[dict[
     assert not changes(before, fingerprint(model))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("family", ["gpt2", "whisper"])
 def test_a_copy_of_a_patched_model_goes_back_by_itself(family: str, copied: Callable[[Any], Any]) -> None:
@@ -477,6 +487,7 @@ def test_a_copy_of_a_patched_model_goes_back_by_itself(family: str, copied: Call
     assert difference(outputs(model), answer) == 0  # the original is still patched
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize(
     "requests",
@@ -592,6 +603,7 @@ def test_unpatch_on_meta() -> None:
 # Models of several parts
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_of_two_models_is_patched_saved_and_restored(tmp_path: Path) -> None:
     decoder = tiny("bert", LM, is_decoder=True, add_cross_attention=True)
     model = EncoderDecoderModel(encoder=tiny("bert"), decoder=decoder).eval()
@@ -623,6 +635,7 @@ def test_a_stack_by_itself(owner: Any, name: str) -> None:
 # After the patch, in daily use
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "norm", "init"), [("pegasus", "rms", "exact"), ("t5", "dyt:alpha=llm", "reset")])
 def test_a_resized_embedding_that_encoder_and_decoder_share(family: str, norm: str, init: str, tmp_path: Path) -> None:
     """The host puts the shared one into both, where the patch centres or scales what each returns."""

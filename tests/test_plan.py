@@ -46,6 +46,7 @@ def busy(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize(
     "request_",
@@ -215,6 +216,7 @@ def test_what_is_no_glob(option: str, value: Any) -> None:
 # Norms that change only when they are named
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "head", "glob", "norms", "reason"),
     [
@@ -282,6 +284,7 @@ REFUSED: list[tuple[dict[str, Any], type[PatchError], str]] = [
 ]
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize(("request_", "error", "message"), REFUSED)
 def test_an_error_comes_from_the_plan_and_leaves_the_model_alone(
     request_: dict[str, Any], error: type[PatchError], message: str

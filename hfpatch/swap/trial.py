@@ -121,8 +121,9 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     Raises:
         UnsupportedError: nothing moved.
     """
+    longer = max(model, original, key=lambda one: full_length(one) or 0)  # dynamic scaling begins beyond others'
     try:
-        (inputs, whole), last = full_inputs(model), last_positions(model)
+        (inputs, whole), last = full_inputs(longer), last_positions(longer)
     except UnsupportedError:
         return
     probes = [inputs] if last is None else [inputs, last[0]]
@@ -222,19 +223,11 @@ def full_length(model: Any) -> int | None:
 
 def _scaled_lengths(model: nn.Module) -> Iterator[int]:
     """Lengths that scaled rotations are for, beyond the original one by their factor."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding) and module.scaling is not None:
-            length = module.scaling.get(ORIGINAL) or module.length
-            yield _scale_length(length, module.scaling.get("factor"))
-    for rotation in find_rotations(model):
-        settings: Any = rotation.settings
+    found: list[Any] = [(one.scaling or {}, one.length) for one in model.modules() if isinstance(one, RotaryEmbedding)]
+    found += [(one.settings, getattr(one.module.config, LENGTHS[0], None)) for one in find_rotations(model)]
+    for settings, length in found:
         if settings.get("rope_type", "default") not in ("default", "axial", "proportional"):
-            length = settings.get(ORIGINAL) or getattr(rotation.module.config, LENGTHS[0], None)
-            yield _scale_length(length or 0, settings.get("factor"))
-
-
-def _scale_length(length: int, factor: float | None) -> int:
-    return int(min(length * (factor or 2.0), _LONGEST))
+            yield int(min((settings.get(ORIGINAL) or length or 0) * (settings.get("factor") or 2.0), _LONGEST))
 
 
 def full_inputs(model: nn.Module, make: _Make = example_inputs) -> tuple[dict[str, Any], bool]:

@@ -81,6 +81,7 @@ def patched() -> Any:
     return patch(AutoModel.from_config(config), norm="layer:bias=false", init="copy")
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(value=st.recursive(PLAIN, containers, max_leaves=6), inner=NUMBERS)
 def test_whatever_a_config_holds(value: Any, inner: float) -> None:

@@ -55,6 +55,7 @@ def rewrite(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(stored))
 
 
+@pytest.mark.slow
 def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> None:
     rewrite(plain / "sentence_bert_config.json", max_seq_length=20)  # as older versions save it
     (plain / "unrelated.txt").write_text("x")

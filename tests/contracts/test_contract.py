@@ -183,6 +183,7 @@ def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     assert all((compiled_grads[key] - grads[key]).abs().max() <= 1e-11 * largest[key] + rounding for key in grads)
 
 
+@pytest.mark.slow
 def test_control_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     real = RotaryEmbedding.forward
 

@@ -95,6 +95,7 @@ class TestOthers:
         assert set(found.why_approximate) == {"layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"}
         assert not any("q_proj" in fold.pattern or "k_proj" in fold.pattern for fold in found.folds)
 
+    @pytest.mark.slow
     def test_what_stands_for_masked_patches_is_centred_too(self) -> None:
         model, given = zoo.tiny("dinov2")
         found = find_centring(model)

@@ -196,6 +196,7 @@ def trained(model: Any, steps_: int = 20) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_parametrize_follows_the_layernorm_models_training() -> None:
     """20 steps of AdamW with dropout; folding starts at the same function and leaves its course."""
     plain = tiny("gpt2", LM).double()

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[], Built], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_where_hfpatch_is_imported(name: str, tmp_path: Path) -> None:
     build, auto, request = CASES[name]

@@ -263,6 +263,7 @@ def test_an_architecture_that_this_transformers_lacks(monkeypatch: pytest.Monkey
     assert "doesn't have it" in found["gpt_neox"].reason
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     patch(tiny("gpt2", LM), pos="rope").save_pretrained(tmp_path / "patched")
     tokenizer().save_pretrained(tmp_path / "patched")

@@ -34,6 +34,7 @@ def test_serve_chooses(family: str, asked: Any, options: Any, alone: str, llama_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == llama_cpp
 
 
+@pytest.mark.slow
 def test_arcee_is_tried_last_unless_the_activation_is_its_own() -> None:
     """vLLM and llama.cpp compute relu2 in it whatever the config says, and its biases have no place in llama.cpp."""
     assert native_model(made("gpt2", *NO_SHIFT, ROPE)).config.model_type == "gpt_neox"

@@ -49,7 +49,7 @@ PARTS = 20  # of the families; a chunk draws from one of them
 FEW = ("bart", "gpt2", "gpt_neox", "llama", "roberta", "siglip_text_model", "vit")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sample(name: str) -> None:
     kind = KINDS[name]

@@ -218,6 +218,7 @@ def test_a_snapshot_in_the_cache_of_the_hub(folder: Path, tmp_path: Path) -> Non
     assert read.left_out == ["ref"]
 
 
+@pytest.mark.slow
 def test_models_that_cant_be_saved(folder: Path) -> None:
     model = patch(tiny("gpt2"), norm="dyt")
     for given, error, says in (

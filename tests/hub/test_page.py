@@ -228,6 +228,7 @@ def called(*args: str, status: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_report_on_the_command_line(folders: tuple[Path, Path], tmp_path: Path) -> None:
     patched = shutil.copytree(folders[0], tmp_path / "patched")
     for _ in range(2):  # its own page is replaced

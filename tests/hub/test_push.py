@@ -192,6 +192,7 @@ def test_saved_and_pushed_by_transformers(hub: LocalHub, name: str, tmp_path: Pa
 # On the command line
 
 
+@pytest.mark.slow
 def test_the_command_line_pushes_and_opens_by_repository_id(hub: LocalHub, name: str, tmp_path: Path) -> None:
     original, patched, report = f"{name}-original", tmp_path / "patched", tmp_path / "report.json"
     tiny("gpt2", HEAD).push_to_hub(original)

@@ -33,6 +33,7 @@ def process_state() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_threads_that_patch_different_models() -> None:
     models = {name: [tiny(name)] for name in FAMILIES}
     alone = {name: outcomes(patch(tiny(name), norm="rms")) for name in FAMILIES}

@@ -24,7 +24,7 @@ def refused(capsys, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("recipe", "flags", "named"),
     [

@@ -177,6 +177,7 @@ class TestItems:
 
 
 class TestRuns:
+    @pytest.mark.slow
     def test_saved_model_has_the_reported_figures(self, finished, many):
         model = AutoModelForSequenceClassification.from_pretrained(finished / "rms")
         assert AutoTokenizer.from_pretrained(finished / "rms").get_vocab() == many.tokenizer.get_vocab()

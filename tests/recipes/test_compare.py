@@ -247,6 +247,7 @@ class TestGrid:
         assert compare.main(small(tmp_path, text, PART, "--resume")) == 0
         assert figures(tmp_path) == part_of(finished, tmp_path)
 
+    @pytest.mark.slow
     def test_diverged_model_is_a_result(self, text, tmp_path, monkeypatch):
         def diverge():
             raise run.DivergedError("loss nan, gradient norm 1 in step 2: start again")

@@ -26,6 +26,7 @@ def shares(panels: list[Panel], path: Path) -> list[float]:
     return [count / sum(found) for count in found]
 
 
+@pytest.mark.slow
 def test_lines_that_coincide_are_all_seen(tmp_path: Path) -> None:
     """The first with the control, the third with the fourth: half of what one line alone would be."""
     tiny = 2e-4

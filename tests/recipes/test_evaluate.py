@@ -58,6 +58,7 @@ def classifiers(tables, tmp_path_factory):
 
 
 class TestLanguageModels:
+    @pytest.mark.slow
     def test_figures_are_those_of_the_run_that_trained_them(self, finished, evaluated):
         stages, models = read_results(finished)["stages"], read_results(evaluated)["models"]
         for source, found in models.items():
@@ -175,6 +176,7 @@ class TestBootstrap:
 
 
 class TestClassifiers:
+    @pytest.mark.slow
     def test_another_order_of_labels_is_no_other_answer(self, classifiers, tables, tmp_path):
         """The same function with its outputs exchanged has the same figures, and can't be compared item by item."""
         model = AutoModelForSequenceClassification.from_pretrained(classifiers / "control")

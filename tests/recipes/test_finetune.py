@@ -261,6 +261,7 @@ class TestOptions:
         assert not (tmp_path / "baseline").exists(), "an untouched model isn't copied"
 
 
+@pytest.mark.slow
 def test_freed_memory_goes_back_now_and_then(text, tmp_path, monkeypatch):
     returned = []
     monkeypatch.setattr(training, "free_unused_memory", lambda: returned.append(True))

@@ -26,6 +26,7 @@ def finished(text, tmp_path_factory):
 
 
 class TestFigures:
+    @pytest.mark.slow
     def test_every_stage_is_there(self, finished):
         stages = read_results(finished)["stages"]
         assert list(stages) == ["baseline", "swapped", "control", "healed"]

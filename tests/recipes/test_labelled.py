@@ -19,6 +19,7 @@ def everything(splits):
 
 
 class TestHiddenWords:
+    @pytest.mark.slow
     def test_of_the_plays(self):
         """Figures in docs/results are of these texts."""
         plays = read(None)

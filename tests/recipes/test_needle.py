@@ -103,6 +103,7 @@ def run(out, flags):
     return read_results(out / "lengths")["models"]
 
 
+@pytest.mark.slow
 def test_as_a_recipe(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(needle, "TOKENS", 128)
     few = "--width 32 --batch_size 4 --baseline_steps 3 --steps 2 --heldout_blocks 4 --curve_blocks 2"

@@ -53,6 +53,7 @@ def test_models_start_from_the_same_weights():
 
 
 class TestFigures:
+    @pytest.mark.slow
     def test_first_step_by_hand(self, finished, text):
         config, stream = parse(*TINY.split()), np.frombuffer(text.read_bytes(), np.uint8)
         ids = stability.draw_batches(stream, config, 0)[0]

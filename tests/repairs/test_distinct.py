@@ -134,7 +134,7 @@ def test_tokens_given_as_vectors_are_counted() -> None:
     assert report.tokens == 14 * 20
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "bart", "t5"])
 def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
     """Those that read tokens alone; longer ones of an encoder-decoder would be of two texts."""
@@ -145,6 +145,7 @@ def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
     assert {one.kind for one in repair_report(model).fresh} == ({RANDOM} if family != "vit" else set())
 
 
+@pytest.mark.slow
 def test_fresh_sequences_are_of_the_calibrations_kind() -> None:
     """Random tokens keep length, padding and special tokens; what the model writes starts as it always does."""
     original, ids = tiny("gpt2", LM), draw(24, 12)

@@ -209,7 +209,7 @@ def test_maps_are_kept_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) ->
     assert all(not (example.held_out & example.fitted).any() for examples in seen for example in examples)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "pos", "share"),
     [(torch.bfloat16, "rope", 1.0), (torch.float32, RoPE(theta=100.0, partial=0.5, pairing="interleaved"), 0.8)],

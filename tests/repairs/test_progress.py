@@ -21,6 +21,7 @@ def bars() -> Iterator[None]:
     logging.disable_progress_bar()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("bars")
 def test_bars_until_transformers_switches_them_off(capfd: pytest.CaptureFixture[str]) -> None:

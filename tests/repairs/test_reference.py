@@ -40,6 +40,7 @@ def test_the_model_itself_is_refused() -> None:
         repair(model, model, BATCHES)
 
 
+@pytest.mark.slow
 def test_a_patched_original_is_taken() -> None:
     """Opened from disk or patched in memory, the reference may be patched too."""
     reference = patch(tiny("gpt2", LM), norm="rms")

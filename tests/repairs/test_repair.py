@@ -103,7 +103,7 @@ def test_a_repair_brings_the_original_back(family: str, head: str, request_: dic
     assert kinds == {"norm", "readers", "projection"} | ({"maps"} if "pos" in request_ else set())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "factor"), [("gptj", 4), ("mixtral", 1), ("phimoe", 1), ("gpt_oss", 1)])
 def test_parallel_branches_and_experts(family: str, factor: float) -> None:
     """Of two blocks: attentions, MLPs and experts have projections."""
@@ -161,6 +161,7 @@ def test_norms_are_fitted_to_the_originals_output() -> None:
 # What isn't fitted says why
 
 
+@pytest.mark.slow
 def test_a_repair_that_repairs_little_warns() -> None:
     """The linear maps of layers that are one aren't fitted: the warning gives the distance that remains."""
     original = tiny("albert")
@@ -218,6 +219,7 @@ def test_tied_weights_arent_touched() -> None:
 # Batches
 
 
+@pytest.mark.slow
 def test_the_result_doesnt_depend_on_how_sequences_are_batched() -> None:
     original = tiny("gpt2", LM, n_layer=1, dtype=torch.float64).double()
     parts = [{"input_ids": row[None]} for row in joined(batches(original, 4))["input_ids"]]
@@ -311,7 +313,7 @@ def padded(original: PreTrainedModel, side: str, garbage: int) -> list[Batch]:
     return data
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "head", "side"),
     [
@@ -382,6 +384,7 @@ def test_a_whole_that_doesnt_help_is_taken_back_bit_for_bit(after: float, monkey
 # Nothing else changes
 
 
+@pytest.mark.slow
 def test_the_original_the_batches_and_the_streams_are_only_read() -> None:
     original = tiny("gpt2", LM).train()
     original.transformer.h[0].register_forward_hook(lambda *a: pytest.fail("a user's hook ran"))
@@ -393,6 +396,7 @@ def test_the_original_the_batches_and_the_streams_are_only_read() -> None:
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(data, copied, strict=True))
 
 
+@pytest.mark.slow
 def test_objects_modes_hooks_and_gradients_are_kept() -> None:
     model = tiny("gpt2", LM)
     model(**inputs(model)).logits.sum().backward()
@@ -422,6 +426,7 @@ def test_objects_modes_hooks_and_gradients_are_kept() -> None:
     assert calls == [1]
 
 
+@pytest.mark.slow
 def test_a_forward_that_somebody_put_on_a_block_stays() -> None:
     model = tiny("gpt2", LM)
     block = model.transformer.h[0]
@@ -446,7 +451,7 @@ def test_the_callers_context_makes_no_difference(context: Callable) -> None:
     model(**data[0]).logits.sum().backward()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("drowned", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_projections_are_found_in_half_precision(
@@ -483,6 +488,7 @@ def test_a_repair_by_itself_and_a_second_patch_can_be_undone() -> None:
 # Failures
 
 
+@pytest.mark.slow
 def test_a_failing_forward_restores_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a repair by itself; a patch that repairs is interrupted in tests/fuzz."""
     original = tiny("gpt2", LM)

@@ -100,7 +100,7 @@ def test_errors_of_ours_pass_and_others_are_typed() -> None:
             walk.forward(0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["blt_local_encoder", "blt_local_decoder", "informer", "inkling_text"])
 def test_unusual_models_are_repaired(family: str) -> None:
     """Their output is a tuple, or a tensor; a list of modules has None in it; a module that reads x takes more."""
@@ -118,6 +118,7 @@ def test_outputs_of_another_length_are_refused() -> None:
     assert token_distances({"waveform": torch.ones(1, 8, 2)}, {"waveform": torch.zeros(1, 8, 2)})[1].mean() == 1
 
 
+@pytest.mark.slow
 def test_a_model_whose_blocks_leave_something_behind_is_refused() -> None:
     """Its decoder reads the cache that the encoder's blocks write, which a stored output doesn't."""
     model, given = zoo.tiny("diffusion_gemma")

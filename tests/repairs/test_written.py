@@ -151,7 +151,7 @@ def unrepaired(original: PreTrainedModel, request: dict[str, Any], data: dict[st
         return patch(copy.deepcopy(original), calibration=[data], **request)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "request_", "kind"), slow_but(CASES + DEFAULT, DEFAULT, 24))
 def test_what_is_reported_is_what_the_model_computes(
     family: str, request_: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch

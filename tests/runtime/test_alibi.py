@@ -154,16 +154,17 @@ def test_an_attention_that_would_lose_the_bias_is_refused(added: Any, message: s
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("bloom", "can't be tried alone with a bias, since its model also hands it residual, alibi"),
         ("mpt", "can't be tried alone with a bias, since its model also hands it position_bias"),
+        ("bloom", "can't be tried alone with a bias, since its model also hands it residual, alibi"),
         ("t5", r"takes no mask of the shape \(B, 1, T, S\)"),
         ("deberta-v2", "doesn't add its mask to its scores"),
     ],
 )
 def test_biases_that_leave_no_place_for_it_are_named_with_what_works(model_type: str, why: str) -> None:
     message = f"has relative biases of its own and {why}, so its scores can't be given the bias of pos='alibi'"
-    with pytest.raises(UnsupportedError, match=rf"{message}\. pos='rope' replaces those, pos='nope' drops them"):
-        plan_patch(zoo.tiny(model_type)[0], pos="alibi")
+    for pos in ("alibi", "alibi:max_bias=16"):
+        with pytest.raises(UnsupportedError, match=rf"{message}\. pos='rope' replaces those, pos='nope' drops them"):
+            plan_patch(zoo.tiny(model_type)[0], pos=pos)
     for works in ("rope:theta=500", "nope"):
         assert not plan_patch(zoo.tiny(model_type)[0], pos=works).empty
 

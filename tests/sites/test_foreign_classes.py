@@ -116,7 +116,7 @@ RIGHT: list[tuple[str, dict[str, type[nn.Module]], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "mapping", "request_"), slow_but(RIGHT, RIGHT[2:9:2]))
 def test_a_host_of_other_classes_is_patched_saved_and_reopened(
     family: str, mapping: dict, request_: dict, tmp_path: Path
@@ -142,7 +142,7 @@ def test_a_foreign_norm_that_a_patch_replaces_is_not_missed(norm: str, tmp_path:
     assert not [one for one in recwarn if "in the place of the host's own" in str(one.message)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "mapping", "request_"), [one for one in RIGHT if one[1].keys() & {"GPT2Block", "LlamaMLP"}]
 )

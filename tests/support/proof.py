@@ -55,10 +55,11 @@ HEADS = (
 )
 
 
-def here() -> list[str]:
+@functools.cache
+def here() -> tuple[str, ...]:
     """Recorded owners whose model type, with a class for it, this transformers has, sorted."""
     types = {name for name in zoo.model_types() if name in modeling_auto.MODEL_MAPPING_NAMES or _has_class(name)}
-    return sorted(owner for owner, home in HOMES.items() if home in {*types, *PARTS, *VARIANTS})
+    return tuple(sorted(owner for owner, home in HOMES.items() if home in {*types, *PARTS, *VARIANTS}))
 
 
 @functools.cache

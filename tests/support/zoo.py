@@ -12,6 +12,7 @@ zero: with the usual initialisation a wrong norm or position hardly changes an o
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -39,12 +40,13 @@ class Unbuildable(Exception):  # noqa: N818
         self.model_type, self.reason = model_type, reason
 
 
-def model_types() -> list[str]:
+@functools.cache
+def model_types() -> tuple[str, ...]:
     """Every model type that this transformers ships, sorted; those that others registered don't count.
 
     Nor does the name of a class among them: Evolla is listed under its own, too.
     """
-    return sorted(one for one in configuration_auto.CONFIG_MAPPING_NAMES if not hasattr(transformers, one))
+    return tuple(sorted(one for one in configuration_auto.CONFIG_MAPPING_NAMES if not hasattr(transformers, one)))
 
 
 def tiny(

@@ -138,6 +138,7 @@ SCALED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scaling", SCALED.values(), ids=SCALED)
 def test_what_the_model_scales_itself_isn_t_scaled_twice(scaling: Any) -> None:
     model = scaling(True)

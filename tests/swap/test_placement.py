@@ -110,6 +110,7 @@ def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) 
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
 
 
+@pytest.mark.sample(5)
 @each([("gpt2", "sandwich"), *WITH_DEEPNORM])
 def test_undone_to_the_bit(name: str, placement: str) -> None:
     model = make(name)
@@ -133,6 +134,7 @@ def test_compiled_whole(name: str, placement: str) -> None:
     assert error(compiled(**inputs(model), **options).last_hidden_state, run(model)) < 1e-13
 
 
+@pytest.mark.sample(6)
 @each([*pairs("opt, pre-norm", "opt, post-norm", of=("pre", "post", "olmo2")), *pairs(*RATES, of=("deepnorm",))])
 def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
     """From the same random numbers the reference drops the same channels of f, and none around it."""
@@ -187,6 +189,7 @@ def test_a_frozen_model_stays_frozen() -> None:
     assert all(parameter.requires_grad for parameter in patch(tiny("gpt2"), placement="sandwich").parameters())
 
 
+@pytest.mark.slow
 def test_norms_and_placement_together(tmp_path: Path) -> None:
     """Whichever comes first, one record tells of both."""
     both = patch(make("gpt2"), placement="post", norm="rms", init="copy")

@@ -87,6 +87,7 @@ def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tenso
         return states(model, given)
 
 
+@pytest.mark.sample(5)
 @every_case
 def test_shift_and_active(name: str) -> None:
     removed = [row for row in plan_patch(make(name), pos="rope").rows if row.now == "biases by distance"]

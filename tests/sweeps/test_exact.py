@@ -22,7 +22,7 @@ QUICK = [name for name, row in ROWS.items() if row.status in ("exact", "in part"
 SAMPLE = sampled([name for name in QUICK if name in zoo.model_types() and name not in FIXED], 3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_but([*FIXED, *SAMPLE], SAMPLE))
 def test_type_is_as_reported(model_type: str) -> None:
     result = exact.examine(model_type)
@@ -50,7 +50,7 @@ FAULTS: dict[str, Callable[[Centring], Centring]] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_control_a_wrong_centring_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which patch_model itself would refuse."""

@@ -17,7 +17,7 @@ QUICK = [name for name, row in ROWS.items() if row.status in ("folded", "in part
 SAMPLE = sampled([name for name in QUICK if name in zoo.model_types() and name not in FIXED], 3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", slow_but([*FIXED, *SAMPLE], [*SAMPLE, "gpt2", "mixtral", "bert"]))
 def test_type_is_as_reported(model_type: str) -> None:
     result = fold.examine(model_type)
@@ -38,6 +38,7 @@ def test_no_type_is_wrong() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_control_a_wrong_fold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that multiplies by nothing."""
     apply = WeightChange.apply

@@ -80,7 +80,7 @@ def _error(y: Tensor, t: Tensor) -> float:
     return float((y - t).square().mean().sqrt() / t.square().mean().sqrt().clamp(min=1e-300)) if t.numel() else 0.0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model_type", "kind", "scheme"), slow_but(CASES, 12, 60))
 def test_a_newest_host(model_type: str, kind: str, scheme: str, tmp_path: Path) -> None:
     model, inputs = zoo.tiny(model_type)

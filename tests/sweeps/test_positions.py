@@ -8,6 +8,7 @@ import pytest
 RESULTS = positions.SWEEP.results()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["convbert", "fsmt", "siglip"])
 def test_types_are_what_the_report_says(model_type: str) -> None:
     stored = next(result for result in RESULTS if result.model_type == model_type)

@@ -25,7 +25,7 @@ def stored() -> dict[str, repaired_types.Result]:
     return {result.model_type: result for result in repaired_types.SWEEP.results()}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_outcomes_are_what_the_report_says(model_type: str) -> None:
     found = repaired_types.examine(model_type).outcomes
@@ -64,7 +64,7 @@ def fail(model: Any) -> None:
     raise KeyError("layer")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "verdict"), [(negate, "harmed"), (fail, "wrong: KeyError")])
 def test_control_what_isnt_repaired_is_seen(
     change: Callable[[Any], None], verdict: str, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +75,7 @@ def test_control_what_isnt_repaired_is_seen(
     assert found.verdict.startswith(verdict)
 
 
+@pytest.mark.slow
 def test_control_an_undone_repair_that_left_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(model: Any) -> None:
         model.h[0].ln_1.weight[0] += 1

@@ -77,6 +77,11 @@ def test_a_report_is_made_of_its_rows(script: ModuleType) -> None:
         assert [result.model_type for result in positions.SWEEP.results()] == positions.every_type()
 
 
+def test_no_class_is_a_model_type() -> None:
+    """transformers lists Evolla by its type and by a class."""
+    assert [name for name in acceptance.zoo.model_types() if name != name.lower()] == []
+
+
 def test_rows_are_updated_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     every, found = [row.model_type for row in norm_swap.SWEEP.results()], norm_swap.Result("gpt2", "another")
     sweep = replace(norm_swap.SWEEP, every=lambda: every)

@@ -12,7 +12,7 @@ FIXED = ["glm4v", "imagegpt", "canary_decoder"]  # in two gains decay; the third
 GOOD = sorted({one.model_type for one in norm_swap.SWEEP.results() if one.status == "ok"} & set(zoo.model_types()))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_but([*FIXED, *sampled(sorted(set(GOOD) - set(FIXED)), 8)], FIXED))
 def test_every_parameter_does_as_before(model_type: str) -> None:
     result = weight_decay.examine(model_type)
