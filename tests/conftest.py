@@ -17,6 +17,8 @@ import torch
 from sampled import SEED, sampled
 from transformers.utils import logging
 
+SLOW = 10  # cases of a test that are slow, if its mark `sample` doesn't say how many; the rest is for `-m sweep`
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
@@ -35,18 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each case of a test with the mark `sample` to the default run, the slow one or the sweeps."""
+    """Give each case of a test to the default run, the slow one or the sweeps: `sample` in pyproject.toml."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("sample")
-        if mark is not None and not any(item.get_closest_marker(name) for name in ("slow", "sweep")):
+        if item.get_closest_marker("sweep") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_a_test in cases.values():
         mark = of_a_test[0].get_closest_marker("sample")
-        assert mark is not None
-        chosen = sampled(of_a_test, mark.args[0])
+        quick = [item for item in of_a_test if item.get_closest_marker("slow") is None]
+        chosen = quick if mark is None else sampled(quick, mark.args[0])
         others = [item for item in of_a_test if item not in chosen]
-        slow = sampled(others, mark.kwargs.get("slow", 10))
+        slow = sampled(others, SLOW if mark is None else mark.kwargs.get("slow", SLOW))
         for item in others:
             item.add_marker("slow" if item in slow else "sweep")
 

@@ -85,7 +85,8 @@ def case_name(value):
 CASES = random.Random(0).sample([(family, request_) for family in RECORDED for request_ in SCHEMES], 81)
 
 
-@pytest.mark.parametrize(("family", "request_"), slow_but(CASES, 2, slow=2), ids=case_name)
+@pytest.mark.sample(2, slow=3)
+@pytest.mark.parametrize(("family", "request_"), slow_but(CASES, 2), ids=case_name)
 def test_one_graph_per_class_of_block(family, request_):
     """No graph break (fullgraph), no recompilation per layer, one for a second length and none for a third."""
     try:

@@ -63,12 +63,14 @@ def measured(request: dict[str, Any], layers: int) -> tuple[int, int]:
     return size, peak - forward - added
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("request_", [{"norm": "rms", "pos": "rope"}, {"mlp": "swiglu"}], ids=str)
 def test_a_patch_adds_a_twentieth_at_most(request_: dict[str, Any]) -> None:
     size, more = measured(request_, layers=36)
     assert more < 0.05 * size
 
 
+@pytest.mark.sweep
 def test_old_values_that_stay_in_memory_show() -> None:
     """Control: with reversible=True the old values are kept, and the measurement sees them."""
     size, more = measured({"norm": "rms", "reversible": True}, layers=36)

@@ -316,7 +316,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="a process's peak is read from /proc")
 @pytest.mark.parametrize("options", ["--norm rms", "--pos rope"])
 def test_peak_memory_is_that_of_a_shard(options: str, large: Path, tmp_path: Path) -> None:

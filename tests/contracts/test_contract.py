@@ -63,10 +63,10 @@ WAYS = [*COPIES, "saved"]
 TURNS = [(ALL[(i + turn) % len(ALL)], request) for turn in range(len(ALL)) for i, request in enumerate(REQUESTS)]
 EVERY = [(name, request) for name, request in TURNS if request != {"norm": "folded"} or name not in POST_NORM]
 EVERY_WAY = [(*case, WAYS[(i + turn) % len(WAYS)]) for turn in range(len(WAYS)) for i, case in enumerate(EVERY)]
-COPIED = slow_but(EVERY_WAY, 22, slow=150)
-COMPILED = slow_but(EVERY, (), slow=35)
-HALVED = slow_but([(name, one) for name, one in EVERY if "init" not in one], (), slow=44)
-LENGTHENED = slow_but(product(ALL, SCHEMES), 15, slow=10)
+COPIED = slow_but(EVERY_WAY, 22)
+COMPILED = slow_but(EVERY, ())
+HALVED = slow_but([(name, one) for name, one in EVERY if "init" not in one], ())
+LENGTHENED = slow_but(product(ALL, SCHEMES), 15)
 
 
 @pytest.mark.skipif(SEED is not None, reason="of the fixed sample")
@@ -169,6 +169,7 @@ def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor,
     return out.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sample(0, slow=5)
 @pytest.mark.parametrize(("name", "request_"), COMPILED, ids=case_id)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     """One graph, of which outputs and gradients are the eager model's. In float64, where rounding hides nothing."""

@@ -81,6 +81,7 @@ def control(family: str, request: str) -> dict[str, str]:
     return obstacles(built(family, **options))
 
 
+@pytest.mark.sample(0, slow=1)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(one, marks=pytest.mark.slow if one in FEW else pytest.mark.sweep) for one in CONFIGS],

@@ -87,7 +87,7 @@ def patched(family: str, dtype: torch.dtype = torch.float64, **request: Any) -> 
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 20, slow=8))
+@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 20))
 def test_the_start_is_what_the_plan_says(family: str, scheme: str) -> None:
     model, given = make(family)
     before = answer(model, given)
@@ -136,7 +136,7 @@ def test_control_the_up_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 11, slow=8))
+@pytest.mark.parametrize(("family", "scheme"), slow_but(EVERY, 11))
 def test_every_part_is_active_and_trained(family: str, scheme: str) -> None:
     model, given = patched(family, mlp=scheme)
     site = find_mlps(model)[0]

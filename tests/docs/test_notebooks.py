@@ -47,7 +47,7 @@ def problems(notebook: Any) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, slow=1)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name: str) -> None:
     pytest.importorskip("nbclient")

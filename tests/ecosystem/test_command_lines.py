@@ -73,6 +73,7 @@ def scripts(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(0, slow=2)
 @pytest.mark.parametrize("command", STARTERS)
 def test_every_process_opens_the_checkpoint(command: str, saved: Path, model: Any, scripts: Path, record: Any) -> None:
     done = called(*RUN, *command.split(), saved / "plugin", home=scripts)

@@ -68,6 +68,7 @@ def opened(form: str, folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(f"{folder}.pt")
 
 
+@pytest.mark.sample(0, slow=1)
 @pytest.mark.parametrize("to", ["plugin", "remote", "native"])
 def test_embeddings_are_the_same_in_another_process(to: str, encoder: Any, tmp_path: Path, record: Any) -> None:
     before = computed(encoder)
@@ -90,6 +91,7 @@ def test_embeddings_are_the_same_in_another_process(to: str, encoder: Any, tmp_p
     )
 
 
+@pytest.mark.sample(0, slow=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_dtype_and_norms(dtype: str, encoder: Any, tmp_path: Path) -> None:
     encoder = patch(encoder.to(getattr(torch, dtype)), norm="rms", pos="rope")

@@ -78,7 +78,7 @@ def test_where_hfpatch_is_imported(name: str, tmp_path: Path) -> None:
     assert difference(expected, outputs(opened, **given)) <= 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, slow=3)
 @pytest.mark.parametrize("name", CASES)
 def test_without_hfpatch(name: str, tmp_path: Path) -> None:
     """The export opens itself in another process, saves from there, opens that, and compares bit for bit."""

@@ -128,7 +128,7 @@ def test_code_in_a_subfolder_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, slow=2)
 @pytest.mark.parametrize(
     ("make", "to"),
     [

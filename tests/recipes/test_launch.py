@@ -69,6 +69,7 @@ def launch(config, source, tmp_path):
     return done.stdout
 
 
+@pytest.mark.sample(0, slow=2)
 @pytest.mark.parametrize(
     ("config", "kind", "state"),
     [

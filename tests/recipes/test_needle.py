@@ -124,7 +124,7 @@ def test_refused(task, bert, tmp_path):
         needle.Needle(config, Accelerator(), None)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_training(tmp_path, monkeypatch):
     """A model learns to look keys up, at any distance that it was trained on, and goes on when it is patched."""
     monkeypatch.setattr(needle, "TOKENS", 4096)

@@ -152,7 +152,7 @@ def unrepaired(original: PreTrainedModel, request: dict[str, Any], data: dict[st
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("family", "request_", "kind"), slow_but(CASES + DEFAULT, DEFAULT, 24))
+@pytest.mark.parametrize(("family", "request_", "kind"), slow_but(CASES + DEFAULT, DEFAULT))
 def test_what_is_reported_is_what_the_model_computes(
     family: str, request_: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,7 +238,7 @@ def test_saved_loaded_and_copied(model_type: str, tmp_path: Path) -> None:
     assert torch.equal(states(twin, given), states(model, given))
 
 
-@pytest.mark.slow
+@pytest.mark.sample(0, slow=1)
 @pytest.mark.parametrize(("model_type", "pos"), [("vit", GRID), ("siglip_vision_model", LINE), ("dpt", GRID)])
 def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
     torch._dynamo.reset()

@@ -28,7 +28,7 @@ def said(model: Any, inputs: dict[str, Any]) -> str:
     return "it runs"
 
 
-@pytest.mark.parametrize("model_type", slow_but(HOSTS, [name for name in DEFAULT if name in HOSTS], 25))
+@pytest.mark.parametrize("model_type", slow_but(HOSTS, [name for name in DEFAULT if name in HOSTS]))
 def test_the_hosts_own_error(model_type: str) -> None:
     original, given = proof.tiny(model_type)
     model = patch(copy.deepcopy(original), pos="nope")

@@ -70,7 +70,7 @@ def test_a_cell(host: str, start: str, way: str, name: str, tmp_path: Path) -> N
     assert cell(model, requests(pairs_of(model))[name], tmp_path if way == "loaded" else None) == "equal"
 
 
-@pytest.mark.parametrize(("host", "start", "way"), slow_but(TRIOS, [], 8))
+@pytest.mark.parametrize(("host", "start", "way"), slow_but(TRIOS, []))
 def test_every_request(host: str, start: str, way: str, tmp_path: Path) -> None:
     """HFPATCH_ROPE_TABLE=<file> gets what came of each."""
     try:

@@ -81,7 +81,7 @@ def _error(y: Tensor, t: Tensor) -> float:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("model_type", "kind", "scheme"), slow_but(CASES, 12, 60))
+@pytest.mark.parametrize(("model_type", "kind", "scheme"), slow_but(CASES, 12))
 def test_a_newest_host(model_type: str, kind: str, scheme: str, tmp_path: Path) -> None:
     model, inputs = zoo.tiny(model_type)
     before = forward(model, inputs)
