@@ -1,8 +1,8 @@
 """The contract of every scheme on every recorded family. Each check has a control: the same check on a mechanism that
 was broken on purpose must fail.
 
-Of the tests that take every request through every family the default run has a sample, `-m slow` about a third, and
-`-m sweep` the rest. Default and slow together have every family and every request in each of these tests.
+Of the tests that take every request through every family the default run has a few cases, `-m slow` ten, and
+`-m sweep` the rest.
 """
 
 from __future__ import annotations
