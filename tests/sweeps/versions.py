@@ -1,7 +1,7 @@
 """The core tests on the oldest, some older and the newest versions that pyproject.toml allows: `.ci/matrix [ROW ...]`.
 
 Every row gets an environment of its own in a temporary folder: a Python from PATH, else uv; the package with its extra
-`test`, installed by uv under the row's pins; the core tests on one worker. Rows that aren't named keep their results,
+`test`, installed by uv under the row's pins; the core tests on two workers. Rows that aren't named keep their results,
 which are in versions.json and from there in docs/support/index.md. With `--check` nothing is written: the tests pass,
 or the command fails. Needs only the standard library, and a package index that offers the pinned versions.
 """
@@ -122,7 +122,7 @@ def versions(python: Path, env: dict[str, str]) -> dict[str, str]:
 
 
 def run_tests(python: Path, env: dict[str, str], report: Path) -> int:
-    args = ["-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", f"--junitxml={report}", *CORE]
+    args = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}", *CORE]
     return subprocess.run([str(python), *args], cwd=ROOT, env=env).returncode
 
 
