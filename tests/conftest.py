@@ -17,7 +17,7 @@ import torch
 from sampled import SEED, sampled
 from transformers.utils import logging
 
-SLOW = 10  # cases of a test that are slow, if its mark `sample` doesn't say how many; the rest is for `-m sweep`
+SLOW = 6  # cases of a test that are slow, if its mark `sample` doesn't say how many; the rest is for `-m sweep`
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -231,7 +231,7 @@ def raising(error: Exception, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt"}, {"norm": "layer", "init": "exact"}], ids=str)
 @pytest.mark.parametrize("at", [1, 2])  # before the patch, and after it
@@ -344,6 +344,7 @@ def test_a_long_one_is_run_in_part(pos: str, monkeypatch: pytest.MonkeyPatch) ->
 # A change that moves nothing
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pos", ["rope", "nope", "alibi", "sinusoidal"])
 def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its edits are lost on the way, as where a foreign attention is in the place of the host's."""
@@ -519,7 +520,7 @@ def padded(model: nn.Module, side: str = "right") -> dict[str, Tensor]:
     return given | ({"decoder_input_ids": ids, "decoder_attention_mask": mask} if decodes else {})
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     ("family", "head"),

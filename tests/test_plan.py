@@ -46,7 +46,7 @@ def busy(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize(
     "request_",
@@ -172,6 +172,7 @@ NORM, POS, BOTH = {"norm": "rms"}, {"pos": "rope"}, {"norm": "rms", "pos": "rope
 LN_1, LN_2 = {"h.0.ln_1", "h.1.ln_1"}, {"h.0.ln_2", "h.1.ln_2"}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("request_", "where", "names"),
     [
@@ -284,7 +285,7 @@ REFUSED: list[tuple[dict[str, Any], type[PatchError], str]] = [
 ]
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("request_", "error", "message"), REFUSED)
 def test_an_error_comes_from_the_plan_and_leaves_the_model_alone(
     request_: dict[str, Any], error: type[PatchError], message: str

@@ -69,7 +69,7 @@ EVERY_HEAD = [*slow_but(HEADS, 12), *OTHER_HEADS]
 # Round trips
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "head"), EVERY_HEAD)
 def test_a_head_comes_back_the_same_and_its_base_and_a_head_on_that(family: str, head: str, tmp_path: Path) -> None:
     auto = (HEADS | OTHER_HEADS)[family, head]
@@ -362,6 +362,7 @@ def test_malformed_records(value: Any, folder: Path) -> None:
         assert len(str(caught.value)) < 700
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("value", UNREADABLE, ids=lambda value: repr(value)[-40:])
 def test_requests_that_cant_be_read(value: Any, folder: Path) -> None:
     """The model opens as it was saved, and refuses what needs to know what was asked for."""
@@ -398,6 +399,7 @@ UNFIT = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("text", UNFIT)
 def test_a_record_that_doesnt_fit_its_model(text: str, folder: Path) -> None:
     """Modules that were renamed since, or another file's record: an error, not half a patch."""

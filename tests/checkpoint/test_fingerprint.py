@@ -95,7 +95,7 @@ IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("change", IN_WEIGHTS.values(), ids=IN_WEIGHTS)
 def test_other_weights_are_refused_by_the_full_check(change: Any, auto: str, folder: Path, silent: None) -> None:
@@ -116,7 +116,7 @@ def test_weights_that_a_file_lost_are_refused_whenever_it_is_opened(auto: str, f
     opener.from_pretrained(folder, check_fingerprint=False)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("auto", AUTOS)
 @pytest.mark.parametrize("change", IN_CONFIG.values(), ids=IN_CONFIG)
 def test_an_edited_config_is_told_and_refused_by_the_full_check(
@@ -175,6 +175,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_ways_to_open_an_intact_checkpoint(way: dict[str, Any], tmp_path: Path, silent: None) -> None:
     patch(tiny("bert"), norm="dyt").save_pretrained(tmp_path)
@@ -195,7 +196,7 @@ def test_a_part_that_was_never_there(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("opened", ["float32", "bfloat16", "float16"])
 def test_every_pair_of_dtypes(dtype: str, opened: str, tmp_path: Path) -> None:

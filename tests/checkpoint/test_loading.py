@@ -148,7 +148,7 @@ def opened_with(folder: Path, request: tuple[str, dict[str, Any], str, Any], **o
     return AutoModel.from_pretrained(folder, config=config, **options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("request_", IN_VAIN.values(), ids=IN_VAIN)
 def test_a_setting_that_the_patch_fixes_is_named(request_: Any, tmp_path: Path) -> None:
     """It was ignored without a word, while the config said that it applied."""

@@ -111,7 +111,7 @@ def listed(path: str, kind: str = "sentence_transformers.models.Pooling") -> lis
     return [{"path": path, "type": kind}]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("content", "says"),
     [

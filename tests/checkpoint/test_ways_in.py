@@ -132,7 +132,7 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
 }
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", INTO_A_PATCHED_MODEL)
 def test_into_a_patched_model(way: str, saved: Saved, tmp_path: Path) -> None:
     for name in ("config.json", "hfpatch_weights.json", "model.safetensors"):

@@ -1,7 +1,7 @@
 """The contract of every scheme on every recorded family. Each check has a control: the same check on a mechanism that
 was broken on purpose must fail.
 
-Of the tests that take every request through every family the default run has a few cases, `-m slow` ten, and
+Of the tests that take every request through every family the default run has a few cases, `-m slow` six, and
 `-m sweep` the rest.
 """
 
@@ -91,7 +91,7 @@ def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> tor
 # --- shift and active -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @every_family
 @pytest.mark.parametrize(
     ("options", "offset"),
@@ -112,6 +112,7 @@ def test_control_shift(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference(changed_logits(model, given, lambda p: p + 1000), logits(model, given)) > 1e-2
 
 
+@pytest.mark.sample(5)
 @every_family
 def test_every_stack_is_rotated_in_each_attention_and_nothing_else(name: str) -> None:
     model, given = patched(name, pos="rope"), inputs(name)
@@ -128,6 +129,7 @@ def test_every_stack_is_rotated_in_each_attention_and_nothing_else(name: str) ->
             assert difference(changed_logits(model, given, torch.zeros_like, stack), expected) >= 1e-2
 
 
+@pytest.mark.sample(5)
 @every_family
 def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "rotate", lambda self, x, phases: x)
@@ -138,7 +140,7 @@ def test_control_active(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @every_family
 @pytest.mark.parametrize("request_", [{"pos": "rope"}, {"norm": "dyt", "pos": "nope"}], ids=request_id)
 def test_gradient_checkpointing_changes_nothing(name: str, request_: dict) -> None:
@@ -249,7 +251,7 @@ def long_inputs(name: str) -> dict[str, torch.Tensor]:
     return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "pos"), LENGTHENED)
 def test_four_times_the_old_length(name: str, pos: str) -> None:
     out = logits(patched(name, pos=pos), long_inputs(name))

@@ -119,6 +119,7 @@ def test_control_a_norm_that_decayed() -> None:
     assert before.left_out(dyt) == ["h.0.ln_1.gain", "h.0.ln_2.gain", "ln_f.gain"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("request_", [one for one in OF_NORMS if one["norm"] != "batch"], ids=lambda one: one["norm"])
 def test_vectors_stay_vectors(request_: dict[str, Any]) -> None:
     """Common lists go by the number of axes: whatever a norm adds has one."""

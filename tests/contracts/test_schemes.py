@@ -105,7 +105,7 @@ def learned(model_type: str) -> bool:
 SCHEMES: dict[str, Callable[[str], bool]] = {"alibi": alibi, "sinusoidal": sinusoidal, "learned": learned}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", sampled(TYPES, SAMPLE))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_served_or_refused_with_its_reason(scheme: str, model_type: str) -> None:

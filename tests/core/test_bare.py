@@ -33,6 +33,7 @@ def quantize(model: nn.Module) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_quantized_models(name: str, tmp_path: Path) -> None:
     plain, model = tiny("gpt2", CAUSAL), patch(tiny("gpt2", CAUSAL), pos="rope", reversible=True)

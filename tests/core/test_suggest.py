@@ -60,6 +60,7 @@ def test_options_of_schemes(kind: Any, written: str, message: str) -> None:
         kind.resolve(written)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("option", "glob", "meant"),
     [

@@ -123,6 +123,7 @@ def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
     assert "[hfpatch_report.html](hfpatch_report.html)" in text
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "auto", "task"),
     [

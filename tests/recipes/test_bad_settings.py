@@ -24,7 +24,7 @@ def refused(capsys, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("recipe", "flags", "named"),
     [
@@ -88,7 +88,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("recipe", LAUNCHED)
 @pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_processes_that_accelerate_does_not_join(refused, tmp_path, monkeypatch, recipe, launcher):

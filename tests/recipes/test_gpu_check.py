@@ -17,7 +17,7 @@ def run(out, *flags):
     return json.loads((out / "results.json").read_text()), (out / "results.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_whole(tmp_path):
     found, text = run(tmp_path, "--minutes", "30")
     config = gpu_check.GpuCheckConfig(device="cpu", tiny=True)

@@ -94,6 +94,7 @@ def inputs(task):
     return task.inputs(torch.utils.data.default_collate([task.item(0, i) for i in range(B)]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "opt"])
 @pytest.mark.parametrize("asked", [False, True])
 def test_dropout_is_off_unless_it_is_asked_for(family, asked):

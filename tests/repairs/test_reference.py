@@ -24,6 +24,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_reference_of_another_model_is_refused(case: str) -> None:
     make, said = REFUSED[case]

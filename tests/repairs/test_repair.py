@@ -522,7 +522,7 @@ def ids(*rows: list[int]) -> Batch:
 ONE, FOREIGN = [ids([1, 1, 1])], ids([5000] * 3, [5000] * 3)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("calibration", "text"),
     [
@@ -561,6 +561,7 @@ def without_weights() -> PreTrainedModel:
 NOT_PATCHED = "GPT2LMHeadModel isn't patched, so there is nothing to repair"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("work", "message"),
     [

@@ -121,6 +121,7 @@ def test_a_models_own_generation_settings_dont_matter() -> None:
     assert model.generation_config is settings
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["bert", "vit", "whisper", "bart"])
 def test_what_doesnt_write_text_is_refused_before_anything_changes(
     family: str, monkeypatch: pytest.MonkeyPatch

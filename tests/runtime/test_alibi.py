@@ -135,6 +135,7 @@ def with_attentions(added: Callable[[Any, Tensor], Any]) -> Any:
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("added", "message"),
     [

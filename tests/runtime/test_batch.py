@@ -168,6 +168,7 @@ def test_masks_in_half_precision(family: str, placement: str | None) -> None:
         assert first.isfinite().all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make_model", "request_", "message"),
     [

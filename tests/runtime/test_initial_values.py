@@ -111,7 +111,7 @@ def test_a_table_has_its_hosts_initial_values(family: str, scheme: Learned) -> N
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "name"),
     slow_but(MADE, [("gpt2", name) for name in ADDED]),

@@ -103,7 +103,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, model: Any, **given: Any) -> list[tor
         return outputs(model, **given)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "pos"), CASES)
 def test_computed_once_for_each_stack_and_no_bit_is_another(
     family: str, pos: str, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +148,7 @@ def test_a_hooked_or_changed_module_is_called_itself() -> None:
         rotary.key = model.transformer.h[layer - 1].attn.rotary_emb.key
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(("family", "pos"), [("gpt2", "rope"), ("gpt2", "alibi"), ("opt", "rope"), ("gpt_neo", "rope")])
 def test_layers_that_are_computed_again_in_the_backward(family: str, pos: str, reentrant: bool) -> None:

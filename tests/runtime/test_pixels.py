@@ -21,7 +21,7 @@ ON_A_GRID = [  # all patches of one image, in their order
 SQUARE = ("GraniteDoclingVisionModel", "Ovis2VisionTransformer")  # what follows them takes squares
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("owner", slow_but(ON_A_GRID, 12))
 def test_any_size_and_aspect_ratio(owner: str) -> None:
     model, inputs = proof.patched(HOMES[owner])
@@ -43,7 +43,7 @@ RELATIVE = {owner: {"use_relative_position_embeddings": True} for owner in ("Vit
 SAM_LIKE = [owner for owner in OWNERS if False in dict(STACKS[owner].in_attention).values()]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("owner", SAM_LIKE)
 def test_biases_by_rows_and_columns_go_as_well(owner: str) -> None:
     plain, _ = proof.tiny(HOMES[owner], **RELATIVE.get(owner, {}))

@@ -17,7 +17,7 @@ from hfpatch.runtime.qk_layouts import Fused, Projections, channels_per_head
 CAUSAL = "AutoModelForCausalLM"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", ["parametrize", "fold"])
 @pytest.mark.parametrize("method", ["quanto", "bitsandbytes", "torchao", "gptq"])
 def test_opened_by_a_quantizer_that_replaces_layers(method: str, mode: str, tmp_path: Path) -> None:

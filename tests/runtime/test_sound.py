@@ -35,6 +35,7 @@ def longer(inputs: dict, times: float) -> dict:
     return given
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("owner", WINDOWED)
 def test_windows_of_any_length(owner: str) -> None:
     model, inputs = proof.patched(HOMES[owner])

@@ -61,6 +61,7 @@ def test_which_rows_are_repeated() -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "note", "loss"),
     [

@@ -85,6 +85,7 @@ def found(name: str) -> list[Branch]:
     return find_branches(*double(FAMILIES[name][0]()))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_branches(name: str) -> None:
     branches = found(name)
@@ -210,6 +211,7 @@ def qwen2_moe() -> hf.PreTrainedModel:
 LINEAR_ATTENTION = {"self_attn.v_proj": "all", "self_attn.o_proj": "all"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("family", "head", "expected"), CASES)
 def test_the_last_norm_of_each_stack(family: str, head: str, expected: set[str]) -> None:
     assert find_final_norms(Sites(tiny(family, head))) == expected

@@ -219,7 +219,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "request_", "message", "instead"), REFUSED)
 def test_starts_and_sizes_that_are_refused_and_what_works_instead(
     make: Callable[[], Any], request_: dict[str, Any], message: str, instead: dict[str, Any]

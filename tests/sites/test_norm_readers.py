@@ -71,6 +71,7 @@ def test_layers_with_numbers_inside_of_blocks() -> None:
     assert "decoder.block.*.layer.*.EncDecAttention.q.weight:1" in found["decoder.block.*.layer.*.layer_norm"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "norm", "reason"),
     [

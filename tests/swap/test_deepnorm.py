@@ -30,7 +30,7 @@ from hfpatch.schemes.placements import Depth
 ALPHA = 1.7
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_the_formula_s(name: str, checkpointing: bool) -> None:
@@ -163,7 +163,7 @@ def once_patched(**request: Any) -> Any:
     return patch(tiny("bert"), **request)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make_model", "request_", "message"),
     [

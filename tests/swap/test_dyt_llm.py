@@ -81,7 +81,7 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", sorted(ATTENTIONS))
 def test_attentions_and_others(family: str) -> None:
     model = start(wide(family))

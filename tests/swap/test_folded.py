@@ -79,7 +79,7 @@ def case_id(value: Any) -> str | None:
     return value if isinstance(value, str) and len(value) < 20 else "-".join(value) if isinstance(value, dict) else None
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "head", "options", "count", "reason"), CASES, ids=case_id)
 def test_exact_in_float64(family: str, head: str, options: dict, count: int, reason: str) -> None:
     model, given = wide(family, head, **options)

@@ -219,7 +219,7 @@ NOT_RESIZED = {
 }
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model_type", "pos", "error", "message"),
     [

@@ -37,6 +37,7 @@ def numbers(model: Any) -> list[int]:
     return [getattr(item.owner.config, item.stack.config_length) for item in find_stacks(model)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["roberta", "whisper"])  # whose config counts reserved rows; which has two
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_configs_say_the_new_length(model_type: str, pos: str, tmp_path: Path) -> None:
@@ -231,6 +232,7 @@ def test_generating_beyond_the_old_length_is_what_gpt_neox_does(scaling: dict[st
 CACHES = r"beyond 32 tokens frequencies go by the input's length, and keys in a cache keep .* use_cache=False"
 
 
+@pytest.mark.sample(2)
 @by_length
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_plan_and_the_outcome_say_so(family: str, scaling: dict[str, Any]) -> None:
@@ -294,6 +296,7 @@ def second_apart(model: Any, **options: Any) -> float:
     return difference(out[:, 9:], model(TWO).logits)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pos", ["rope", "alibi"])
 @pytest.mark.parametrize(("name", "host"), [("gpt2", True), ("gpt_neo", True), ("opt", False)])
 def test_packed_sequences_stay_apart_where_the_host_s_mask_goes_by_position_ids(

@@ -44,7 +44,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(2, slow=8)
 @pytest.mark.parametrize(
     ("model_type", "settings", "pos"),
     [

@@ -65,7 +65,7 @@ def test_unchanged_settings_keep_every_bit(model_type: str) -> None:
     assert equal(run(model, given), before)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @every_family
 def test_nope_is_rotation_by_nothing(model_type: str) -> None:
     """Against theta = infinity in all but the first pair, dropping must still change something; and it is exact."""
@@ -181,7 +181,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 THREE_PAIRS = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "factor": 2.0}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model_type", "scheme", "message"),
     [

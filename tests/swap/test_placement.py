@@ -62,7 +62,7 @@ def test_the_placement_that_a_model_has_is_nothing_to_patch(name: str) -> None:
         plan_patch(make(name), placement=own(name))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @each(pairs() + WITH_DEEPNORM)
 def test_it_is_the_formula(name: str, placement: str) -> None:
     model, reference = make(name), MODELS[name][2]
@@ -110,7 +110,7 @@ def test_saved_loaded_copied_pickled(name: str, placement: str, tmp_path: Path) 
     assert torch.equal(run(pickle.loads(pickle.dumps(model))), expected)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @each([("gpt2", "sandwich"), *WITH_DEEPNORM])
 def test_undone_to_the_bit(name: str, placement: str) -> None:
     model = make(name)
@@ -134,7 +134,7 @@ def test_compiled_whole(name: str, placement: str) -> None:
     assert error(compiled(**inputs(model), **options).last_hidden_state, run(model)) < 1e-13
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @each([*pairs("opt, pre-norm", "opt, post-norm", of=("pre", "post", "olmo2")), *pairs(*RATES, of=("deepnorm",))])
 def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
     """From the same random numbers the reference drops the same channels of f, and none around it."""
@@ -148,6 +148,7 @@ def test_dropout_acts_on_the_branch_alone(name: str, placement: str) -> None:
         assert error(run(model), result) > 1e-3  # control: there is dropout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make_model", "request_", "message"),
     [

@@ -21,6 +21,7 @@ def patched(model: Any, **options: Any) -> Any:
     return patch(model, pos="rope", **options)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("owner", sorted(WITHOUT_GRID))
 def test_why_a_grid_isnt_known(owner: str) -> None:
     model, _ = proof.tiny(proof.HOMES[owner])

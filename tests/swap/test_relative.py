@@ -87,7 +87,7 @@ def moved(model: Any, given: dict[str, Tensor], change: Callable[[Tensor], Tenso
         return states(model, given)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @every_case
 def test_shift_and_active(name: str) -> None:
     removed = [row for row in plan_patch(make(name), pos="rope").rows if row.now == "biases by distance"]
@@ -119,7 +119,7 @@ def spread_by_order(name: str, model: Any) -> float:
     return difference(after, before[:, order])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*IMAGES, "longt5")])  # it attends to blocks
 def test_blind_to_order_without_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spread_by_order(name, patched(name, layers=1, pos="nope")) <= 1e-6  # some compute their softmax in float32
@@ -141,6 +141,7 @@ def test_patches_are_blind_without_positions(name: str) -> None:
     assert difference(after[:, 1:], before[:, 1:]) >= 1e-2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "pos"), slow_but(product(DECODERS, ("rope", "nope")), 6))
 def test_cached_equals_uncached(name: str, pos: str) -> None:
     model = patched(name, pos=pos)
@@ -149,6 +150,7 @@ def test_cached_equals_uncached(name: str, pos: str) -> None:
     assert decodes_alike(model, given | {"pad_token_id": 0}) <= 1e-4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "pos"), slow_but(product(SAVED, ("rope", "nope")), 6))
 def test_save_and_load(name: str, pos: str, tmp_path: Path) -> None:
     model = patched(name, pos=pos)
@@ -159,7 +161,7 @@ def test_save_and_load(name: str, pos: str, tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @every_case
 def test_unpatch(name: str) -> None:
     model = make(name)
@@ -182,6 +184,7 @@ def test_exact_is_refused_and_biases_can_be_kept() -> None:
     assert [row.reason for row in kept] == ["keep", "keep"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [

@@ -65,6 +65,7 @@ def test_sizes_that_an_outer_config_fixes_are_refused_in_the_plan(pos: str, only
 PAIRS = [(model_type, kind) for model_type in FAMILIES for kind in SCALINGS]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model_type", "kind"), slow_but(PAIRS, 7))
 def test_what_is_accepted_is_written_and_read_again(model_type: str, kind: str, tmp_path: Path) -> None:
     """tests/sweeps/acceptance.py does so with all families."""

@@ -27,7 +27,7 @@ def stored(model_type: str) -> dict[str, str]:
     return next((one.verdicts for one in acceptance.SWEEP.results() if one.model_type == model_type), {})
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", CASES)
 def test_verdicts_are_what_the_report_says(model_type: str) -> None:
     for name in CASES[model_type]:

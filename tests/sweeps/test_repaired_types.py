@@ -25,7 +25,7 @@ def stored() -> dict[str, repaired_types.Result]:
     return {result.model_type: result for result in repaired_types.SWEEP.results()}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, slow=3)
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_outcomes_are_what_the_report_says(model_type: str) -> None:
     found = repaired_types.examine(model_type).outcomes

@@ -60,6 +60,7 @@ def another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 999)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("script", SWEEPS, ids=lambda script: script.__name__)
 @pytest.mark.usefixtures("another_machine")
 def test_a_report_is_made_of_its_rows(script: ModuleType) -> None:

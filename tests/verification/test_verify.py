@@ -207,6 +207,7 @@ def test_only_causal_models_have_a_perplexity_without_labels() -> None:
     assert row(labeled, "logits", "reference").perplexity == pytest.approx(float(loss.exp()), rel=1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "head", "output"),
     [

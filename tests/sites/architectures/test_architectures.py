@@ -52,13 +52,14 @@ def test_without_positions_an_encoder_is_blind_to_order(owner: str) -> None:
     assert proof.blind(owner, "rope") >= DIFFERENT
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("owner", sampled(TEXTS, SAMPLE))
 def test_text_of_four_times_the_old_length(owner: str) -> None:
     if proof.longer(owner) is None:
         pytest.skip("the stack has no text")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", sampled(TYPES, SAMPLE))
 def test_saved_and_loaded(model_type: str) -> None:
     assert proof.saved(model_type) == 0
@@ -67,7 +68,7 @@ def test_saved_and_loaded(model_type: str) -> None:
 GENERATING = [name for name in sampled(TYPES, 5 * SAMPLE) if proof.decodes(name)]  # asking all takes seconds
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", sampled(GENERATING, SAMPLE))
 def test_decoding_with_a_cache_equals_decoding_without(model_type: str) -> None:
     change = proof.cached(model_type)
@@ -132,7 +133,7 @@ def _within(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-@pytest.mark.sample(34)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("model_type", NEVER_DECODING)
 def test_no_table_is_left_in(model_type: str) -> None:
     assert left_in(model_type) == []
