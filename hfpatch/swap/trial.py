@@ -207,8 +207,7 @@ def _disturb(model: Any, names: set[str]) -> Any:
 def full_length(model: Any) -> int | None:
     """Return a model's full text length: its tables', else its config's; None if neither has one.
 
-    Where a patch left no table of a text's positions, so that texts may be of any length, it is twice what the config
-    says.
+    It is twice what the config says if a patch left no table of a text's positions, so that texts may be of any length.
     """
     of_texts = [item for item in find_stacks(model) if item.stack.grid is None]
     left = [item for item in of_texts if item.removed_rows() is None]
@@ -227,7 +226,8 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
     found += [(one.settings, getattr(one.module.config, LENGTHS[0], None)) for one in find_rotations(model)]
     for settings, length in found:
         if settings.get("rope_type", "default") not in ("default", "axial", "proportional"):
-            yield int(min((settings.get(ORIGINAL) or length or 0) * (settings.get("factor") or 2.0), _LONGEST))
+            start = length if settings["rope_type"] == "dynamic" else settings.get(ORIGINAL) or length
+            yield int(min((start or 0) * (settings.get("factor") or 2.0), _LONGEST))
 
 
 def full_inputs(model: nn.Module, make: _Make = example_inputs) -> tuple[dict[str, Any], bool]:
