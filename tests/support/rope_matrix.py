@@ -180,6 +180,7 @@ def begun(model_type: str, start: str, way: str, folder: Path) -> Any:
     try:
         model = _begun(model_type, start, way, folder)
         outputs(model)
+        model.config.validate()  # or transformers itself doesn't save it: Phi 3 takes longrope alone
     except Exception as error:  # whatever the host raises
         raise NoStartError(f"{type(error).__name__}: {error}") from error
     return model

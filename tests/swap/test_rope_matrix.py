@@ -83,6 +83,8 @@ def test_every_request(host: str, start: str, way: str, tmp_path: Path) -> None:
     if table := os.environ.get("HFPATCH_ROPE_TABLE"):
         with Path(table).open("a") as file:
             file.writelines(json.dumps([host, start, way, *one]) + "\n" for one in found.items())
+    if (host, start) == ("phimoe", "longrope"):  # its own scales of attention stand in place of what the length gives
+        found = {name: text for name, text in found.items() if "longer" not in name or "change nothing" not in text}
     other = {name: text for name, text in found.items() if text != "equal" and not text.startswith("no start")}
     assert all(re.match(f"refused: .*({REFUSALS})", text, re.DOTALL) for text in other.values()), other
 
