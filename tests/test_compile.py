@@ -281,9 +281,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "checkpointing"), [("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("backend", "checkpointing"), [("aot_eager", True), ("inductor", False)])
 def test_training(model, backend, checkpointing):
     given = inputs(model) | {"use_cache": False}
     expected = gradients(model.train(), given)

@@ -121,7 +121,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     Raises:
         UnsupportedError: nothing moved.
     """
-    longer = max(model, original, key=lambda one: full_length(one) or 0)  # dynamic scaling begins beyond others'
+    longer = max(model, original, key=lambda one: full_length(one) or 0)  # where dynamic scaling acts
     try:
         (inputs, whole), last = full_inputs(longer), last_positions(longer)
     except UnsupportedError:

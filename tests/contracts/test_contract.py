@@ -1,8 +1,8 @@
 """The contract of every scheme on every recorded family. Each check has a control: the same check on a mechanism that
 was broken on purpose must fail.
 
-Of the tests that take every request through every family the default run has a few cases, `-m slow` six, and
-`-m sweep` the rest.
+Of the tests that take every request through every family the default run has a few cases, `-m slow` more, and
+`-m sweep` the rest. Default and slow together have every family and every request in each of these tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from position_checks import changed_positions, difference, require_the_same_with_checkpointing
 from position_families import FAMILIES, inputs, logits, make
 from proof import opened
-from sampled import SEED, slow_but
+from sampled import SEED, divided
 from tiny_models import COPIES, patch, require_a_model_of_its_own
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
@@ -63,23 +63,28 @@ WAYS = [*COPIES, "saved"]
 TURNS = [(ALL[(i + turn) % len(ALL)], request) for turn in range(len(ALL)) for i, request in enumerate(REQUESTS)]
 EVERY = [(name, request) for name, request in TURNS if request != {"norm": "folded"} or name not in POST_NORM]
 EVERY_WAY = [(*case, WAYS[(i + turn) % len(WAYS)]) for turn in range(len(WAYS)) for i, case in enumerate(EVERY)]
-COPIED = slow_but(EVERY_WAY, 22)
-COMPILED = slow_but(EVERY, ())
-HALVED = slow_but([(name, one) for name, one in EVERY if "init" not in one], ())
-LENGTHENED = slow_but(product(ALL, SCHEMES), 15)
+HALVED = [(name, one) for name, one in EVERY if "init" not in one]
+LENGTHENED = list(product(ALL, SCHEMES))
+# so many of each that default and slow run together have every family and request
+of_copied = pytest.mark.sample(2, slow=100)
+of_compiled = pytest.mark.sample(0, slow=35)
+of_halved = pytest.mark.sample(0, slow=44)
+of_lengthened = pytest.mark.sample(5, slow=10)
 
 
 @pytest.mark.skipif(SEED is not None, reason="of the fixed sample")
 @pytest.mark.parametrize(
-    "cases",
-    [COPIED, COMPILED, HALVED, LENGTHENED],
+    ("cases", "sample"),
+    [(EVERY_WAY, of_copied), (EVERY, of_compiled), (HALVED, of_halved), (LENGTHENED, of_lengthened)],
     ids=["copied", "compiled", "halved", "lengthened"],
 )
-def test_every_family_and_request_is_in_the_default_or_the_slow_run(cases: list[Any]) -> None:
+def test_every_family_and_request_is_in_the_default_or_the_slow_run(cases: list[Any], sample: Any) -> None:
     def named(some: list[Any]) -> set[str]:
-        return {case_id(value) for one in some for value in one.values}
+        return {case_id(value) for case in some for value in case}
 
-    assert named([one for one in cases if pytest.mark.sweep not in one.marks]) == named(cases)
+    default, slow = divided(cases, *sample.args, **sample.kwargs)
+    assert named([*default, *slow]) == named(cases)
+    assert named(default) != named(cases)  # control
 
 
 def changed_logits(model: Any, given: dict, change: Any, stack: str = "") -> torch.Tensor:
@@ -171,8 +176,8 @@ def forward_and_backward(model: Any, run: Any, name: str) -> tuple[torch.Tensor,
     return out.detach(), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.sample(0, slow=5)
-@pytest.mark.parametrize(("name", "request_"), COMPILED, ids=case_id)
+@of_compiled
+@pytest.mark.parametrize(("name", "request_"), EVERY, ids=case_id)
 def test_compiles_without_graph_breaks(name: str, request_: dict) -> None:
     """One graph, of which outputs and gradients are the eager model's. In float64, where rounding hides nothing."""
     torch._dynamo.reset()
@@ -251,7 +256,7 @@ def long_inputs(name: str) -> dict[str, torch.Tensor]:
     return inputs(name, 4 * FAMILIES[name].old_length, batch=1)
 
 
-@pytest.mark.sample(3)
+@of_lengthened
 @pytest.mark.parametrize(("name", "pos"), LENGTHENED)
 def test_four_times_the_old_length(name: str, pos: str) -> None:
     out = logits(patched(name, pos=pos), long_inputs(name))
@@ -275,6 +280,7 @@ def test_whisper_labels_beyond_the_old_length() -> None:
         make("whisper")(**{**inputs("whisper"), "decoder_input_ids": None}, labels=labels)
 
 
+@of_halved
 @pytest.mark.parametrize(("name", "request_"), HALVED, ids=case_id)
 def test_bfloat16_runs(name: str, request_: dict) -> None:
     model, given = patched(name, **request_), inputs(name)
@@ -287,8 +293,8 @@ def test_bfloat16_runs(name: str, request_: dict) -> None:
 # --- copies and checkpoints -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("name", "request_", "how"), COPIED, ids=case_id)
+@of_copied
+@pytest.mark.parametrize(("name", "request_", "how"), EVERY_WAY, ids=case_id)
 def test_copies(name: str, request_: dict, how: str, tmp_path: Path) -> None:
     """Also opened from its checkpoint, by the class that its record leads to (test_checkpoint.py has all heads)."""
     model, given = patched(name, **request_), inputs(name)

@@ -140,7 +140,7 @@ def test_what_is_left_of_many_is_nearer_or_refused(model: Any, request: dict[str
     event(check(*model, request, make_data(*calibration)))
 
 
-def untouched_unless_repaired(norm: str, model: Any, data: dict[str, Tensor], message: str) -> None:
+def require_refused(norm: str, model: Any, data: dict[str, Tensor], message: str) -> None:
     before = fingerprint(model)
     with pytest.raises(UnsupportedError, match=message) as caught:
         patched(model, data, {"norm": norm})
@@ -161,7 +161,7 @@ def test_what_is_finite_on_held_out_sequences_alone_is_refused(norm: str, monkey
             made.get_input_embeddings().weight[63] *= 1e15
         return made
 
-    untouched_unless_repaired(norm, model(), data, r"NaN or infinite outputs.*random.*left unchanged")
+    require_refused(norm, model(), data, r"NaN or infinite outputs.*random.*left unchanged")
     monkeypatch.setattr(RepairReport, "broken", lambda *_, **__: [])  # control: judged on what was held out alone
     assert repair_report(patched(model(), data, {"norm": norm})).kept
 
@@ -170,7 +170,7 @@ def test_what_is_finite_on_held_out_sequences_alone_is_refused(norm: str, monkey
 @pytest.mark.parametrize("norm", ["fixed", "none"])
 def test_a_norm_without_scale_that_explodes_is_refused(norm: str) -> None:
     """A deep gated model on few sequences."""
-    untouched_unless_repaired(
+    require_refused(
         norm,
         make_model(llama, 12, 0.6, 1.0),
         make_data(12, 16, "plain", 0),

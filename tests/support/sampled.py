@@ -23,6 +23,12 @@ def sampled(cases: Sequence[Case], size: int) -> list[Case]:
     return [cases[place * len(cases) // size] for place in range(size)]
 
 
+def divided(cases: Sequence[Case], default: int, slow: int) -> tuple[list[Case], list[Case]]:
+    """A sample of so many cases for the default run, and one of the others for the slow run."""
+    chosen = sampled(cases, default)
+    return chosen, sampled([case for case in cases if case not in chosen], slow)
+
+
 def slow_but(cases: Iterable[Any], default: int | Iterable[Any]) -> list[Any]:
     """All of the cases, as slow tests but for these, or for a sample of so many."""
     cases = list(cases)
