@@ -10,8 +10,7 @@ from torch import nn
 
 from ..core.globs import Names
 from ..measure.twin import twin_with_media
-from .architectures.biases import BIASES
-from .architectures.rotating import OWN_ROTATIONS
+from .architectures.biases import BIASES, OWN_ROTATIONS
 from .rotations import NativeRotation, find_rotations
 from .stacks import FoundStack, find_stacks
 

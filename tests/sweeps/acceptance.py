@@ -41,8 +41,7 @@ from hfpatch.runtime.lens import host_class
 from hfpatch.schemes.learned import Learned
 from hfpatch.schemes.positions import Position
 from hfpatch.schemes.rope import RoPE
-from hfpatch.sites.architectures.biases import BIASES
-from hfpatch.sites.architectures.rotating import OWN_ROTATIONS
+from hfpatch.sites.architectures.biases import BIASES, OWN_ROTATIONS
 from hfpatch.sites.rotations import find_rotations
 from hfpatch.sites.stacks import find_stacks, max_positions
 

@@ -2,11 +2,11 @@
 
 A family is one row in the table `FAMILIES` of the file for its kind (decoders.py, encoders.py, vision.py, ...):
 
-    family("bert", {"BertModel": BERT}, "google-bert/bert-base-uncased"),
+    family("bert", "google-bert/bert-base-uncased", BertModel=BERT),
 
-Its columns are transformers' `model_type`, each class that owns positions with its build, and a checkpoint on the Hub.
+Its columns are transformers' `model_type`, a checkpoint on the Hub, and each class that owns positions with its build.
 A build is a `Stack` that has no owner yet, and stands above the table. Most families are built as another one is; where
-one differs, its row says in what: `{"LukeModel": replace(ROBERTA, states="word_hidden_states")}`.
+one differs, its row says in what: `LukeModel=replace(ROBERTA, states="word_hidden_states")`.
 tests/sites/architectures/test_architectures.py proves each row.
 
 Classes are named by their names, so that a row imports nothing of transformers and serves every head of the family
@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...runtime.attention import Window
@@ -40,9 +41,9 @@ ZEROS, INPUT, NOTHING, ZERO_ROWS = (Call.of("NoPositions", kind) for kind in ("z
 class Stack:
     """One class that owns positions, the self-attentions that they reach, and the edits that take them out.
 
-    Positions are a table that is added to the stream; in those of biases.py they are biases on attention scores, in
-    those of rotating.py rotations by the attentions' own tables. Paths are relative to the owner. Globs are
-    those of edits: `*` stands for one number, and several are joined by " | ".
+    Positions are a table that is added to the stream; in those of biases.py they are biases on attention scores, or
+    rotations by the attentions' own tables. Paths are relative to the owner. Globs are those of edits: `*` stands for
+    one number, and several are joined by " | ".
 
     Attributes:
         owner: class name of the owner, "" in a build; of a class that isn't transformers' own with its file:
@@ -142,6 +143,9 @@ class Stack:
         return tuple((place.removesuffix(LENS_SLOT).rstrip("."), lens) for place, lens in found)
 
 
+build = partial(Stack, "")  # which has no owner yet
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family that position schemes serve.
@@ -163,7 +167,7 @@ class Architecture:
     example: str
 
 
-def family(model_type: str, builds: Mapping[str, Stack], example: str) -> Architecture:
+def family(model_type: str, example: str, **builds: Stack) -> Architecture:
     """A row of a table: the stacks of a family are those builds, each owned by the class that it is listed under."""
     return Architecture(model_type, tuple(with_owners(builds).values()), example)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import ExpandedRows
-from .architecture import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, family
+from .architecture import INPUT, NOTHING, Q_K_PROJ, ZEROS, Stack, build, family
 from .encoder_decoders import ENCODER as WITH_CACHE
 from .encoder_decoders import SPECTROGRAM
 
@@ -19,14 +19,14 @@ WHISPER = replace(  # the whole table is added to a window of just that length
         ("@lens", ExpandedRows((("embed_positions.weight", 1),))),
     ),
 )
+FUN_ASR = replace(ENCODER, table="position_embeddings")
 PACKED = replace(  # sound is cut into windows whose positions start anew, packed one after another
     ENCODER,
     table="positional_embedding",
     removal=(("@lens", ExpandedRows((("positional_embedding.positional_embedding", 1),))),),
 )
-WAV2VEC2 = Stack("", "pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, removal=(("pos_conv_embed", ZEROS),))
-AST = Stack(
-    "",
+WAV2VEC2 = build("pos_conv_embed", "layers.*.attention", Q_K_PROJ, cache=None, removal=(("pos_conv_embed", ZEROS),))
+AST = build(
     "embeddings.position_embeddings",
     "layers.*.attention",
     Q_K_PROJ,
@@ -44,25 +44,23 @@ PATCHTST = replace(
 _BIASES = "wrapped_encoder.embed_positions"  # None is what an attention without biases is given
 _PRENET = "prenet.encode_positions"
 SPEECHT5 = {
-    "SpeechT5EncoderWithSpeechPrenet": Stack(
-        "",
+    "SpeechT5EncoderWithSpeechPrenet": build(
         "prenet.pos_sinusoidal_embed",
         "wrapped_encoder.layers.*.attention",
         Q_K_PROJ,
         removal=(("prenet.pos_conv_embed", ZEROS), (_BIASES, NOTHING)),
     ),
-    "SpeechT5EncoderWithTextPrenet": Stack(
-        "",
+    "SpeechT5EncoderWithTextPrenet": build(
         _PRENET,
         "wrapped_encoder.layers.*.attention",
         Q_K_PROJ,
         removal=((_PRENET, INPUT), (_BIASES, NOTHING)),
     ),
-    "SpeechT5DecoderWithSpeechPrenet": Stack(
-        "", _PRENET, "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, removal=((_PRENET, INPUT),), causal=True
+    "SpeechT5DecoderWithSpeechPrenet": build(
+        _PRENET, "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, removal=((_PRENET, INPUT),), causal=True
     ),
-    "SpeechT5DecoderWithTextPrenet": Stack(
-        "", "prenet.embed_positions", "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, causal=True
+    "SpeechT5DecoderWithTextPrenet": build(
+        "prenet.embed_positions", "wrapped_decoder.layers.*.self_attn", Q_K_PROJ, causal=True
     ),
 }
 
@@ -73,29 +71,23 @@ def _stable(prefix: str) -> dict[str, Stack]:
 
 
 FAMILIES = (
-    family("audio-spectrogram-transformer", {"ASTModel": AST}, "MIT/ast-finetuned-audioset-10-10-0.4593"),
-    family("audioflamingo3_encoder", {"AudioFlamingo3Encoder": WHISPER}, "nvidia/audio-flamingo-3-hf"),
-    family("data2vec-audio", {"Data2VecAudioEncoder": WAV2VEC2}, "facebook/data2vec-audio-base"),
+    family("audio-spectrogram-transformer", "MIT/ast-finetuned-audioset-10-10-0.4593", ASTModel=AST),
+    family("audioflamingo3_encoder", "nvidia/audio-flamingo-3-hf", AudioFlamingo3Encoder=WHISPER),
+    family("data2vec-audio", "facebook/data2vec-audio-base", Data2VecAudioEncoder=WAV2VEC2),
+    family("fun_asr_nano_encoder", "FunAudioLLM/Fun-ASR-Nano-2512-hf", FunAsrNanoEncoder=FUN_ASR),
+    family("hubert", "facebook/hubert-base-ls960", **_stable("Hubert")),
     family(
-        "fun_asr_nano_encoder",
-        {"FunAsrNanoEncoder": replace(ENCODER, table="position_embeddings")},
-        "FunAudioLLM/Fun-ASR-Nano-2512-hf",
+        "moss_transcribe_diarize_audio", "hf-audio/MOSS-Transcribe-Diarize-HF", MossTranscribeDiarizeAudioModel=WHISPER
     ),
-    family("hubert", _stable("Hubert"), "facebook/hubert-base-ls960"),
-    family(
-        "moss_transcribe_diarize_audio",
-        {"MossTranscribeDiarizeAudioModel": WHISPER},
-        "hf-audio/MOSS-Transcribe-Diarize-HF",
-    ),
-    family("patchtst", {"PatchTSTEncoder": PATCHTST}, "ibm-granite/granite-timeseries-patchtst"),
-    family("qwen2_5_omni_audio_encoder", {"Qwen2_5OmniAudioEncoder": PACKED}, "Qwen/Qwen2.5-Omni-7B"),
-    family("qwen2_audio_encoder", {"Qwen2AudioEncoder": WHISPER}, "Qwen/Qwen2-Audio-7B"),
-    family("qwen3_asr_encoder", {"Qwen3ASREncoder": PACKED}, "Qwen/Qwen3-ASR-1.7B-hf"),
-    family("qwen3_omni_moe_audio_encoder", {"Qwen3OmniMoeAudioEncoder": PACKED}, "Qwen/Qwen3-Omni-30B-A3B-Instruct"),
-    family("sew", {"SEWEncoder": WAV2VEC2}, "asapp/sew-tiny-100k"),
-    family("speecht5", SPEECHT5, "microsoft/speecht5_asr"),
-    family("unispeech", _stable("UniSpeech"), "microsoft/unispeech-large-1500h-cv"),
-    family("unispeech-sat", _stable("UniSpeechSat"), "microsoft/unispeech-sat-base-100h-libri-ft"),
-    family("voxtral_encoder", {"VoxtralEncoder": WHISPER}, "mistralai/Voxtral-Mini-3B-2507"),
-    family("wav2vec2", _stable("Wav2Vec2"), "facebook/wav2vec2-base-960h"),
+    family("patchtst", "ibm-granite/granite-timeseries-patchtst", PatchTSTEncoder=PATCHTST),
+    family("qwen2_5_omni_audio_encoder", "Qwen/Qwen2.5-Omni-7B", Qwen2_5OmniAudioEncoder=PACKED),
+    family("qwen2_audio_encoder", "Qwen/Qwen2-Audio-7B", Qwen2AudioEncoder=WHISPER),
+    family("qwen3_asr_encoder", "Qwen/Qwen3-ASR-1.7B-hf", Qwen3ASREncoder=PACKED),
+    family("qwen3_omni_moe_audio_encoder", "Qwen/Qwen3-Omni-30B-A3B-Instruct", Qwen3OmniMoeAudioEncoder=PACKED),
+    family("sew", "asapp/sew-tiny-100k", SEWEncoder=WAV2VEC2),
+    family("speecht5", "microsoft/speecht5_asr", **SPEECHT5),
+    family("unispeech", "microsoft/unispeech-large-1500h-cv", **_stable("UniSpeech")),
+    family("unispeech-sat", "microsoft/unispeech-sat-base-100h-libri-ft", **_stable("UniSpeechSat")),
+    family("voxtral_encoder", "mistralai/Voxtral-Mini-3B-2507", VoxtralEncoder=WHISPER),
+    family("wav2vec2", "facebook/wav2vec2-base-960h", **_stable("Wav2Vec2")),
 )

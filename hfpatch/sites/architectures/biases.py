@@ -1,4 +1,8 @@
-"""Architectures of families whose positions are biases on attention scores, by the distance of query and key."""
+"""Architectures whose positions are no tables in the stream, but in attentions.
+
+Biases on attention scores, by the distance of query and key (T5, ALiBi); or rotations by sine tables of the attentions'
+own, rather than by transformers' rotary modules (GPT-J): theta is 10,000 and pairs are interleaved.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from dataclasses import replace
 
 from ...runtime.constants import FixedArguments
 from ...runtime.qk_layouts import Fused, Projections
-from .architecture import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, with_owners
+from .architecture import Q_K_PROJ, QUERY_KEY, ZERO_ROWS, Stack, build, with_owners
 
 _ABSOLUTE = "adds a table of absolute positions besides its biases, which hfpatch doesn't know"
 
@@ -15,8 +19,7 @@ def _t5(*attentions: str) -> Stack:
     """T5's buckets: the first layer makes the biases, or zeros where it is set so, and hands them to the others."""
     tables = " | ".join(f"{attention}.relative_attention_bias" for attention in attentions)
     flags = " | ".join(f"{attention}.has_relative_attention_bias" for attention in attentions)
-    return Stack(
-        "",
+    return build(
         "relative_attention_bias",
         " | ".join(attentions),
         Projections("q", "k"),
@@ -30,8 +33,7 @@ def _t5(*attentions: str) -> Stack:
 def _deberta(encoder: str, projections: Projections | Fused, *unread: str) -> Stack:
     """DeBERTa's scores of contents against positions and back; the scale for three kinds of scores stays."""
     attention = f"{encoder}.layer.*.attention.self"
-    return Stack(
-        "",
+    return build(
         "rel_embeddings",
         attention,
         projections,
@@ -62,8 +64,7 @@ _NEWER = (
     "layer.*.attention.self.pos_key_proj",
     "layer.*.attention.self.pos_query_proj",
 )
-BEIT = Stack(
-    "",
+BEIT = build(
     "relative_position_bias",
     "layers.*.attention",
     Q_K_PROJ,
@@ -86,8 +87,7 @@ DATA2VEC = replace(
     present=f"encoder.relative_position_bias | {_DATA2VEC}.relative_position_bias",
     head_dim="attention_head_size",
 )
-MPNET = Stack(
-    "",
+MPNET = build(
     "encoder.relative_attention_bias",
     "encoder.layer.*.attention.attn",
     Projections("q", "k"),
@@ -98,8 +98,7 @@ MPNET = Stack(
     head_dim="attention_head_size",
     cache=None,
 )
-BLOOM = Stack(
-    "",
+BLOOM = build(
     "alibi",
     "h.*.self_attention",
     Fused("query_key_value", by_head=True),
@@ -108,11 +107,8 @@ BLOOM = Stack(
     config_length="seq_length",
     causal=True,
 )
-FALCON = Stack(
-    "", "alibi", "h.*.self_attention", None, removal=(("use_alibi", False),), present="use_alibi", causal=True
-)
-MPT = Stack(
-    "",
+FALCON = build("alibi", "h.*.self_attention", None, removal=(("use_alibi", False),), present="use_alibi", causal=True)
+MPT = build(
     "alibi",
     "blocks.*.attn",
     Fused("Wqkv", clip="clip_qkv"),
@@ -165,3 +161,27 @@ KEPT_BIAS_PARTS: dict[str, str] = {
     "relative_position_embedding": _PROJECTED,
     "relative_attention_bias_layer": "hfpatch doesn't know how its biases are taken out",
 }
+
+# Rotations by the attentions' own tables
+
+GPTJ = build(
+    "",
+    "h.*.attn",
+    Q_K_PROJ,
+    in_attention=(("@lens", FixedArguments((("position_ids", "zeros"),))),),
+    present="",
+    rotary_dim="rotary_dim",
+)
+CODEGEN = replace(GPTJ, projections=Fused("qkv_proj", slices=4))
+ROFORMER = build(
+    "",
+    "layer.*.attention.self",
+    QUERY_KEY,
+    in_attention=(("@lens", FixedArguments((("sinusoidal_pos", None),))),),
+    present="",
+    requires=(
+        ("layer.*.attention.self.rotary_value", False, "rotates already, and that stays: it turns values as well"),
+    ),
+    head_dim="attention_head_size",
+)
+OWN_ROTATIONS = with_owners({"GPTJModel": GPTJ, "CodeGenModel": CODEGEN, "RoFormerEncoder": ROFORMER})

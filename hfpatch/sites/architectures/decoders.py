@@ -5,17 +5,15 @@ from dataclasses import replace
 from ...runtime.attention import Window
 from ...runtime.length_lenses import MeanOfBuffer
 from ...runtime.qk_layouts import Fused, Projections
-from .architecture import MEAN_BY_TOKEN, Q_K_PROJ, Stack, family
+from .architecture import MEAN_BY_TOKEN, Q_K_PROJ, build, family
 
-DECODER = Stack("", "embed_positions", "layers.*.self_attn", Q_K_PROJ, causal=True)
+DECODER = build("embed_positions", "layers.*.self_attn", Q_K_PROJ, causal=True)
 XGLM = replace(DECODER, reserved_rows=2)
 OPT = replace(XGLM, hands_on=True)
 POS_EMB = replace(DECODER, table="pos_emb", hands_on=True)
 KOSMOS_2_5 = replace(XGLM, removal=(("embed_positions", MEAN_BY_TOKEN),))
-GPT2 = Stack("", "wpe", "h.*.attn", Fused("c_attn"), causal=True, hands_on=True)
-BARK_FINE = Stack(
-    "", "position_embeds_layer", "layers.*.attn", Fused("att_proj"), cache=None, config_length="block_size"
-)
+GPT2 = build("wpe", "h.*.attn", Fused("c_attn"), causal=True, hands_on=True)
+BARK_FINE = build("position_embeds_layer", "layers.*.attn", Fused("att_proj"), cache=None, config_length="block_size")
 BARK = replace(BARK_FINE, cache="past_key_values", window=Window("bias"), causal=True)
 CLVP = replace(
     DECODER,
@@ -24,8 +22,7 @@ CLVP = replace(
     hands_on=True,
     position_ids=False,  # generate() gives one that counts no tokens of the prompt
 )
-CTRL = Stack(
-    "",
+CTRL = build(
     "pos_encoding",
     "h.*.multi_head_attention",
     Projections("Wq", "Wk"),
@@ -33,8 +30,7 @@ CTRL = Stack(
     removal=(("@lens", MeanOfBuffer("pos_encoding")),),
     causal=True,
 )
-GPT_NEO = Stack(
-    "",
+GPT_NEO = build(
     "wpe",
     "h.*.attn.attention",
     Q_K_PROJ,
@@ -55,27 +51,26 @@ OPENAI_GPT = replace(
 )
 
 FAMILIES = (
-    family("bark", {"BarkSemanticModel": BARK, "BarkCoarseModel": BARK, "BarkFineModel": BARK_FINE}, "suno/bark"),
-    family("biogpt", {"BioGptModel": OPT}, "microsoft/biogpt"),
-    family("canary", {"CanaryDecoder": POS_EMB}, "nvidia/canary-1b-v2"),
-    family("clvp_decoder", {"ClvpDecoder": CLVP}, "susnato/clvp_dev"),
-    family("cohere_asr", {"CohereAsrDecoder": POS_EMB}, "CohereLabs/cohere-transcribe-03-2026"),
-    family("ctrl", {"CTRLModel": CTRL}, "Salesforce/ctrl"),
+    family("bark", "suno/bark", BarkSemanticModel=BARK, BarkCoarseModel=BARK, BarkFineModel=BARK_FINE),
+    family("biogpt", "microsoft/biogpt", BioGptModel=OPT),
+    family("canary", "nvidia/canary-1b-v2", CanaryDecoder=POS_EMB),
+    family("clvp_decoder", "susnato/clvp_dev", ClvpDecoder=CLVP),
+    family("cohere_asr", "CohereLabs/cohere-transcribe-03-2026", CohereAsrDecoder=POS_EMB),
+    family("ctrl", "Salesforce/ctrl", CTRLModel=CTRL),
+    # position_ids stay with it: they are zeros for every token
     family(
-        "decision_transformer",
-        {"DecisionTransformerGPT2Model": GPT2},  # position_ids stay with it: they are zeros for every token
-        "edbeeching/decision-transformer-gym-hopper-medium",
+        "decision_transformer", "edbeeching/decision-transformer-gym-hopper-medium", DecisionTransformerGPT2Model=GPT2
     ),
-    family("gpt2", {"GPT2Model": GPT2}, "openai-community/gpt2"),
-    family("gpt_bigcode", {"GPTBigCodeModel": GPT_BIGCODE}, "bigcode/gpt_bigcode-santacoder"),
-    family("gpt_neo", {"GPTNeoModel": GPT_NEO}, "EleutherAI/gpt-neo-125m"),
-    family("imagegpt", {"ImageGPTModel": IMAGE_GPT}, "openai/imagegpt-small"),
-    family("kosmos_2_5_text_model", {"Kosmos2_5TextTransformer": KOSMOS_2_5}, "microsoft/kosmos-2.5"),
-    family("kosmos_2_text_model", {"Kosmos2TextTransformer": XGLM}, "microsoft/kosmos-2-patch14-224"),
-    family("musicgen_decoder", {"MusicgenDecoder": DECODER}, "facebook/musicgen-small"),
-    family("musicgen_melody_decoder", {"MusicgenMelodyDecoder": DECODER}, "facebook/musicgen-melody"),
-    family("openai-gpt", {"OpenAIGPTModel": OPENAI_GPT}, "openai-community/openai-gpt"),
-    family("opt", {"OPTDecoder": OPT}, "facebook/opt-125m"),
-    family("trocr", {"TrOCRDecoder": XGLM}, "microsoft/trocr-base-handwritten"),
-    family("xglm", {"XGLMModel": XGLM}, "facebook/xglm-564M"),
+    family("gpt2", "openai-community/gpt2", GPT2Model=GPT2),
+    family("gpt_bigcode", "bigcode/gpt_bigcode-santacoder", GPTBigCodeModel=GPT_BIGCODE),
+    family("gpt_neo", "EleutherAI/gpt-neo-125m", GPTNeoModel=GPT_NEO),
+    family("imagegpt", "openai/imagegpt-small", ImageGPTModel=IMAGE_GPT),
+    family("kosmos_2_5_text_model", "microsoft/kosmos-2.5", Kosmos2_5TextTransformer=KOSMOS_2_5),
+    family("kosmos_2_text_model", "microsoft/kosmos-2-patch14-224", Kosmos2TextTransformer=XGLM),
+    family("musicgen_decoder", "facebook/musicgen-small", MusicgenDecoder=DECODER),
+    family("musicgen_melody_decoder", "facebook/musicgen-melody", MusicgenMelodyDecoder=DECODER),
+    family("openai-gpt", "openai-community/openai-gpt", OpenAIGPTModel=OPENAI_GPT),
+    family("opt", "facebook/opt-125m", OPTDecoder=OPT),
+    family("trocr", "microsoft/trocr-base-handwritten", TrOCRDecoder=XGLM),
+    family("xglm", "facebook/xglm-564M", XGLMModel=XGLM),
 )

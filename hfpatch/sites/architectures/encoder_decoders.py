@@ -5,7 +5,7 @@ from dataclasses import replace
 from ...runtime.edits import Call
 from ...runtime.length_lenses import CountedLength
 from ...runtime.qk_layouts import Projections, WindowProjections
-from .architecture import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, family
+from .architecture import MEAN_BY_TOKEN, MEAN_ROW, QUERY_KEY, ZEROS, Stack, build, family
 from .decoders import DECODER
 
 ENCODER = replace(DECODER, causal=False)
@@ -49,8 +49,7 @@ LED = {
     "LEDDecoder": replace(DECODER, config_length="max_decoder_position_embeddings"),
 }
 PEGASUS_X = replace(DECODER, removal=(("embed_positions", ZEROS),))
-PROPHETNET = Stack(
-    "",
+PROPHETNET = build(
     "position_embeddings",
     "layers.*.self_attn",
     Projections("query_proj", "key_proj"),
@@ -75,29 +74,29 @@ WHISPER = {
 }
 
 FAMILIES = (
-    family("bart", _both("Bart", BART), "facebook/bart-base"),
-    family("bigbird_pegasus", BIGBIRD_PEGASUS, "google/bigbird-pegasus-large-arxiv"),
-    family("blenderbot", _both("Blenderbot", ENCODER), "facebook/blenderbot-400M-distill"),
-    family("blenderbot-small", _both("BlenderbotSmall", ENCODER), "facebook/blenderbot_small-90M"),
-    family("fsmt", _both("FSMT", FSMT), "facebook/wmt19-en-ru"),
-    family("informer", _both("Informer", ENCODER), "huggingface/informer-tourism-monthly"),
-    family("led", LED, "allenai/led-base-16384"),
-    family("m2m_100", _both("M2M100", BART), "facebook/m2m100_418M"),
-    family("marian", _both("Marian", ENCODER), "Helsinki-NLP/opus-mt-en-de"),
-    family("mbart", _both("MBart", BART), "facebook/mbart-large-cc25"),
-    family("mvp", _both("Mvp", BART), "RUCAIBox/mvp"),
-    family("nllb-moe", _both("NllbMoe", BART), "facebook/nllb-moe-54b"),
-    family("pegasus", _both("Pegasus", ENCODER), "google/pegasus-xsum"),
-    family("pegasus_x", {"PegasusXDecoder": PEGASUS_X}, "google/pegasus-x-large"),
-    family("plbart", _both("PLBart", BART), "uclanlp/plbart-base"),
-    family("prophetnet", {"ProphetNetEncoder": PROPHETNET}, "microsoft/prophetnet-large-uncased"),
-    family("seamless_m4t", _both("SeamlessM4T", BART), "facebook/hf-seamless-m4t-medium"),
-    family("seamless_m4t_v2", SEAMLESS_V2, "facebook/seamless-m4t-v2-large"),
-    family("speech_to_text", SPEECH_TO_TEXT, "facebook/s2t-small-librispeech-asr"),
+    family("bart", "facebook/bart-base", **_both("Bart", BART)),
+    family("bigbird_pegasus", "google/bigbird-pegasus-large-arxiv", **BIGBIRD_PEGASUS),
+    family("blenderbot", "facebook/blenderbot-400M-distill", **_both("Blenderbot", ENCODER)),
+    family("blenderbot-small", "facebook/blenderbot_small-90M", **_both("BlenderbotSmall", ENCODER)),
+    family("fsmt", "facebook/wmt19-en-ru", **_both("FSMT", FSMT)),
+    family("informer", "huggingface/informer-tourism-monthly", **_both("Informer", ENCODER)),
+    family("led", "allenai/led-base-16384", **LED),
+    family("m2m_100", "facebook/m2m100_418M", **_both("M2M100", BART)),
+    family("marian", "Helsinki-NLP/opus-mt-en-de", **_both("Marian", ENCODER)),
+    family("mbart", "facebook/mbart-large-cc25", **_both("MBart", BART)),
+    family("mvp", "RUCAIBox/mvp", **_both("Mvp", BART)),
+    family("nllb-moe", "facebook/nllb-moe-54b", **_both("NllbMoe", BART)),
+    family("pegasus", "google/pegasus-xsum", **_both("Pegasus", ENCODER)),
+    family("pegasus_x", "google/pegasus-x-large", PegasusXDecoder=PEGASUS_X),
+    family("plbart", "uclanlp/plbart-base", **_both("PLBart", BART)),
+    family("prophetnet", "microsoft/prophetnet-large-uncased", ProphetNetEncoder=PROPHETNET),
+    family("seamless_m4t", "facebook/hf-seamless-m4t-medium", **_both("SeamlessM4T", BART)),
+    family("seamless_m4t_v2", "facebook/seamless-m4t-v2-large", **SEAMLESS_V2),
+    family("speech_to_text", "facebook/s2t-small-librispeech-asr", **SPEECH_TO_TEXT),
     family(
         "time_series_transformer",
-        _both("TimeSeriesTransformer", ENCODER),
         "huggingface/time-series-transformer-tourism-monthly",
+        **_both("TimeSeriesTransformer", ENCODER),
     ),
-    family("whisper", WHISPER, "openai/whisper-tiny"),
+    family("whisper", "openai/whisper-tiny", **WHISPER),
 )

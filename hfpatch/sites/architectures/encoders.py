@@ -5,15 +5,14 @@ from dataclasses import replace
 from ...runtime.constants import ZeroBiases
 from ...runtime.length_lenses import ExpandedRows, FilledArguments, MeanOfBuffer, RefusedArguments
 from ...runtime.qk_layouts import Fused, Projections, WindowProjections
-from .architecture import MEAN_BY_TOKEN, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
+from .architecture import MEAN_BY_TOKEN, MEAN_ROW, Q_K_PROJ, QUERY_KEY, build, family
 
 # what reads buffers of the old maximum length: position_ids, and token_type_ids in the same module or outside of it
 IDS = (("embeddings.@lens", FilledArguments("position_ids")),)
 IDS_AND_TYPES = (("embeddings.@lens", FilledArguments("position_ids", "token_type_ids")),)
 TYPES_OUTSIDE = (("@lens", FilledArguments("token_type_ids")), *IDS)
 
-BERT = Stack(
-    "",
+BERT = build(
     "embeddings.position_embeddings",
     "encoder.layer.*.attention.self",
     QUERY_KEY,
@@ -28,8 +27,7 @@ ENCODER = replace(KEEPING, cache=None, removal=IDS)  # never decodes
 COUNTING = replace(ENCODER, reserved_rows=2)
 QFORMER = replace(ENCODER, attention="encoder.layer.*.attention.attention", other_tokens="before")  # queries
 GIT = replace(KEEPING, removal=IDS, causal=True, other_tokens="before")  # an image's patches
-XLM = Stack(  # causal where its config says so
-    "",
+XLM = build(  # causal where its config says so
     "position_embeddings",
     "attentions.*",
     Projections("q_lin", "k_lin"),
@@ -101,8 +99,7 @@ LILT = replace(COUNTING, removal=(("layout_embeddings.box_position_embeddings", 
 # the text halves of two-tower models
 TOWER = replace(KEEPING, cache=None)
 COUNTING_TOWER = replace(TOWER, reserved_rows=2)  # RoBERTa's kind counts positions from the padding index on
-CLIP_TEXT = Stack(
-    "",
+CLIP_TEXT = build(
     "embeddings.position_embedding",
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
@@ -116,6 +113,7 @@ CLIP_TEXT = Stack(
 SIGLIP_TEXT = replace(CLIP_TEXT, causal=False)
 AIMV2_TEXT = replace(SIGLIP_TEXT, attention="encoder.layers.*.attention")
 ALTCLIP_TEXT = replace(COUNTING_TOWER, attention="encoder.layers.*.attention.self")
+BRIDGETOWER_TEXT = replace(COUNTING_TOWER, hands_on=True)
 FLAVA_TEXT = replace(TOWER, attention="encoder.layer.*.attention.attention")
 VIDEOPRISM_TEXT = replace(
     SIGLIP_TEXT,
@@ -125,77 +123,67 @@ VIDEOPRISM_TEXT = replace(
 )
 
 FAMILIES = (
-    family("albert", {"AlbertModel": ALBERT}, "albert/albert-base-v2"),
-    family("bert", {"BertModel": BERT}, "google-bert/bert-base-uncased"),
-    family(
-        "bert-generation", {"BertGenerationEncoder": BERT_GENERATION}, "google/bert_for_seq_generation_L-24_bbc_encoder"
-    ),
-    family("big_bird", {"BigBirdModel": BIG_BIRD}, "google/bigbird-roberta-base"),
-    family("bros", {"BrosModel": BROS}, "jinho8345/bros-base-uncased"),
-    family("camembert", {"CamembertModel": ROBERTA}, "almanach/camembert-base"),
-    family("canine", {"CanineModel": CANINE}, "google/canine-s"),
-    family("data2vec-text", {"Data2VecTextModel": ROBERTA}, "facebook/data2vec-text-base"),
-    family("deberta", {"DebertaModel": DEBERTA}, "microsoft/deberta-base"),
-    family("deberta-v2", {"DebertaV2Model": DEBERTA_V2}, "microsoft/deberta-v2-xlarge"),
-    family("distilbert", {"DistilBertModel": DISTILBERT}, "distilbert/distilbert-base-uncased"),
-    family("electra", {"ElectraModel": BERT}, "google/electra-small-discriminator"),
-    family("ernie", {"ErnieModel": BERT}, "nghuyong/ernie-3.0-base-zh"),
-    family("esm", {"EsmModel": COUNTING}, "facebook/esm-1b"),
-    family("flaubert", {"FlaubertModel": XLM}, "flaubert/flaubert_base_uncased"),
-    family("git", {"GitModel": GIT}, "microsoft/git-base"),
-    family("instructblip_qformer", {"InstructBlipQFormerModel": QFORMER}, "Salesforce/instructblip-flan-t5-xl"),
-    family(
-        "instructblipvideo_qformer", {"InstructBlipVideoQFormerModel": QFORMER}, "Salesforce/instructblip-vicuna-7b"
-    ),
-    family("layoutlm", {"LayoutLMModel": ENCODER}, "microsoft/layoutlm-base-uncased"),
-    family("layoutlmv3", {"LayoutLMv3Model": LAYOUTLMV3}, "microsoft/layoutlmv3-base"),
-    family("lilt", {"LiltModel": LILT}, "SCUT-DLVCLab/lilt-roberta-en-base"),
-    family("longformer", {"LongformerModel": LONGFORMER}, "allenai/longformer-base-4096"),
-    family("luke", {"LukeModel": LUKE}, "studio-ousia/luke-base"),
-    family("lxmert", {"LxmertModel": LXMERT}, "unc-nlp/lxmert-base-uncased"),
-    family("markuplm", {"MarkupLMModel": replace(ENCODER, reserved_rows=1)}, "microsoft/markuplm-base"),
-    family("megatron-bert", {"MegatronBertModel": KEEPING}, "nvidia/megatron-bert-cased-345m"),
-    family("mobilebert", {"MobileBertModel": replace(ENCODER, states="query_tensor")}, "google/mobilebert-uncased"),
-    family("mpnet", {"MPNetModel": MPNET}, "microsoft/mpnet-base"),
-    family("nystromformer", {"NystromformerModel": NYSTROMFORMER}, "uw-madison/nystromformer-512"),
-    family("rembert", {"RemBertModel": KEEPING}, "google/rembert"),
-    family("roberta", {"RobertaModel": ROBERTA}, "FacebookAI/roberta-base"),
-    family("roberta-prelayernorm", {"RobertaPreLayerNormModel": ROBERTA}, "andreasmadsen/efficient_mlm_m0.40"),
-    family("roc_bert", {"RoCBertModel": BERT}, "weiweishi/roc-bert-base-zh"),
-    family("splinter", {"SplinterModel": KEEPING}, "tau/splinter-base"),
-    family("squeezebert", {"SqueezeBertModel": SQUEEZEBERT}, "squeezebert/squeezebert-uncased"),
-    family("tapas", {"TapasModel": ENCODER}, "google/tapas-base-finetuned-sqa"),
-    family("tvp", {"TvpModel": TVP}, "Intel/tvp-base"),
-    family(
-        "visual_bert", {"VisualBertModel": replace(ENCODER, other_tokens="after")}, "uclanlp/visualbert-vqa-coco-pre"
-    ),
-    family("xlm", {"XLMModel": XLM}, "FacebookAI/xlm-mlm-en-2048"),
-    family("xlm-roberta", {"XLMRobertaModel": ROBERTA}, "FacebookAI/xlm-roberta-base"),
-    family("xlm-roberta-xl", {"XLMRobertaXLModel": ROBERTA}, "facebook/xlm-roberta-xl"),
-    family("xmod", {"XmodModel": ROBERTA}, "facebook/xmod-base"),
-    family("yoso", {"YosoModel": NYSTROMFORMER}, "uw-madison/yoso-4096"),
+    family("albert", "albert/albert-base-v2", AlbertModel=ALBERT),
+    family("bert", "google-bert/bert-base-uncased", BertModel=BERT),
+    family("bert-generation", "google/bert_for_seq_generation_L-24_bbc_encoder", BertGenerationEncoder=BERT_GENERATION),
+    family("big_bird", "google/bigbird-roberta-base", BigBirdModel=BIG_BIRD),
+    family("bros", "jinho8345/bros-base-uncased", BrosModel=BROS),
+    family("camembert", "almanach/camembert-base", CamembertModel=ROBERTA),
+    family("canine", "google/canine-s", CanineModel=CANINE),
+    family("data2vec-text", "facebook/data2vec-text-base", Data2VecTextModel=ROBERTA),
+    family("deberta", "microsoft/deberta-base", DebertaModel=DEBERTA),
+    family("deberta-v2", "microsoft/deberta-v2-xlarge", DebertaV2Model=DEBERTA_V2),
+    family("distilbert", "distilbert/distilbert-base-uncased", DistilBertModel=DISTILBERT),
+    family("electra", "google/electra-small-discriminator", ElectraModel=BERT),
+    family("ernie", "nghuyong/ernie-3.0-base-zh", ErnieModel=BERT),
+    family("esm", "facebook/esm-1b", EsmModel=COUNTING),
+    family("flaubert", "flaubert/flaubert_base_uncased", FlaubertModel=XLM),
+    family("git", "microsoft/git-base", GitModel=GIT),
+    family("instructblip_qformer", "Salesforce/instructblip-flan-t5-xl", InstructBlipQFormerModel=QFORMER),
+    family("instructblipvideo_qformer", "Salesforce/instructblip-vicuna-7b", InstructBlipVideoQFormerModel=QFORMER),
+    family("layoutlm", "microsoft/layoutlm-base-uncased", LayoutLMModel=ENCODER),
+    family("layoutlmv3", "microsoft/layoutlmv3-base", LayoutLMv3Model=LAYOUTLMV3),
+    family("lilt", "SCUT-DLVCLab/lilt-roberta-en-base", LiltModel=LILT),
+    family("longformer", "allenai/longformer-base-4096", LongformerModel=LONGFORMER),
+    family("luke", "studio-ousia/luke-base", LukeModel=LUKE),
+    family("lxmert", "unc-nlp/lxmert-base-uncased", LxmertModel=LXMERT),
+    family("markuplm", "microsoft/markuplm-base", MarkupLMModel=replace(ENCODER, reserved_rows=1)),
+    family("megatron-bert", "nvidia/megatron-bert-cased-345m", MegatronBertModel=KEEPING),
+    family("mobilebert", "google/mobilebert-uncased", MobileBertModel=replace(ENCODER, states="query_tensor")),
+    family("mpnet", "microsoft/mpnet-base", MPNetModel=MPNET),
+    family("nystromformer", "uw-madison/nystromformer-512", NystromformerModel=NYSTROMFORMER),
+    family("rembert", "google/rembert", RemBertModel=KEEPING),
+    family("roberta", "FacebookAI/roberta-base", RobertaModel=ROBERTA),
+    family("roberta-prelayernorm", "andreasmadsen/efficient_mlm_m0.40", RobertaPreLayerNormModel=ROBERTA),
+    family("roc_bert", "weiweishi/roc-bert-base-zh", RoCBertModel=BERT),
+    family("splinter", "tau/splinter-base", SplinterModel=KEEPING),
+    family("squeezebert", "squeezebert/squeezebert-uncased", SqueezeBertModel=SQUEEZEBERT),
+    family("tapas", "google/tapas-base-finetuned-sqa", TapasModel=ENCODER),
+    family("tvp", "Intel/tvp-base", TvpModel=TVP),
+    family("visual_bert", "uclanlp/visualbert-vqa-coco-pre", VisualBertModel=replace(ENCODER, other_tokens="after")),
+    family("xlm", "FacebookAI/xlm-mlm-en-2048", XLMModel=XLM),
+    family("xlm-roberta", "FacebookAI/xlm-roberta-base", XLMRobertaModel=ROBERTA),
+    family("xlm-roberta-xl", "facebook/xlm-roberta-xl", XLMRobertaXLModel=ROBERTA),
+    family("xmod", "facebook/xmod-base", XmodModel=ROBERTA),
+    family("yoso", "uw-madison/yoso-4096", YosoModel=NYSTROMFORMER),
     # the text halves of two-tower models
-    family("aimv2_text_model", {"Aimv2TextModel": AIMV2_TEXT}, "apple/aimv2-large-patch14-224-lit"),
-    family("align_text_model", {"AlignTextModel": TOWER}, "kakaobrain/align-base"),
-    family("altclip_text_model", {"AltRobertaModel": ALTCLIP_TEXT}, "BAAI/AltCLIP"),
-    family("blip_text_model", {"BlipTextModel": replace(KEEPING, removal=IDS)}, "Salesforce/blip-vqa-base"),
-    family(
-        "bridgetower_text_model",
-        {"BridgeTowerTextModel": replace(COUNTING_TOWER, hands_on=True)},
-        "BridgeTower/bridgetower-base",
-    ),
-    family("chinese_clip_text_model", {"ChineseCLIPTextModel": TOWER}, "OFA-Sys/chinese-clip-vit-base-patch16"),
-    family("clap_text_model", {"ClapTextModel": COUNTING_TOWER}, "laion/clap-htsat-fused"),
-    family("clip_text_model", {"CLIPTextModel": CLIP_TEXT}, "openai/clip-vit-base-patch32"),
-    family("clipseg_text_model", {"CLIPSegTextModel": CLIP_TEXT}, "CIDAS/clipseg-rd64-refined"),
-    family("flava_text_model", {"FlavaTextModel": FLAVA_TEXT}, "facebook/flava-full"),
-    family("groupvit_text_model", {"GroupViTTextTransformer": CLIP_TEXT}, "nvidia/groupvit-gcc-yfcc"),
-    family("metaclip_2_text_model", {"MetaClip2TextModel": CLIP_TEXT}, "facebook/metaclip-2-worldwide-huge-quickgelu"),
-    family("owlv2_text_model", {"Owlv2TextTransformer": CLIP_TEXT}, "google/owlv2-base-patch16"),
-    family("owlvit_text_model", {"OwlViTTextTransformer": CLIP_TEXT}, "google/owlvit-base-patch32"),
-    family("siglip2_text_model", {"Siglip2TextModel": SIGLIP_TEXT}, "google/siglip2-base-patch16-224"),
-    family("siglip_text_model", {"SiglipTextModel": SIGLIP_TEXT}, "google/siglip-base-patch16-224"),
-    family("tipsv2_text_model", {"Tipsv2TextModel": SIGLIP_TEXT}, "google/tipsv2-b14"),
-    family("videoprism_text_model", {"VideoPrismTextModel": VIDEOPRISM_TEXT}, "google/videoprism-lvt-base-f16r288"),
-    family("xclip_text_model", {"XCLIPTextModel": CLIP_TEXT}, "microsoft/xclip-base-patch32"),
+    family("aimv2_text_model", "apple/aimv2-large-patch14-224-lit", Aimv2TextModel=AIMV2_TEXT),
+    family("align_text_model", "kakaobrain/align-base", AlignTextModel=TOWER),
+    family("altclip_text_model", "BAAI/AltCLIP", AltRobertaModel=ALTCLIP_TEXT),
+    family("blip_text_model", "Salesforce/blip-vqa-base", BlipTextModel=replace(KEEPING, removal=IDS)),
+    family("bridgetower_text_model", "BridgeTower/bridgetower-base", BridgeTowerTextModel=BRIDGETOWER_TEXT),
+    family("chinese_clip_text_model", "OFA-Sys/chinese-clip-vit-base-patch16", ChineseCLIPTextModel=TOWER),
+    family("clap_text_model", "laion/clap-htsat-fused", ClapTextModel=COUNTING_TOWER),
+    family("clip_text_model", "openai/clip-vit-base-patch32", CLIPTextModel=CLIP_TEXT),
+    family("clipseg_text_model", "CIDAS/clipseg-rd64-refined", CLIPSegTextModel=CLIP_TEXT),
+    family("flava_text_model", "facebook/flava-full", FlavaTextModel=FLAVA_TEXT),
+    family("groupvit_text_model", "nvidia/groupvit-gcc-yfcc", GroupViTTextTransformer=CLIP_TEXT),
+    family("metaclip_2_text_model", "facebook/metaclip-2-worldwide-huge-quickgelu", MetaClip2TextModel=CLIP_TEXT),
+    family("owlv2_text_model", "google/owlv2-base-patch16", Owlv2TextTransformer=CLIP_TEXT),
+    family("owlvit_text_model", "google/owlvit-base-patch32", OwlViTTextTransformer=CLIP_TEXT),
+    family("siglip2_text_model", "google/siglip2-base-patch16-224", Siglip2TextModel=SIGLIP_TEXT),
+    family("siglip_text_model", "google/siglip-base-patch16-224", SiglipTextModel=SIGLIP_TEXT),
+    family("tipsv2_text_model", "google/tipsv2-b14", Tipsv2TextModel=SIGLIP_TEXT),
+    family("videoprism_text_model", "google/videoprism-lvt-base-f16r288", VideoPrismTextModel=VIDEOPRISM_TEXT),
+    family("xclip_text_model", "microsoft/xclip-base-patch32", XCLIPTextModel=CLIP_TEXT),
 )

@@ -5,15 +5,14 @@ from dataclasses import replace
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import AnyImageSize, CountedLength, ExpandedRows
 from ...runtime.qk_layouts import Fused
-from .architecture import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, Stack, family
+from .architecture import INPUT, MEAN_ROW, Q_K_PROJ, QUERY_KEY, build, family
 
 _PROJECTION = "embeddings.patch_embeddings.projection"
 _PATCHES = ("embeddings.patch_embeddings.@lens", AnyImageSize(None))  # what cuts patches checks sizes as well
 
 # --- built as ViT is: a Parameter for class token and patches, q_proj and k_proj in layers.*.attention ----------------
 
-VIT = Stack(
-    "",
+VIT = build(
     "embeddings.position_embeddings",
     "layers.*.attention",
     Q_K_PROJ,
@@ -108,8 +107,7 @@ RADIO = replace(
 
 # --- built as CLIP's vision tower is: an Embedding, q_proj and k_proj in encoder.layers.*.self_attn -------------------
 
-CLIP = Stack(
-    "",
+CLIP = build(
     "embeddings.position_embedding",
     "encoder.layers.*.self_attn",
     Q_K_PROJ,
@@ -141,8 +139,7 @@ XCLIP_FRAMES = replace(CLIP, table="position_embedding", removal=(), grid=None)
 
 # --- built as SAM's image encoder is: windows and whole images (B, rows, columns, d), biases by rows and by columns ---
 
-SAM = Stack(
-    "",
+SAM = build(
     "pos_embed",
     "layers.*.attn",
     Fused("qkv"),
@@ -170,8 +167,7 @@ VITDET = replace(
 
 # --- others -----------------------------------------------------------------------------------------------------------
 
-PIX2STRUCT = Stack(
-    "",
+PIX2STRUCT = build(
     "embeddings.row_embedder",
     "encoder.layer.*.attention",
     QUERY_KEY,
@@ -181,8 +177,7 @@ PIX2STRUCT = Stack(
     grid=Grid("", before=(), argument="flattened_patches"),
 )
 KOSMOS_2_5 = replace(PIX2STRUCT, head_dim="head_dim", hands_on=True)
-MGP_STR = Stack(
-    "",
+MGP_STR = build(
     "embeddings.pos_embed",
     "encoder.blocks.*.attn",
     Fused("qkv"),
@@ -192,18 +187,16 @@ MGP_STR = Stack(
     grid=Grid("embeddings.proj"),
 )
 TILES = CountedLength("pixel_values", ("patch_embedding",), ("num_patches",), more=1, never_multiple_of=8)
-MLLAMA = Stack(  # what tells tiles apart, by the image's aspect ratio, stays
-    "",
+MLLAMA = build(  # what tells tiles apart, by the image's aspect ratio, stays
     "gated_positional_embedding",
     "transformer.layers.*.self_attn | global_transformer.layers.*.self_attn",
     Q_K_PROJ,
     cache=None,
     removal=(("gated_positional_embedding", INPUT), ("@lens", TILES)),
 )
-MOLMO2 = Stack("", "positional_embedding", "layers.*.self_attn", Q_K_PROJ, cache=None)
+MOLMO2 = build("positional_embedding", "layers.*.self_attn", Q_K_PROJ, cache=None)
 _VIDEO = AnyImageSize(flag=True, argument="pixel_values_videos")
-VIDEOPRISM = Stack(
-    "",
+VIDEOPRISM = build(
     "spatial_embeddings.position_embeddings",
     "spatial_layers.*.attention | temporal_layers.*.attention",
     Q_K_PROJ,
@@ -216,79 +209,76 @@ VIDEOPRISM = Stack(
 )
 
 FAMILIES = (
-    family("aimv2_vision_model", {"Aimv2VisionModel": AIMV2}, "apple/aimv2-large-patch14-224-lit"),
-    family("altclip_vision_model", {"AltCLIPVisionModel": CLIP}, "BAAI/AltCLIP"),
-    family("blip_2_vision_model", {"Blip2VisionModel": BLIP}, "Salesforce/blip2-opt-2.7b"),
-    family("blip_vision_model", {"BlipVisionModel": BLIP}, "Salesforce/blip-vqa-base"),
-    family("chinese_clip_vision_model", {"ChineseCLIPVisionModel": CLIP}, "OFA-Sys/chinese-clip-vit-base-patch16"),
-    family("clip_vision_model", {"CLIPVisionModel": CLIP}, "openai/clip-vit-base-patch32"),
-    family("clipseg_vision_model", {"CLIPSegVisionModel": CLIP}, "CIDAS/clipseg-rd64"),
-    family(
-        "deepseek_ocr2_sam_vision_model", {"DeepseekOcr2SamVisionEncoder": OCR_SAM}, "deepseek-community/DeepSeek-OCR-2"
-    ),
-    family("deit", {"DeiTModel": DEIT}, "facebook/deit-base-distilled-patch16-224"),
-    family("dinov2", {"Dinov2Model": DINOV2, "Dinov2Backbone": DINOV2}, "facebook/dinov2-base"),
+    family("aimv2_vision_model", "apple/aimv2-large-patch14-224-lit", Aimv2VisionModel=AIMV2),
+    family("altclip_vision_model", "BAAI/AltCLIP", AltCLIPVisionModel=CLIP),
+    family("blip_2_vision_model", "Salesforce/blip2-opt-2.7b", Blip2VisionModel=BLIP),
+    family("blip_vision_model", "Salesforce/blip-vqa-base", BlipVisionModel=BLIP),
+    family("chinese_clip_vision_model", "OFA-Sys/chinese-clip-vit-base-patch16", ChineseCLIPVisionModel=CLIP),
+    family("clip_vision_model", "openai/clip-vit-base-patch32", CLIPVisionModel=CLIP),
+    family("clipseg_vision_model", "CIDAS/clipseg-rd64", CLIPSegVisionModel=CLIP),
+    family("deepseek_ocr2_sam_vision_model", "deepseek-community/DeepSeek-OCR-2", DeepseekOcr2SamVisionEncoder=OCR_SAM),
+    family("deit", "facebook/deit-base-distilled-patch16-224", DeiTModel=DEIT),
+    family("dinov2", "facebook/dinov2-base", Dinov2Model=DINOV2, Dinov2Backbone=DINOV2),
     family(
         "dinov2_with_registers",
-        {"Dinov2WithRegistersModel": REGISTERS, "Dinov2WithRegistersBackbone": REGISTERS},
         "facebook/dinov2-with-registers-base",
+        Dinov2WithRegistersModel=REGISTERS,
+        Dinov2WithRegistersBackbone=REGISTERS,
     ),
-    family("dpt", {"DPTModel": DPT}, "Intel/dpt-large"),
-    family("flava_image_model", {"FlavaImageModel": FLAVA}, "facebook/flava-full"),
-    family("git_vision_model", {"GitVisionTransformer": CLIP}, "microsoft/git-base"),
-    family("got_ocr2_vision", {"GotOcr2VisionEncoder": SAM}, "stepfun-ai/GOT-OCR-2.0-hf"),
-    family("granite_docling_vision", {"GraniteDoclingVisionModel": GRANITE}, "ibm-granite/granite-for-docling-500m"),
-    family("groupvit_vision_model", {"GroupViTVisionTransformer": GROUPVIT}, "nvidia/groupvit-gcc-yfcc"),
-    family("idefics", {"IdeficsVisionTransformer": CLIP}, "HuggingFaceM4/idefics-9b"),
-    family("idefics2_vision", {"Idefics2VisionTransformer": IDEFICS2}, "HuggingFaceM4/idefics2-8b"),
-    family("idefics3_vision", {"Idefics3VisionTransformer": IDEFICS3}, "HuggingFaceM4/Idefics3-8B-Llama3"),
-    family("ijepa", {"IJepaModel": IJEPA}, "facebook/ijepa_vith14_1k"),
-    family("instructblip_vision_model", {"InstructBlipVisionModel": BLIP}, "Salesforce/instructblip-flan-t5-xl"),
-    family(
-        "instructblipvideo_vision_model", {"InstructBlipVideoVisionModel": BLIP}, "Salesforce/instructblip-flan-t5-xl"
-    ),
-    family("internvl_vision", {"InternVLVisionModel": replace(DINOV2, hands_on=False)}, "OpenGVLab/InternVL3-1B-hf"),
-    family("janus_vision_model", {"JanusVisionModel": SIGLIP}, "deepseek-community/Janus-Pro-1B"),
-    family("kosmos_2_5_vision_model", {"Kosmos2_5VisionModel": KOSMOS_2_5}, "microsoft/kosmos-2.5"),
-    family("kosmos_2_vision_model", {"Kosmos2VisionTransformer": CLIP}, "microsoft/kosmos-2-patch14-224"),
-    family("lw_detr_vit", {"LwDetrViTBackbone": LW_DETR}, "AnnaZhang/lwdetr_small_60e_coco"),
-    family("metaclip_2_vision_model", {"MetaClip2VisionModel": CLIP}, "facebook/metaclip-2-worldwide-huge-quickgelu"),
-    family("mgp-str", {"MgpstrModel": MGP_STR}, "alibaba-damo/mgp-str-base"),
-    family("minicpm_ocr_vision", {"MiniCPMOcrVisionModel": MINICPM}, "openbmb/MiniCPM-OCR-1.0"),
-    family("minicpmv4_6_vision", {"MiniCPMV4_6VisionModel": MINICPM}, "openbmb/MiniCPM-V-4.6"),
-    family("minicpmv4_7_vision", {"MiniCPMV4_7VisionModel": MINICPM}, "openbmb/MiniCPM-V-4.7-1B"),
-    family("mllama_vision_model", {"MllamaVisionModel": MLLAMA}, "meta-llama/Llama-3.2-11B-Vision"),
-    family("molmo2_vision", {"Molmo2VisionModel": MOLMO2}, "allenai/Molmo2-8B"),
-    family("ovis2_vision", {"Ovis2VisionTransformer": OVIS2}, "thisisiron/Ovis2-1B-hf"),
-    family("owlv2_vision_model", {"Owlv2VisionTransformer": CLIP}, "google/owlv2-base-patch16"),
-    family("owlvit_vision_model", {"OwlViTVisionTransformer": CLIP}, "google/owlvit-base-patch16"),
-    family("phi4_multimodal_vision", {"Phi4MultimodalVisionModel": IDEFICS2}, "microsoft/Phi-4-multimodal-instruct"),
-    family("pix2struct_vision_model", {"Pix2StructVisionModel": PIX2STRUCT}, "google/pix2struct-base"),
-    family("pixio", {"PixioModel": PIXIO}, "facebook/pixio-huge"),
-    family("pp_formulanet_vision", {"PPFormulaNetVisionModel": SAM}, "PaddlePaddle/PP-FormulaNet_plus-L_safetensors"),
-    family("qianfan_ocr_vision", {"QianfanOCRVisionModel": QIANFAN}, "baidu/Qianfan-OCR"),
-    family("radio", {"RadioModel": RADIO}, "nvidia/C-RADIOv4-H"),
-    family("rf_detr_dinov2", {"RfDetrDinov2Backbone": replace(DINOV2, grid=None)}, "Roboflow/rf-detr-base"),
-    family("sam_hq_vision_model", {"SamHQVisionEncoder": SAM}, "syscv-community/sam-hq-vit-base"),
-    family("sam_vision_model", {"SamVisionEncoder": SAM}, "facebook/sam-vit-huge"),
-    family("seggpt", {"SegGptModel": SEGGPT}, "BAAI/seggpt-vit-large"),
-    family("siglip2_vision_model", {"Siglip2VisionModel": SIGLIP2}, "google/siglip2-base-patch16-naflex"),
-    family("siglip_vision_model", {"SiglipVisionModel": SIGLIP}, "google/siglip-base-patch16-224"),
-    family("slanext_vision", {"SLANeXtVisionEncoder": SAM}, "PaddlePaddle/SLANeXt_wired_safetensors"),
-    family("smolvlm_vision", {"SmolVLMVisionTransformer": IDEFICS3}, "HuggingFaceTB/SmolVLM2-2.2B-Instruct"),
-    family("timesformer", {"TimesformerModel": TIMESFORMER}, "facebook/timesformer-base-finetuned-k600"),
-    family("tipsv2_vision_model", {"Tipsv2VisionModel": TIPSV2, "Tipsv2VisionBackbone": TIPSV2}, "google/tipsv2-b14"),
-    family("unlimited_ocr_sam_vision_model", {"UnlimitedOcrSamVisionEncoder": OCR_SAM}, "baidu/Unlimited-OCR"),
-    family("unlimited_ocr_vision_encoder", {"UnlimitedOcrVisionEncoder": UNLIMITED_OCR}, "baidu/Unlimited-OCR"),
-    family("videomae", {"VideoMAEModel": VIDEOMAE}, "MCG-NJU/videomae-base"),
-    family("videoprism_vision_model", {"VideoPrismVisionModel": VIDEOPRISM}, "google/videoprism-base-f16r288"),
-    family("vit", {"ViTModel": VIT}, "google/vit-base-patch16-224"),
-    family("vit_mae", VIT_MAE, "facebook/vit-mae-base"),
-    family("vit_msn", {"ViTMSNModel": VIT}, "facebook/vit_msn_base"),
-    family("vitdet", {"VitDetModel": VITDET, "VitDetBackbone": VITDET}, "google/vitdet-base-patch16-224"),
-    family("vitpose_backbone", {"VitPoseBackbone": VITPOSE}, "usyd-community/vitpose-base-simple"),
-    family("vivit", {"VivitModel": VIT}, "google/vivit-b-16x2-kinetics400"),
-    family("xclip", {"XCLIPMultiframeIntegrationTransformer": XCLIP_FRAMES}, "microsoft/xclip-base-patch32"),
-    family("xclip_vision_model", {"XCLIPVisionModel": XCLIP}, "microsoft/xclip-base-patch32"),
-    family("yolos", {"YolosModel": YOLOS}, "hustvl/yolos-base"),
+    family("dpt", "Intel/dpt-large", DPTModel=DPT),
+    family("flava_image_model", "facebook/flava-full", FlavaImageModel=FLAVA),
+    family("git_vision_model", "microsoft/git-base", GitVisionTransformer=CLIP),
+    family("got_ocr2_vision", "stepfun-ai/GOT-OCR-2.0-hf", GotOcr2VisionEncoder=SAM),
+    family("granite_docling_vision", "ibm-granite/granite-for-docling-500m", GraniteDoclingVisionModel=GRANITE),
+    family("groupvit_vision_model", "nvidia/groupvit-gcc-yfcc", GroupViTVisionTransformer=GROUPVIT),
+    family("idefics", "HuggingFaceM4/idefics-9b", IdeficsVisionTransformer=CLIP),
+    family("idefics2_vision", "HuggingFaceM4/idefics2-8b", Idefics2VisionTransformer=IDEFICS2),
+    family("idefics3_vision", "HuggingFaceM4/Idefics3-8B-Llama3", Idefics3VisionTransformer=IDEFICS3),
+    family("ijepa", "facebook/ijepa_vith14_1k", IJepaModel=IJEPA),
+    family("instructblip_vision_model", "Salesforce/instructblip-flan-t5-xl", InstructBlipVisionModel=BLIP),
+    family("instructblipvideo_vision_model", "Salesforce/instructblip-flan-t5-xl", InstructBlipVideoVisionModel=BLIP),
+    family("internvl_vision", "OpenGVLab/InternVL3-1B-hf", InternVLVisionModel=replace(DINOV2, hands_on=False)),
+    family("janus_vision_model", "deepseek-community/Janus-Pro-1B", JanusVisionModel=SIGLIP),
+    family("kosmos_2_5_vision_model", "microsoft/kosmos-2.5", Kosmos2_5VisionModel=KOSMOS_2_5),
+    family("kosmos_2_vision_model", "microsoft/kosmos-2-patch14-224", Kosmos2VisionTransformer=CLIP),
+    family("lw_detr_vit", "AnnaZhang/lwdetr_small_60e_coco", LwDetrViTBackbone=LW_DETR),
+    family("metaclip_2_vision_model", "facebook/metaclip-2-worldwide-huge-quickgelu", MetaClip2VisionModel=CLIP),
+    family("mgp-str", "alibaba-damo/mgp-str-base", MgpstrModel=MGP_STR),
+    family("minicpm_ocr_vision", "openbmb/MiniCPM-OCR-1.0", MiniCPMOcrVisionModel=MINICPM),
+    family("minicpmv4_6_vision", "openbmb/MiniCPM-V-4.6", MiniCPMV4_6VisionModel=MINICPM),
+    family("minicpmv4_7_vision", "openbmb/MiniCPM-V-4.7-1B", MiniCPMV4_7VisionModel=MINICPM),
+    family("mllama_vision_model", "meta-llama/Llama-3.2-11B-Vision", MllamaVisionModel=MLLAMA),
+    family("molmo2_vision", "allenai/Molmo2-8B", Molmo2VisionModel=MOLMO2),
+    family("ovis2_vision", "thisisiron/Ovis2-1B-hf", Ovis2VisionTransformer=OVIS2),
+    family("owlv2_vision_model", "google/owlv2-base-patch16", Owlv2VisionTransformer=CLIP),
+    family("owlvit_vision_model", "google/owlvit-base-patch16", OwlViTVisionTransformer=CLIP),
+    family("phi4_multimodal_vision", "microsoft/Phi-4-multimodal-instruct", Phi4MultimodalVisionModel=IDEFICS2),
+    family("pix2struct_vision_model", "google/pix2struct-base", Pix2StructVisionModel=PIX2STRUCT),
+    family("pixio", "facebook/pixio-huge", PixioModel=PIXIO),
+    family("pp_formulanet_vision", "PaddlePaddle/PP-FormulaNet_plus-L_safetensors", PPFormulaNetVisionModel=SAM),
+    family("qianfan_ocr_vision", "baidu/Qianfan-OCR", QianfanOCRVisionModel=QIANFAN),
+    family("radio", "nvidia/C-RADIOv4-H", RadioModel=RADIO),
+    family("rf_detr_dinov2", "Roboflow/rf-detr-base", RfDetrDinov2Backbone=replace(DINOV2, grid=None)),
+    family("sam_hq_vision_model", "syscv-community/sam-hq-vit-base", SamHQVisionEncoder=SAM),
+    family("sam_vision_model", "facebook/sam-vit-huge", SamVisionEncoder=SAM),
+    family("seggpt", "BAAI/seggpt-vit-large", SegGptModel=SEGGPT),
+    family("siglip2_vision_model", "google/siglip2-base-patch16-naflex", Siglip2VisionModel=SIGLIP2),
+    family("siglip_vision_model", "google/siglip-base-patch16-224", SiglipVisionModel=SIGLIP),
+    family("slanext_vision", "PaddlePaddle/SLANeXt_wired_safetensors", SLANeXtVisionEncoder=SAM),
+    family("smolvlm_vision", "HuggingFaceTB/SmolVLM2-2.2B-Instruct", SmolVLMVisionTransformer=IDEFICS3),
+    family("timesformer", "facebook/timesformer-base-finetuned-k600", TimesformerModel=TIMESFORMER),
+    family("tipsv2_vision_model", "google/tipsv2-b14", Tipsv2VisionModel=TIPSV2, Tipsv2VisionBackbone=TIPSV2),
+    family("unlimited_ocr_sam_vision_model", "baidu/Unlimited-OCR", UnlimitedOcrSamVisionEncoder=OCR_SAM),
+    family("unlimited_ocr_vision_encoder", "baidu/Unlimited-OCR", UnlimitedOcrVisionEncoder=UNLIMITED_OCR),
+    family("videomae", "MCG-NJU/videomae-base", VideoMAEModel=VIDEOMAE),
+    family("videoprism_vision_model", "google/videoprism-base-f16r288", VideoPrismVisionModel=VIDEOPRISM),
+    family("vit", "google/vit-base-patch16-224", ViTModel=VIT),
+    family("vit_mae", "facebook/vit-mae-base", **VIT_MAE),
+    family("vit_msn", "facebook/vit_msn_base", ViTMSNModel=VIT),
+    family("vitdet", "google/vitdet-base-patch16-224", VitDetModel=VITDET, VitDetBackbone=VITDET),
+    family("vitpose_backbone", "usyd-community/vitpose-base-simple", VitPoseBackbone=VITPOSE),
+    family("vivit", "google/vivit-b-16x2-kinetics400", VivitModel=VIT),
+    family("xclip", "microsoft/xclip-base-patch32", XCLIPMultiframeIntegrationTransformer=XCLIP_FRAMES),
+    family("xclip_vision_model", "microsoft/xclip-base-patch32", XCLIPVisionModel=XCLIP),
+    family("yolos", "hustvl/yolos-base", YolosModel=YOLOS),
 )
