@@ -5,9 +5,7 @@ and families in `hfpatch.extend`, results where they are returned. Each name is 
 """
 
 import importlib
-from typing import TYPE_CHECKING
-
-from .lazy_names import lazy_names
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compile import compile_model
@@ -74,7 +72,13 @@ _MODULES = {
 }
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these
-    __getattr__ = lazy_names(globals(), _MODULES)
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _MODULES.items():
+            if name in names.split():
+                globals()[name] = value = getattr(importlib.import_module(f".{module}", __name__), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ ORDER = (
     *("swap", "exact", "sites", "schemes", "measure", "core", "runtime"),
 )
 BESIDE = {"cli": "__init__", "extend": "__init__", "compile": "measure"}
-BOTTOM = {"errors": {"runtime.errors"}, "lazy_names": set[str]()}  # stands below all; what it may import nevertheless
+BOTTOM = {"errors": {"runtime.errors"}}  # stands below all; what it may import nevertheless
 OF_RUNTIME = {"torch", "transformers", *sys.stdlib_module_names}
 
 

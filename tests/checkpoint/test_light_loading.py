@@ -21,7 +21,7 @@ from hfpatch.runtime.record import REPAIR
 pytestmark = pytest.mark.slow
 
 ROOT = Path(hfpatch.__file__).parent
-NEEDED = {"__init__", "errors", "lazy_names", "runtime", "checkpoint"}
+NEEDED = {"__init__", "errors", "runtime", "checkpoint"}
 CAUSAL = "AutoModelForCausalLM"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a table becomes a rotation": ("gpt2", CAUSAL, {"norm": "dyt", "pos": "rope"}),
