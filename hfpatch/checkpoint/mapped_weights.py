@@ -66,11 +66,9 @@ def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
     mappings, weights, places = Mappings(), dict[str, Tensor](), dict[str, str]()
     for path in files:
         try:
-            with safe_open(path, "pt"):  # which reads and checks the header
-                pass
+            found = _tensors(path, mappings)
         except SafetensorError as error:
             raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
-        found = _tensors(path, mappings)
         weights |= found
         places |= dict.fromkeys(found, path.name)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights, dtype="auto", output_loading_info=True)
@@ -84,8 +82,8 @@ def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
 
 
 def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
-    """The tensors of a sound safetensors file, mapped."""
-    with path.open("rb") as file, safe_open(path, "pt") as reader:
+    """The tensors of a safetensors file, mapped."""
+    with safe_open(path, "pt") as reader, path.open("rb") as file:  # the first reads and checks the header
         length = int.from_bytes(file.read(8), "little")
         header, memory, found = json.loads(file.read(length)), mappings.map(file), dict[str, Tensor]()
         for name in reader.keys():  # noqa: SIM118 (it is no dictionary)

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -46,12 +45,10 @@ def text_length_of(model: PreTrainedModel) -> int | None:
     That is the length of the texts that the encoder was trained for. None where there is no such folder.
     """
     commit, name = (getattr(model.config, option, None) for option in ("_commit_hash", "_name_or_path"))
-    folder = Path(name) if name and Path(name).is_dir() else None
-    if name and folder is None:
-        with suppress(HFValidationError):
-            cached = try_to_load_from_cache(name, CONFIG_NAME, revision=commit)
-            folder = Path(cached).parent if isinstance(cached, str) else None
-    for file in sorted(folder.glob(_SETTINGS)) if folder is not None else ():
+    config = None
+    with suppress(OSError):  # it is no name of a repository, or isn't in the cache
+        config = finder(name, {"revision": commit, "local_files_only": True})(CONFIG_NAME) if name else None
+    for file in sorted(config.parent.glob(_SETTINGS)) if config is not None else ():
         with suppress(OSError, ValueError):
             stored = json.loads(file.read_text(encoding="utf-8"))
             length = stored.get("max_seq_length") if isinstance(stored, dict) else None

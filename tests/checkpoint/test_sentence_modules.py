@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -134,10 +133,9 @@ def test_the_length_of_texts_is_read_from_the_cache(tmp_path: Path, monkeypatch:
     """Of a model by its Hub id, in the commit that it was opened from; without a cached folder nothing is known."""
     model = tiny("bert")
     model.config._name_or_path, model.config._commit_hash = "someone/encoder", "c0ffee"
+    find = sentence_modules.finder
     monkeypatch.setattr(
-        sentence_modules,
-        "try_to_load_from_cache",
-        functools.partial(sentence_modules.try_to_load_from_cache, cache_dir=tmp_path),
+        sentence_modules, "finder", lambda name, options: find(name, {**options, "cache_dir": str(tmp_path)})
     )
     assert text_length_of(model) is None
     folder = tmp_path / "models--someone--encoder" / "snapshots" / "c0ffee"
