@@ -27,9 +27,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint.outer import require_outermost
 from .checkpoint.sentence_modules import text_length_of
-from .core.bare import require_bare, require_unquantized
+from .core.bare import require_bare, require_outermost, require_unquantized
 from .core.holders import unwrap_holders
 from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
 from .core.results import Result, Table, to_json_value
@@ -43,15 +42,12 @@ from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .schemes.combinations import require_order, require_same_init
 from .schemes.fixed import Folded
 from .schemes.placements import Placement
-from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request
+from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request, require_order, require_same_init
 from .sites.sites import Sites
-from .swap.by_glob import join, require_matches
-from .swap.config_diff import ConfigDiff, Setting, derive
-from .swap.planners import PlannerResult, planner_of
-from .swap.written_config import require_valid_config
+from .swap.config_diff import ConfigDiff, Setting, derive, require_valid_config
+from .swap.planners import PlannerResult, join, planner_of, require_matches
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from ..core.suggest import did_you_mean
+from ..core.registry import did_you_mean
 from ..errors import FreshHeadWarning
 from ..measure.randomness import keep_random_state
 from ..runtime.errors import CheckpointError, PatchError, first_line

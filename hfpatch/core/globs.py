@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import NoMatchError, OptionError
 from .plan_table import Row
-from .suggest import did_you_mean
+from .registry import did_you_mean
 
 AND = " & "  # between globs that must all match; no name holds a space
 

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from ..errors import OptionError
 from ..runtime.declared import declared_types, is_of_type, type_name
 from ..runtime.errors import PatchError
-from .registry import Registry
-from .suggest import did_you_mean, nearest
+from .registry import Registry, did_you_mean, nearest
 
 S = TypeVar("S", bound="Scheme")
 MOST = 2**63 - 1  # the largest integer that torch takes

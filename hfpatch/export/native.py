@@ -28,8 +28,7 @@ from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from ..sites.norms import describe
-from .dropouts import different_dropouts
-from .equality import OutputComparison, batches, compare
+from .equality import OutputComparison, batches, compare, different_dropouts
 from .fixed_norms import fixing_config
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting

@@ -23,7 +23,7 @@ from ..schemes.request import Record
 from ..schemes.rope import PARTIAL, RoPE, rotation_after
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
-from .dropouts import embedding_dropout
+from .equality import embedding_dropout
 from .layouts import SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
 

@@ -5,7 +5,9 @@ The file holds its styles and figures and loads nothing; it has no scripts.
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,26 @@ from ..runtime.record import KEY
 from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
-from ..verification.report import ModuleRow, Report, module_lines, output_lines, title_of
-from .figures import layer_figures
-from .opening import auto_class_and_task, how_to_make, metadata_of, ways_to_open
+from ..verification.report import (
+    ErrorLine,
+    LayerRow,
+    ModuleRow,
+    Report,
+    error_lines,
+    module_lines,
+    output_lines,
+    title_of,
+)
+from .card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 
 _PATCHED = "PATCHED"  # stands for the name of a checkpoint that isn't known
 HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
+WIDTH, HEIGHT = 640, 300  # of a figure, in pixels at full size
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, WIDTH - 10, 12, HEIGHT - 38
+_TICKS = 6  # labels of an axis, at most
+_DASHES = {"reference": "2 4", "model": "none", "centred": "7 4"}
+_COLOURS = ("#0b6bcb", "#c2410c", "#2a9d55", "#8b2fc9", "#0e7490", "#857000")
 
 
 def write_page(
@@ -190,3 +205,62 @@ def changed_modules(model: PreTrainedModel) -> list[ModuleRow]:
     `model` may be on the meta device.
     """
     return sorted(compare_modules(model, unpatched_model(model)), key=lambda row: row.state == "kept")
+
+
+# Figures: the error layer by layer as SVG path data
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a figure: its name in the legend, its colour and dashes, and its SVG path data."""
+
+    name: str
+    colour: str
+    dashes: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Plot of the error layer by layer: curves, and positions of the axis labels."""
+
+    stream: str
+    curves: list[Curve]
+    powers: list[tuple[float, str]]
+    layers: list[tuple[float, str]]
+
+
+def layer_figures(rows: list[LayerRow]) -> list[Figure]:
+    """Return plots of each stream's error by layer, on a log axis; colours are dtypes, dashes are kinds of lines."""
+    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    colours = {dtype: _COLOURS[i % len(_COLOURS)] for i, dtype in enumerate(dtypes)}
+    figures = (_figure(stream, lines, colours) for stream, lines in error_lines(rows).items())
+    return [figure for figure in figures if figure is not None]
+
+
+def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
+    """None if no error has a logarithm."""
+    powers = [math.log10(error) for line in lines.values() for error in line.values() if not math.isnan(error)]
+    if not powers:
+        return None
+    low = math.floor(min(powers))
+    high = max(math.ceil(max(powers)), low + 1)
+    layers = sorted({layer for line in lines.values() for layer in line})
+
+    def x(layer: int) -> float:
+        return round(_LEFT + (_RIGHT - _LEFT) * layer / max(layers[-1], 1), 1)
+
+    def y(power: float) -> float:
+        return round(_BOTTOM - (_BOTTOM - _TOP) * (power - low) / (high - low), 1)
+
+    curves = []
+    for line, errors in lines.items():
+        data, move = "", "M"
+        for layer, error in sorted(errors.items()):
+            if not math.isnan(error):
+                data += f"{move}{x(layer)},{y(math.log10(error))}"
+            move = "M" if math.isnan(error) else "L"
+        curves.append(Curve(line.label, colours[line.dtype], _DASHES[line.kind], data))
+    shown = range(low, high + 1, math.ceil((high - low + 1) / _TICKS))
+    marked = layers[:: math.ceil(len(layers) / (2 * _TICKS))]
+    return Figure(stream, curves, [(y(one), f"1e{one}") for one in shown], [(x(one), str(one)) for one in marked])

@@ -29,9 +29,8 @@ from ..errors import HubError, OptionError
 from ..export import FORMS
 from ..runtime.errors import PatchError
 from ..verification.report import Report
-from .card import card
+from .card import card, metadata_of
 from .folder import CARD, Checkpoint, checkpoint_of
-from .opening import metadata_of
 
 HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
 # Files in the repository that say something of other weights: transformers would open them, or people read them

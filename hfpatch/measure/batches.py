@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 
 from ..core.holders import model_inside, tokenizer_owner
-from ..core.suggest import nearest
+from ..core.registry import nearest
 from ..errors import OptionError
 from ..runtime.errors import first_line
 from .inputs import input_embedding, longest_text, main_input, text_config

@@ -1,4 +1,4 @@
-"""Applies changed config settings to a model: attributes and tensors that its class builds differently from them.
+"""Changed config settings: checks that they can be saved, and applies what the model's class builds differently.
 
 The model's class is built twice on the meta device, from the present config and from one with the new settings. What
 differs is changed in the model, so that it matches its config and its checkpoint opens: attributes, buffers, and
@@ -7,6 +7,7 @@ Parameters with values that the class computes (RoFormer's sines).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
 from ..measure.copies import copy_of, unpatched_config
@@ -118,7 +119,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
             )
     try:
         for owner, attribute, value in settings:
-            setattr(reduce(getattr, paths[id(owner)], config), attribute, value)  # which some configs check
+            _set(config, (*paths[id(owner)], attribute), value)
         return copy_of(model, config=config, device="meta")
     except Exception as error:
         reason = describe_error(error, 120)
@@ -158,11 +159,14 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
 
 
-def _innermost(modules: Mapping[str, nn.Module], name: str) -> Any:
-    """The innermost transformers model around a module, whose `_init_weights` transformers calls for it."""
+def innermost_model(modules: Mapping[str, nn.Module], name: str) -> Any:
+    """Return the innermost transformers model around a module, whose `_init_weights` transformers calls for it.
+
+    None if there is none; `modules` are those of the outermost model by name.
+    """
     pieces = name.split(".") if name else []
     around = (modules[".".join(pieces[:count])] for count in range(len(pieces), -1, -1))
-    return next(one for one in around if isinstance(one, PreTrainedModel))
+    return next((one for one in around if isinstance(one, PreTrainedModel)), None)
 
 
 def _tensors(
@@ -200,7 +204,7 @@ def _tensors(
         elif bool((value == _UNSET).all()):
             raise UnsupportedError(
                 f"{name}.{tensor}: its shape also depends on {what}, and "
-                f"{type(_innermost(after, name)).__name__}._init_weights doesn't fill it. {_ADVICE}"
+                f"{type(innermost_model(after, name)).__name__}._init_weights doesn't fill it. {_ADVICE}"
             )
         yield tensor, value
 
@@ -212,7 +216,7 @@ def _initialised(host: Mapping[str, nn.Module], path: str, names: list[str]) -> 
     with keep_random_state(), torch.no_grad():
         for tensor in found.values():
             tensor.fill_(_UNSET)
-        _innermost(host, path)._init_weights(module)
+        innermost_model(host, path)._init_weights(module)
     return found
 
 
@@ -223,3 +227,52 @@ def _is_computed(present: nn.Parameter, old: Tensor, new: Tensor) -> bool:
     if present.is_meta:
         return not present.requires_grad
     return torch.allclose(present.detach().float().cpu(), old.float(), atol=1e-2, rtol=0)  # as bfloat16 holds them
+
+
+# Whether the config can be saved
+
+
+def require_valid_config(model: Any, settings: list[Setting]) -> None:
+    """Refuse settings that make a model's config impossible to save, or different when loaded.
+
+    Args:
+        model: as it is before.
+        settings: what changes in its config.
+
+    Raises:
+        UnsupportedError: the config's class takes its present settings and not these; says why.
+    """
+    if not settings or _fault(model.config, []) is not None:  # no fault of the request's
+        return
+    if (fault := _fault(model.config, settings)) is not None:
+        what = ", ".join(f"{name}={value!r:.120}" for _, name, value in settings)
+        raise UnsupportedError(f"{type(model.config).__name__} can't be saved with {what}: {fault.rstrip('.')}.")
+
+
+def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
+    """What is wrong with a config that has other settings; None if nothing is."""
+    written, paths = unpatched_config(config), config_paths(config)
+    changed = [((*paths[id(owner)], name), value) for owner, name, value in settings if id(owner) in paths]
+    try:
+        for path, value in changed:
+            _set(written, path, value)
+        if hasattr(written, "validate"):
+            written.validate()
+        read = type(written).from_dict(json.loads(written.to_json_string()))
+    except Exception as error:  # whatever a config's own validation may raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return lines[-1][:300] if lines else describe_error(error)
+    for path, value in changed:
+        found = reduce(getattr, path, read)
+        if _as_json(found) != _as_json(value):
+            return f"read again, its {'.'.join(path)} is {found!r:.120}"
+    return None
+
+
+def _set(config: Any, path: tuple[str, ...], value: Any) -> None:
+    setattr(reduce(getattr, path[:-1], config), path[-1], value)  # which some configs check
+
+
+def _as_json(value: Any) -> Any:
+    """A value without what a config adds to it when it is read."""
+    return json.loads(json.dumps(value))

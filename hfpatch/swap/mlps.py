@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
@@ -21,6 +20,7 @@ from ..schemes.mlps import MAX_START_ERROR, MLP, Start
 from ..schemes.request import SchemeRequest
 from ..sites.mlps import MLPSite, find_mlps, mixtures
 from ..sites.sites import Sites
+from .config_diff import innermost_model
 from .planners import PlannerResult
 
 
@@ -206,7 +206,8 @@ def _initialise(model: nn.Module, names: tuple[str, str, str]) -> None:
 
     Twice, since such a rule writes to the first projection, as which the gate poses: V keeps the first draw.
     """
-    host, gated, last = _host_of(model, names[0]), model.get_submodule(names[0]), model.get_submodule(names[2])
+    modules = dict(model.named_modules())
+    host, gated, last = innermost_model(modules, names[0]), modules[names[0]], modules[names[2]]
     assert isinstance(gated, GatedLinear)
     if host is None:
         return
@@ -221,10 +222,3 @@ def _initialise(model: nn.Module, names: tuple[str, str, str]) -> None:
             if not again:
                 host._init_weights(gated.up)
                 gated.up.weight.copy_(gated.gate.weight)  # type: ignore[operator,arg-type]
-
-
-def _host_of(model: nn.Module, name: str) -> PreTrainedModel | None:
-    """The innermost transformers model that a module belongs to."""
-    pieces = name.split(".")
-    inside = [model.get_submodule(".".join(pieces[:depth])) for depth in range(len(pieces))]
-    return next((module for module in reversed(inside) if isinstance(module, PreTrainedModel)), None)

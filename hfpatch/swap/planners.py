@@ -1,17 +1,25 @@
-"""Planner interface: a function from a model's sites and one request to changes; each scheme names its planner."""
+"""Planner interface: a function from a model's sites and one request to changes; each scheme names its planner.
+
+The results of several schemes of one kind, each for the modules that its globs match, are joined into one plan.
+"""
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from ..core.globs import Names, no_match, require_all_match
 from ..core.plan_table import Change, Row
 from ..core.scheme import Scheme
+from ..errors import NoMatchError
 from ..exact.request import Conversion
 from ..runtime.errors import UnsupportedError
-from ..schemes.request import SchemeRequest, kind_of
+from ..schemes.request import KINDS, Request, SchemeRequest, kind_of
 from ..sites.sites import Sites
+
+_KEPT, _UNMATCHED = "keep", "not in only"  # reasons by globs: see core/globs.py
 
 
 @dataclass
@@ -89,3 +97,126 @@ class Planner(Protocol):
 def planner_of(scheme: Scheme) -> Planner:
     """Return the planner that a scheme names ("module:function"), imported on first use."""
     return pkgutil.resolve_name(scheme.planner)
+
+
+# Several schemes of one kind
+
+
+def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResult]:
+    """Return the results of a request, in each of which only the modules are left that are its own.
+
+    Those of one kind of scheme then have one row for each module. A module that several of them change alike (a
+    position table that feeds attentions of several) is changed by the first, and counts for all of them: `shared` of
+    the others has its row. It loses what all of them lose by it.
+
+    Raises:
+        UnsupportedError: two of them change a module, or a setting of the config, in different ways.
+    """
+    owners: dict[tuple[str, ...], tuple[int, Change]] = {}
+    for index, found in enumerate(results):
+        for change in found.changes:
+            place = found.kind, change.row.kind, change.row.module
+            owner, first = owners.setdefault(place, (index, change))
+            if change.changes and first.changes and owner != index and _texts(change) != _texts(first):
+                raise _conflict(change.row.module, results[owner], found, "change it in different ways")
+            if _rank(change) < _rank(first):
+                owners[place] = index, change
+    _require_one_centring(results)
+    _require_equal_settings(results)
+    joined = []
+    for index, found in enumerate(results):
+        own, shared = list[Change](), list[Row]()
+        for change in found.changes:
+            owner, first = owners[found.kind, change.row.kind, change.row.module]
+            if owner == index:
+                own.append(change)
+            elif change.changes and first.changes:
+                first.row.loss = _common_loss(first.row, change.row)
+                shared.append(first.row)
+        by_globs = found.kind in request.mapped and not request.only
+        joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own, shared=shared))
+    return joined
+
+
+def _common_loss(one: Row, other: Row) -> str | None:
+    """What two schemes both lose by the change of one module: under NoPE alone a stack can't tell the order."""
+    texts = (other.loss or "").split("; ")
+    return "; ".join(text for text in (one.loss or "").split("; ") if text in texts) or None
+
+
+def require_matches(names: Names, request: Request, results: Sequence[PlannerResult]) -> None:
+    """Refuse globs of a request without effect; `results` are the joined ones.
+
+    Raises:
+        NoMatchError: a glob matches no module, or one of a mapping none that an earlier glob leaves to it.
+        UnsupportedError: what a glob of a mapping keeps goes with modules of another one.
+    """
+    rows = {kind: list[Row]() for kind in KINDS}
+    for found in results:
+        rows[found.kind] += [change.row for change in found.changes if change.row.kind != "stream"]
+    require_all_match(
+        names, {"only": request.only, "keep": request.keep}, [row for own in rows.values() for row in own]
+    )
+    for kind, by_glob in request.mapped.items():
+        if rows[kind]:
+            _require_each_counts(names, kind, by_glob, rows[kind])
+
+
+def _require_each_counts(names: Names, kind: str, by_glob: Mapping[str, Scheme | None], rows: Sequence[Row]) -> None:
+    left = list(rows)
+    for glob, scheme in by_glob.items():
+        where = f"{kind}={{{glob!r}: {None if scheme is None else str(scheme)!r}}}"
+        named = {id(row) for row in rows if names.matches(glob, (row.module, *row.aliases))}
+        if not named:
+            raise no_match(where, glob, rows)
+        own = [row for row in left if id(row) in named]
+        left = [row for row in left if id(row) not in named]
+        if not own:
+            raise NoMatchError(f"{where} matches only modules that earlier globs match. Put it before them.")
+        if scheme is None and all(row.action == "replace" for row in own):
+            raise UnsupportedError(
+                f"{where}: {own[0].module} goes with modules of an earlier glob. Put this one first to keep it."
+            )
+
+
+def _texts(change: Change) -> tuple[Any, ...]:
+    weights = [str(one.to_json()) for one in (*change.values, *change.starts)]
+    return list(map(str, change.edits)), weights
+
+
+def _rank(change: Change) -> int:
+    """How little a row says of its module: a change, why none is possible, that a glob keeps it, that none names it."""
+    reason = change.row.reason or ""
+    return 0 if change.changes else 3 if reason.startswith(_UNMATCHED) else 2 if reason == _KEPT else 1
+
+
+def _worded(change: Change) -> Change:
+    """A change whose row doesn't speak of `only` where a mapping's globs are meant."""
+    reason = change.row.reason or ""
+    if change.changes or not reason.startswith(_UNMATCHED):
+        return change
+    return replace(change, row=replace(change.row, reason=reason.replace(_UNMATCHED, "no glob matches it", 1)))
+
+
+def _require_one_centring(results: Sequence[PlannerResult]) -> None:
+    """Refuse two ways to centre the stream."""
+    centring = [found for found in results if found.conversion is not None and found.conversion.centres]
+    for found in centring:
+        if found.part.scheme.centring != centring[0].part.scheme.centring:
+            raise _conflict("the residual stream", centring[0], found, "centre it in different ways")
+
+
+def _require_equal_settings(results: Sequence[PlannerResult]) -> None:
+    """Refuse two values of one setting of the config."""
+    seen: dict[tuple[int, str], tuple[Any, PlannerResult]] = {}
+    for found in results:
+        for config, name, value in found.lengths:
+            before, other = seen.setdefault((id(config), name), (value, found))
+            if before != value:
+                what = f"set it to {before!r} and to {value!r}"
+                raise _conflict(f"{type(config).__name__}.{name}", other, found, what)
+
+
+def _conflict(where: str, one: PlannerResult, other: PlannerResult, what: str) -> UnsupportedError:
+    schemes = " and ".join(repr(str(found.part.scheme)) for found in (one, other))
+    return UnsupportedError(f"{where}: {one.kind}={schemes} {what}. Choose one of them for it.")

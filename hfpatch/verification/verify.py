@@ -20,8 +20,7 @@ from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..schemes.request import Record
-from .comparison import DTYPES, Comparison
-from .dtype_copy import Subject, repeatable_inference
+from .comparison import DTYPES, Comparison, Subject, repeatable_inference
 from .module_diff import compare_modules
 from .report import Report, title_of
 

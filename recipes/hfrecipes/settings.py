@@ -16,8 +16,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hfpatch.core.registry import MLPS, NORMS, POSITIONS
-from hfpatch.core.suggest import did_you_mean
+from hfpatch.core.registry import MLPS, NORMS, POSITIONS, did_you_mean
 
 from .corpus import RecipeError, refusing
 from .tasks import TASKS, find_task

@@ -13,7 +13,7 @@ from tiny_models import patch, tiny
 from torch import Tensor
 
 from hfpatch.export import export_model, native_model
-from hfpatch.export.dropouts import ATTENTION, BRANCHES, EMBEDDINGS, different_dropouts, dropouts_of
+from hfpatch.export.equality import ATTENTION, BRANCHES, EMBEDDINGS, different_dropouts, dropouts_of
 
 GPT2 = {"embd_pdrop": 0.3, "resid_pdrop": 0.1, "attn_pdrop": 0.2}
 IDS = {"input_ids": torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(1))}

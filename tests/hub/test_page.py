@@ -21,9 +21,8 @@ from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.export import export_model
 from hfpatch.export.native import native_model
-from hfpatch.hub.figures import layer_figures
 from hfpatch.hub.folder import read_checkpoint
-from hfpatch.hub.page import changed_modules, unpatched_model, write_page
+from hfpatch.hub.page import changed_modules, layer_figures, unpatched_model, write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.report import RepairReport, Step

@@ -17,7 +17,7 @@ from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
-from hfpatch.swap.written_config import require_valid_config
+from hfpatch.swap.config_diff import require_valid_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::hfpatch.errors.NotPreservedWarning")
 SCALINGS: dict[str, dict[str, Any]] = {

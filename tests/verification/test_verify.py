@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from hfpatch.errors import MissingPackageError, OptionError, WrappedModelError
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
-from hfpatch.verification.comparison import Comparison
-from hfpatch.verification.dtype_copy import Subject
+from hfpatch.verification.comparison import Comparison, Subject
 from hfpatch.verification.report import Report
 from hfpatch.verification.sums import Sums
 from hfpatch.verification.verify import verify
