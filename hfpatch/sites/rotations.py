@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..runtime.host_rotary import ROPE_SETTINGS_PATH, Unrotated, with_settings
 from ..runtime.lens import host_class, lens_of
+from ..runtime.refuse_host import parts
 
 Path = tuple[str, ...]
 Settings = dict[str, Any]  # transformers' `rope_parameters`
@@ -140,12 +141,7 @@ def configs_of_parts(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def config_paths(config: Any, path: Path = ()) -> dict[int, Path]:
-    """Return for a config and each one inside: its id, and the attributes that lead to it."""
-    if not isinstance(config, PreTrainedConfig):
-        return {}
-    found = {id(config): path}
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            found = {**config_paths(value, (*path, name)), **found}
-    return found
+def config_paths(config: Any) -> dict[int, Path]:
+    """Return for a config and each one inside: its id, and the attributes that first lead to it."""
+    inside = [*parts(config)] if isinstance(config, PreTrainedConfig) else []
+    return {id(one): path for path, one in reversed(inside)}
