@@ -94,7 +94,11 @@ def fold_fixed_norms(
     names = [[change.row.module for change in one.changes if change.changes] for one in found]
     with keep_random_state(), torch.inference_mode(False):
         sites = Sites(model, inputs)
-        folded = [plan_fold_of_fixed(sites, one.part, own) for one, own in zip(found, names, strict=True)]
+        alone = set(plan.kinds) == {"norm"}
+        folded = [
+            plan_fold_of_fixed(sites, one.part, own, one.readers if alone else None)
+            for one, own in zip(found, names, strict=True)
+        ]
         folding, verdict = Plan.of(model, Record.of(model.config), folded), None
         if not folding.empty:
             before = snapshot_of(model, folding, inputs)

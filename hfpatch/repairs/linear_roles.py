@@ -50,18 +50,23 @@ class BlockRoles:
 class Roles:
     """Finds the roles of a patched model's linear layers, block by block.
 
-    Each block is run on its recorded arguments for two sequences (so that (B, T, d) differs from (T, B, d)), as it was
-    before any fit.
+    Each block is run as it was before any fit, on arguments for two sequences (so that (B, T, d) differs from
+    (T, B, d)). It gets the stream that the original's blocks return: after some blocks that aren't repaired yet, their
+    own may have grown without bound, and nothing could be told from it.
     """
 
-    def __init__(self, replay: BlockReplay, segments: Iterable[Segment]):
+    def __init__(self, replay: BlockReplay, original: BlockReplay, segments: Iterable[Segment]):
         self.replay = replay
         self.owners = Counter(id(p) for module in replay.modules.values() for p in module.parameters(recurse=False))
         first = replay.batches[0]
-        few = replay.inputs(0, torch.arange(min(2, first.sequences)) if first.divisible else None)
+        few = torch.arange(min(2, first.sequences)) if first.divisible else None
         names = [segment.block for segment in segments if segment.block]
-        with refusing_failures(replay.model):
-            self.blocks = {block.name: block for block in observe_blocks(replay.model, few, names, foreign=False)}
+        returned: dict[str, Any] = {}
+        with original.observe_calls(names, on_result=returned.__setitem__):
+            original.forward(0, few)
+        with refusing_failures(replay.model), replay.observe_calls(names, on_result=lambda name, _: returned[name]):
+            found = observe_blocks(replay.model, replay.inputs(0, few), names, foreign=False)
+            self.blocks = {block.name: block for block in found}
         self.encoder = self._encoder()
 
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:

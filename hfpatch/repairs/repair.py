@@ -151,6 +151,7 @@ class _Repairer:
         norms: those of them that run once in a forward.
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
+        touched: whether something up to the current segment differs from the original; blocks before that stay.
         gives_up: whether the original's finished blocks may be freed.
         writes: whether the original may write fresh sequences.
         latest: stack -> its block before the current one.
@@ -242,10 +243,12 @@ class _Repairer:
         segments = segments_of(self.new, self.points)
         several = {name for segment in segments for name in segment.shared}
         self.old.forms, self.old.stacks = self.new.forms, self.new.stacks
-        self.roles = Roles(self.new, segments)
+        self.roles = Roles(self.new, self.old, segments)
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         self.changed, self.norms = changed, changed - several
-        self.moved = Record.of(self.new.model.config).pos != Record.of(self.old.model.config).pos
+        new, old = (Record.of(one.model.config) for one in (self.new, self.old))
+        self.moved = new.pos != old.pos
+        self.touched = self.moved or new.mlp != old.mlp or new.placement != old.placement
         return [one for one in segments if one.block or self.changed & {*one.modules, *one.shared}]
 
     def _repair(self, segment: Segment) -> None:
@@ -256,6 +259,14 @@ class _Repairer:
             fit_shared_norms(self.fitter, shared)
         if not segment.block and not self.norms & set(segment.modules):
             return
+        self.touched = self.touched or bool(self.changed & {*segment.modules, *segment.shared})
+        if segment.block and not self.touched and self._returns_the_same(segment.block):
+            for i in range(len(self.batches)):
+                self.old.freeze(segment.block, i)
+            self.roles.blocks.pop(segment.block)
+            self._finish_block(segment.block)
+            return
+        self.touched = True
         roles = self.roles.of(segment, self.points)
         attentions = self.roles.attentions(segment, roles) if self.moved else {}
         self._save_original(segment, roles, attentions)
@@ -275,6 +286,11 @@ class _Repairer:
         first = next(name for name in segment.modules if name in self.norms)
         if any(first.startswith(f"{element}.") for element in listed_modules(self.new.model)):
             self.fitter.skip(first.rpartition(".")[0], "projection", _NO_REPLAY)
+
+    def _returns_the_same(self, block: str) -> bool:
+        """Whether a block of both models returns the same bits for the first batch."""
+        now, before = (first_tensor(one.observe(0, outputs=[block])["out", block]) for one in (self.new, self.old))
+        return torch.equal(now, before)
 
     def _steps(
         self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]

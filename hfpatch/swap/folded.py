@@ -69,13 +69,23 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
             assert facts is not None
             reason = folder.reason_to_keep(change, part.scheme.remaining_facts(facts), named)
             change.row.reason = f"then folded{folder.note(change)}" if reason is None else f"not folded: {reason}"
-    return found
+    return replace(found, readers=folder.readers)
 
 
-def plan_fold_of_fixed(sites: Sites, part: SchemeRequest, names: Iterable[str]) -> PlannerResult:
-    """Plan folding the fixed norms of these names, for a request that is in the record already."""
+def plan_fold_of_fixed(
+    sites: Sites, part: SchemeRequest, names: Iterable[str], readers: Mapping[str, Any] | None
+) -> PlannerResult:
+    """Plan folding the fixed norms of these names, for a request that is in the record already.
+
+    Args:
+        sites: of the model with fixed norms.
+        part: the request.
+        names: of the fixed norms.
+        readers: what read the norms before they were fixed, if nothing else was changed. None finds them anew, on a
+            small model, which can't be made if the patch names some layers of many.
+    """
     changes = plan_norms(sites, SchemeRequest(Folded(), tuple(names)))
-    folded = _Folder.of(sites, part).fold_all(changes)
+    folded = _Folder.of(sites, part, readers).fold_all(changes)
     return PlannerResult(part, [new for new, old in zip(folded, changes, strict=True) if old.changes])
 
 
@@ -102,14 +112,14 @@ class _Folder:
     maps: Mapping[str, list[tuple[int, str]]]
 
     @classmethod
-    def of(cls, sites: Sites, part: SchemeRequest) -> _Folder:
+    def of(cls, sites: Sites, part: SchemeRequest, readers: Mapping[str, Any] | None = None) -> _Folder:
         model = sites.model
         owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         maps: dict[str, list[tuple[int, str]]] = {}
         for place, (name, module) in enumerate(model.named_modules()):
             if is_linear_map(module) or holds_maps(module):  # and no norm beside one in a Sequential
                 maps.setdefault(pattern_of(name), []).append((place, name))
-        return cls(model, part, sites.names, find_readers(*sites.twin), owners, maps)
+        return cls(model, part, sites.names, readers or find_readers(*sites.twin), owners, maps)
 
     def fold_all(self, changes: list[Change]) -> list[Change]:
         """Return norms' changes with what their readers take over; without edits where one can't be folded."""
