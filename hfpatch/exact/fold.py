@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..measure.blocks import same_layer
 from ..runtime.apply import apply, condense
-from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, pattern_of
+from ..runtime.edits import CENTRE_SLOT, LENS_SLOT, Call, Edit, modules_at, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.lens import CENTRED, LENS, host_class, lensed_class
 from ..runtime.norms import NormFacts
@@ -43,6 +44,20 @@ class Axis:
     scale: str | None = None
 
 
+class Signal(NamedTuple):
+    """What modules return, or receive as an argument.
+
+    Attributes:
+        module: pattern of their names; with 0 for its last number the first of each list.
+        axis: that of the channels.
+        argument: name of the argument; "" for what they return.
+    """
+
+    module: str
+    axis: int
+    argument: str = ""
+
+
 @dataclass(frozen=True)
 class Centring:
     """Result of the search on a small model of the same class (search.py), for a model of any depth.
@@ -52,11 +67,11 @@ class Centring:
     Attributes:
         folds: Parameters from which their mean over the axis is subtracted. A layer-scale goes into all of them that
             name it first: scale * (W x + b) becomes 1 * (scale W x + scale b).
-        outputs: (module, axis): its output is centred in every forward, because its weight is also used elsewhere (an
-            embedding tied to the output head). `mode="parametrize"` folds nothing: the last module of each branch (its
-            dropout, if that is a module) is centred in every forward, W - mean(W) as it were, so that training follows
-            the LayerNorm model's own trajectory.
-        embeddings: modules whose `inputs_embeds` are centred, since nothing that is centred above sees them.
+        signals: what is centred in every forward. The output of a module whose weight is also used elsewhere (an
+            embedding tied to the output head); `mode="parametrize"` folds nothing: the last module of each branch (its
+            dropout, if that is a module) is centred, W - mean(W) as it were, so that training follows the LayerNorm
+            model's own trajectory. The input of a block, if no module returns what the stream begins with. And
+            `inputs_embeds`, which nothing that is centred otherwise sees.
         exact_patterns: of norms whose input is zero-mean after the centring.
         why_approximate: pattern of norms -> why its input isn't, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
@@ -66,8 +81,7 @@ class Centring:
     """
 
     folds: tuple[Axis, ...] = ()
-    outputs: tuple[tuple[str, int], ...] = ()
-    embeddings: tuple[str, ...] = ()
+    signals: tuple[Signal, ...] = ()
     exact_patterns: tuple[str, ...] = ()
     why_approximate: dict[str, str] = field(default_factory=dict)
     compensated: tuple[str, ...] = ()
@@ -110,9 +124,11 @@ def carry_out(
 
 def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
     """Return the changes that centre the stream, in order. Arguments and errors as in `carry_out`."""
-    outputs = _plan_output_centring(model, dict(centring.outputs))
-    embeddings = _plan_embedding_centring(model, set(centring.embeddings))
-    return [*_plan_absorption(model, centring), *_plan_folds(model, centring), *outputs, *embeddings]
+    return [
+        *_plan_absorption(model, centring),
+        *_plan_folds(model, centring),
+        *(change for signal in centring.signals for change in _plan_signal(model, signal)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -175,23 +191,18 @@ def _plan_folds(model: nn.Module, centring: Centring) -> Iterator[Change]:
         yield Change(places[0].row("centred"), values=tuple(centred))
 
 
-def _plan_output_centring(model: nn.Module, axes: dict[str, int]) -> Iterator[Change]:
-    """Changes that centre what modules return in every forward, by patterns of their names."""
-    seen: set[int] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        axis = axes.get(pattern_of(name))
-        if not name or axis is None or id(module) in seen or module.__dict__.get(CENTRED) == axis:
+def _plan_signal(model: nn.Module, signal: Signal) -> Iterator[Change]:
+    """Changes that centre a signal in every forward."""
+    pattern, axis, argument = signal
+    names: dict[nn.Module, str] = {}
+    for name, way in modules_at(model, pattern):
+        names.setdefault(way[-1], name)
+    for module, name in names.items():
+        if not argument and module.__dict__.get(CENTRED) == axis:
             continue
-        seen.add(id(module))
         refuse_private_forward(name, module)
-        row = Row("stream", name, module._get_name()).replace_by("centred in every forward", why_exact=_CENTRED)
-        yield Change(row, (Edit.of(f"{name}.{CENTRE_SLOT}", axis),))
-
-
-def _plan_embedding_centring(model: nn.Module, patterns: set[str]) -> Iterator[Change]:
-    """Changes that centre what is passed in place of tokens, by patterns of the names of the modules that take it."""
-    for name, module in model.named_modules():
-        if pattern_of(name) in patterns:
-            refuse_private_forward(name, module)
-            row = Row("stream", f"{name}.{EMBEDDINGS}".strip("."), "argument").replace_by("centred", why_exact=_CENTRED)
-            yield Change(row, (Edit.of(f"{name}.{LENS_SLOT}".strip("."), Call.of("CentredArgument", EMBEDDINGS)),))
+        row = Row("stream", f"{name}.{argument}".strip("."), "input" if argument else module._get_name())
+        row.replace_by("centred in every forward", why_exact=_CENTRED)
+        lens = Call.of("CentredArgument", argument, *([] if axis == -1 else [axis]))
+        edit = (LENS_SLOT, lens) if argument else (CENTRE_SLOT, axis)
+        yield Change(row, (Edit.of(f"{name}.{edit[0]}", edit[1]),))

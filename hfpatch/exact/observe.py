@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -131,21 +132,38 @@ def norms_with_changed_mean(original: Observation, other: Observation) -> dict[s
 
 
 @contextmanager
-def add_to_outputs(
-    modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED
+def add_constants(
+    modules: Mapping[str, nn.Module], axis: int, size: float = 1.0, seed: int = SEED, argument: str = ""
 ) -> Iterator[list[Tensor]]:
-    """Context that adds random values, constant along an axis, to modules' outputs; yields them call by call.
+    """Context that adds random values, constant along an axis, to what modules return; yields them call by call.
 
-    `size` is relative to the output's root mean square.
+    Args:
+        size: relative to the root mean square of what they are added to.
+        argument: name of the argument to which they are added instead.
     """
     generator, drawn = torch.Generator().manual_seed(seed), list[Tensor]()
 
-    def add(_: str, output: Tensor) -> Tensor:
-        shape = list(output.shape)
+    def add(_: str, value: Tensor) -> Tensor:
+        shape = list(value.shape)
         shape[axis] = 1
         constant = torch.randn(shape, generator=generator, dtype=torch.float64)
-        drawn.append(constant * size * max(float(output.square().mean().sqrt()), 1e-6))
-        return output + drawn[-1]
+        drawn.append(constant * size * max(float(value.square().mean().sqrt()), 1e-6))
+        return value + drawn[-1]
 
-    with observe_calls(modules, on_result=add):
+    def add_to_argument(name: str, call: CallArguments) -> CallArguments:
+        value = named_arguments(modules[name], call).get(argument)
+        if not isinstance(value, Tensor):
+            return call
+        new = {id(value): add(name, value)}
+        return CallArguments(
+            tuple(new.get(id(one), one) for one in call.args),
+            {key: new.get(id(one), one) if key == argument else one for key, one in call.kwargs.items()},
+        )
+
+    with observe_calls(modules, **({"on_call": add_to_argument} if argument else {"on_result": add})):
         yield drawn
+
+
+def named_arguments(module: nn.Module, call: CallArguments) -> dict[str, Any]:
+    """Return a call's arguments by the names that the module's forward has for them."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, call.args, strict=False)), **call.kwargs}

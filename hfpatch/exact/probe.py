@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from ..core.transaction import Transaction
 from ..core.weight_change import along_axis
 from ..measure.blocks import same_layer
-from ..runtime.edits import pattern_of
+from ..measure.float64 import Float64
+from ..runtime.edits import modules_at, pattern_of
 from ..runtime.norms import NormFacts
-from .fold import Axis, Centring, carry_out
-from .observe import SEED, Observation, add_to_outputs, norms_with_changed_mean, observe, relative_error
+from ..sites.blocks import block_names, observe_blocks
+from .fold import Axis, Centring, Signal, carry_out
+from .observe import SEED, Observation, add_constants, norms_with_changed_mean, observe, relative_error
 
+T = TypeVar("T")  # a writer or a signal
+Moved = dict[str, int]  # the norms that something affects, as `Effect.moved`
 TOLERANCE = 1e-9  # largest relative change of an output that counts as none
 _SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
 _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
@@ -50,7 +54,6 @@ class Probe:
     Attributes:
         norms: its LayerNorms, by name.
         inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" for none).
-        names_by_pattern: pattern -> names of the modules that it matches.
         parameters: pattern -> name -> Parameter, of floating-point Parameters.
         base: the unchanged forward.
         widths: numbers of channels that its norms normalise.
@@ -60,21 +63,25 @@ class Probe:
         self.model, self.norms = model, norms
         self.inputs: dict[str, Mapping[str, Any]] = {"": inputs}
         self.modules = dict(model.named_modules())
-        self.names_by_pattern: dict[str, list[str]] = {}
-        for name in self.modules:
-            self.names_by_pattern.setdefault(pattern_of(name), []).append(name)
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 self.parameters.setdefault(pattern_of(name), {})[name] = parameter
         self.base = self.forward(watch=True)
         self.widths = {self._width(name) for name in self.base.means}
-        self._centrable: dict[str, dict[str, int]] = {}
+        self._centrable: dict[Signal, dict[str, int]] = {}
 
     def add_inputs(self, name: str, value: Tensor) -> None:
         """Add a second forward, with one more input, to each later measurement."""
         self.inputs[name] = {**self.inputs[""], name: value}
         self.base = self.forward(watch=True)
+
+    def mask_lengths(self) -> list[int]:
+        """Return possible lengths of the mask: the numbers of positions in the modules' outputs."""
+        shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.base.returned.values() for one in calls)
+        counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
+        counts += [shape[1] for shape in shapes if len(shape) == 3]
+        return list(dict.fromkeys(counts))[:12]
 
     def forward(self, watch: bool = False) -> Observation:
         """Run the model on all inputs; `watch` as in `observe`."""
@@ -136,7 +143,7 @@ class Probe:
         return effect
 
     @contextmanager
-    def shift(self, writer: Axis, size: float, seed: int) -> Iterator[None]:
+    def shift(self, writer: Axis, size: float = 1.0, seed: int = SEED) -> Iterator[None]:
         """Context that adds random values, constant along the writer's axis, to its Parameters."""
         generator, before = torch.Generator().manual_seed(seed), list[tuple[nn.Parameter, Tensor]]()
         with torch.no_grad():
@@ -161,48 +168,93 @@ class Probe:
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
-    def centrable(self, pattern: str) -> dict[str, int]:
-        """Return norms whose input changes if constants are added to a pattern's outputs, as `Effect.moved`.
+    def scale_fits(self, writer: Axis) -> bool:
+        """Return whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
+        assert writer.scale is not None
+        shared = writer.scale.rpartition("*")[0]
+        if writer.pattern == writer.scale or not writer.pattern.startswith(shared):
+            return False
+        pairs = ((self.scale_of(writer, name), p) for name, p in self.parameters[writer.pattern].items())
+        return all(scale is not None and scale.numel() == p.shape[writer.axis] for scale, p in pairs)
 
-        {} if an output of the model changes too: then these modules can't be centred.
+    def shift_signal(self, signal: Signal, size: float = 1.0, seed: int = SEED) -> AbstractContextManager[list[Tensor]]:
+        """Return a context that adds random values, constant along the channels, to a signal."""
+        return add_constants(self.modules_of(signal), signal.axis, size, seed, signal.argument)
+
+    def centrable(self, signal: Signal) -> dict[str, int]:
+        """Return norms whose input changes if constants are added to a signal, as `Effect.moved`.
+
+        {} if an output of the model changes too: then it can't be centred.
         """
-        if pattern not in self._centrable:
-            names = [name for name in self.names_by_pattern[pattern] if name in self.base.returned]
-            axes = {self.axis_of(name) for name in names}
-            axis = axes.pop() if len(axes) == 1 else None
+        if signal not in self._centrable:
             effect = None
-            if axis is not None:
-                effect = self.measure(partial(add_to_outputs, {name: self.modules[name] for name in names}, axis))
-            self._centrable[pattern] = effect.moved if effect is not None and effect.invisible else {}
-        return self._centrable[pattern]
+            if signal.argument or {self.axis_of(name) for name in self.modules_of(signal)} == {signal.axis}:
+                effect = self.measure(partial(self.shift_signal, signal))
+            self._centrable[signal] = effect.moved if effect is not None and effect.invisible else {}
+        return self._centrable[signal]
 
-    # --- what modules return ------------------------------------------------------------------------------------------
+    def modules_of(self, signal: Signal) -> dict[str, nn.Module]:
+        """Return the modules of a signal that run, by name."""
+        ran = self.base.called if signal.argument else self.base.returned
+        return {name: self.modules[name] for name, _ in modules_at(self.model, signal.module) if name in ran}
+
+    def worth(self, writers: Iterable[Axis], signals: Iterable[Signal]) -> int:
+        """Return how many norms are exact with these centred, less the operations that the signals add to a forward."""
+        centring = Centring(tuple(writers), tuple(signals))
+        return len(self.zero_mean(centring)) - sum(len(self.modules_of(one)) for one in centring.signals)
+
+    def not_centred_later(
+        self, sources: Iterable[T], shift: Callable[[T], AbstractContextManager[Any]], signals: Iterable[Signal]
+    ) -> dict[T, Moved]:
+        """Return the sources whose mean some norms' inputs have if signals are centred, each with those norms."""
+        found = dict[T, Moved]()
+        with self.centre(Centring(signals=tuple(signals))):
+            before = self.forward()
+            for source in sources:
+                with shift(source):
+                    found[source] = norms_with_changed_mean(before, self.forward())
+        return {source: moved for source, moved in found.items() if moved}
+
+    # --- what modules receive and return ------------------------------------------------------------------------------
+
+    def inputs_of_blocks(self) -> list[Signal]:
+        """Return the streams that blocks receive, in call order: that of a list's first block, and those of all."""
+        found: dict[str, set[Signal]] = {}
+        with Float64():
+            blocks = observe_blocks(self.model, self.inputs[""], list(block_names(self.model)), foreign=False)
+        for block in blocks:
+            shapes = {key: one.shape for key, one in block.arguments.items() if is_float(one)}
+            axes = {key: axis for key, one in shapes.items() if (axis := self._axis_in([one])) is not None}
+            above, _, last = block.name.rpartition(".")
+            first = [f"{pattern_of(above)}.0".strip(".")] if last == "0" else []
+            for argument in [key for key in ("hidden_states", *axes) if key in axes][:1]:
+                for pattern in (*first, pattern_of(block.name)):
+                    found.setdefault(pattern, set()).add(Signal(pattern, axes[argument], argument))
+        return [signals.pop() for signals in found.values() if len(signals) == 1]
 
     def axis_of(self, module: str) -> int | None:
         """Return the axis of the stream's channels in all outputs of a module: -1, 1, or None if they have none."""
-        seen = self.base.returned.get(module, [])
+        return self._axis_in([one.value.shape for one in self.base.returned.get(module, [])])
+
+    def _axis_in(self, shapes: list[torch.Size]) -> int | None:
+        """That in all of these shapes."""
         for axis in (-1, 1):
-            if seen and all(one.value.dim() > 1 and one.value.shape[axis] in self.widths for one in seen):
+            if shapes and all(len(one) > 1 and one[axis] in self.widths for one in shapes):
                 return axis
         return None
-
-    def axis_of_pattern(self, pattern: str) -> int:
-        """Return `axis_of` of the first module of a pattern that has one."""
-        return next(axis for name in self.names_by_pattern[pattern] if (axis := self.axis_of(name)) is not None)
 
     def is_layer_or_branch(self, name: str) -> bool:
         """Return whether a module has no children, or at least no norm inside."""
         holds_norms = not name or any(norm.startswith(f"{name}.") for norm in self.norms)
         return not self.modules[name]._modules or not holds_norms
 
-    def last_carrier(self, module: str) -> str | None:
-        """Return the pattern of the last module before any norm whose output changes with a module's output.
+    def last_carrier(self, source: Signal) -> Signal | None:
+        """Return what the last module before any norm returns whose output changes with a module's output.
 
-        Only modules that can be centred count; None if there is none.
+        Only what can be centred counts; None if there is none.
         """
-        axis = self.axis_of(module)
-        assert axis is not None
-        with add_to_outputs({module: self.modules[module]}, axis):
+        name, module = next(iter(self.modules_of(source).items()))
+        with add_constants({name: module}, source.axis):
             after = self.forward(watch=True)
         first = min(norms_with_changed_mean(self.base, after).values(), default=0)
         found: dict[str, tuple[bool, int]] = {}  # sort keys: modules without children first, the last of them leading
@@ -212,12 +264,15 @@ class Probe:
                 comparable = new.index < first and old.value.shape == new.value.shape
                 if axis is not None and comparable and is_constant(new.value - old.value, axis):
                     found[name] = is_branch, new.index if is_branch else -new.index
-        patterns = (pattern_of(name) for name in sorted(found, key=found.__getitem__) if self.is_layer_or_branch(name))
-        return next(filter(self.centrable, patterns), None)
+        names = filter(self.is_layer_or_branch, sorted(found, key=found.__getitem__))
+        return next(filter(self.centrable, map(self._output_of, names)), None)
 
-    def sources(self, after: Observation) -> list[str]:
-        """Return patterns of modules whose output isn't zero-mean, in call order, those without children first."""
-        found: dict[str, tuple[bool, int]] = {}
+    def _output_of(self, name: str) -> Signal:
+        return Signal(pattern_of(name), self.axis_of(name) or 0)
+
+    def sources(self, after: Observation) -> list[Signal]:
+        """Return what modules return that isn't zero-mean, in call order, that of modules without children first."""
+        found: dict[Signal, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis = self.axis_of(name)
             if axis is None or not self.is_layer_or_branch(name):
@@ -225,7 +280,7 @@ class Probe:
             for one in calls:
                 mean = one.value.mean(axis).abs().max()
                 if mean > _ZERO * one.value.square().mean().sqrt():
-                    found.setdefault(pattern_of(name), (bool(self.modules[name]._modules), one.index))
+                    found.setdefault(self._output_of(name), (bool(self.modules[name]._modules), one.index))
         return sorted(found, key=found.__getitem__)
 
 
@@ -236,6 +291,11 @@ def off_centre(forward: Observation) -> set[str]:
         for name, calls in forward.means.items()
         if any(float(seen.value.abs().max()) > _ZERO * max(seen.rms, 1e-12) for seen in calls)
     }
+
+
+def is_float(value: Any) -> bool:
+    """Return whether a value is a tensor of floats."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def is_constant(change: Tensor, axis: int) -> bool:

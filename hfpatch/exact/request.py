@@ -98,7 +98,7 @@ class Conversion:
             centred_already = self._is_centred_already()
             centring = find_centring(self._unpatched_model(), self.inputs, self.part.scheme.centring or "fold")
             if centred_already:
-                centring = replace(centring, folds=(), outputs=(), embeddings=(), compensated=())
+                centring = replace(centring, folds=(), signals=(), compensated=())
             centres_by = tuple(plan_centring(self.model, centring))
             for change in centres_by if centring.returned else ():
                 change.row.reason = f"not in {', '.join(centring.returned)}"

@@ -27,17 +27,16 @@ from ..measure.twin import twin
 from ..runtime.edits import pattern_of
 from ..runtime.errors import UnsupportedError
 from ..sites.norms import describe
-from .fold import EMBEDDINGS, Axis, Centring
-from .observe import SEED, add_to_outputs, norms_with_changed_mean, observe, relative_error
-from .probe import TOLERANCE, Effect, Probe, is_constant, off_centre
+from .fold import EMBEDDINGS, Axis, Centring, Signal
+from .observe import SEED, add_constants, norms_with_changed_mean, observe, relative_error
+from .probe import TOLERANCE, Effect, Moved, Probe, is_constant, off_centre
 
 _POST_NORM = "post-norm: the output of another norm is part of its input"
 _SHARED_WRITERS = "the mean of its input isn't zero, and not only norms read the layers that write it"
 _MASKS = ("bool_masked_pos", "mask_time_indices")  # inputs that replace some of the tokens by a learned vector
-_OTHER_INPUTS = re.compile(r"pixel|image|video|audio|speech|visual|input_features|input_values|encoder_hidden_states")
+_OTHER_INPUTS = re.compile(r"pixel|image|video|audio|speech|visual|input_features|input_values|encoder_(hidden|out)")
 # cache of `search`: class, mode and names -> (numbers of the unchanged forward, result)
 _CACHE: dict[tuple[Any, ...], tuple[dict[str, Tensor], Centring]] = {}
-_Outputs = dict[tuple[str, int], dict[str, int]]  # (pattern of modules, axis) -> norms that centring them affects
 
 
 def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = None, mode: str = "fold") -> Centring:
@@ -73,7 +72,7 @@ def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> C
         return Centring(refused="it has no LayerNorm")
     with default_device(torch.device("cpu")):
         probe = Probe(model, inputs, norms)
-        key = type(model), mode, *probe.names_by_pattern, *probe.parameters
+        key = type(model), mode, *dict.fromkeys(map(pattern_of, probe.modules)), *probe.parameters
         numbers = probe.base.numbers()
         known, found = _CACHE.get(key, ({}, Centring()))
         if known.keys() != numbers.keys() or not all(torch.equal(known[name], numbers[name]) for name in numbers):
@@ -108,24 +107,30 @@ class _Search:
         while writers and probe.error_of(Centring(tuple(writers))) > TOLERANCE:  # one isn't a writer: drop the worst
             alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
-        outputs = self.without_costly(writers, self.outputs(writers))
-        centring = Centring(tuple(writers), tuple(outputs))
+        signals = self.without_costly(writers, self.outputs(writers))
+        if inputs := self.inputs(writers, signals):
+            signals = self.without_costly(writers, signals | inputs)
+            writers = probe.not_centred_later(writers, probe.shift, signals)
+        centring = Centring(tuple(writers), tuple(signals))
         patterns, compensated = self.find_exact(centring), self.find_compensated(centring)
         useful = {norm for norm in norms if pattern_of(norm) in {*patterns, *compensated}}
         centring = Centring(
             folds=tuple(writer for writer, seen in writers.items() if seen.keys() & useful),
-            outputs=tuple(one for one, seen in outputs.items() if patterns and seen.keys() & useful),
+            signals=tuple(one for one, seen in signals.items() if patterns and seen.keys() & useful),
             exact_patterns=tuple(patterns),
         )
         reasons = self.reasons(patterns, compensated)
         if mode == "parametrize":
-            last = [one for one, seen in self.outputs({}).items() if seen.keys() & useful] if patterns else []
-            centring, compensated = Centring(outputs=tuple(last), exact_patterns=tuple(patterns)), []
+            last = self.outputs({}) if patterns else {}
+            if inputs := {one: seen for one, seen in signals.items() if one.argument and patterns}:
+                last = probe.not_centred_later(last, probe.shift_signal, inputs) | inputs
+            last = {one: seen for one, seen in last.items() if seen.keys() & useful}
+            centring, compensated = Centring(signals=tuple(last), exact_patterns=tuple(patterns)), []
             if patterns and not (last and probe.error_of(centring) <= TOLERANCE):
                 return Centring(refused="mode='parametrize' isn't exact for this model; mode='fold' is")
         return replace(
             centring,
-            embeddings=self.embeddings(centring) if patterns else (),
+            signals=(*centring.signals, *(self.embeddings(centring) if patterns else ())),
             why_approximate=reasons,
             compensated=tuple(compensated),
             returned=self.returned(centring) if patterns else (),
@@ -134,9 +139,9 @@ class _Search:
 
     # --- writers ------------------------------------------------------------------------------------------------------
 
-    def writers(self) -> dict[Axis, dict[str, int]]:
+    def writers(self) -> dict[Axis, Moved]:
         """Return the writers, each with the norms that it affects; without a layer-scale, then with one."""
-        found: dict[Axis, dict[str, int]] = {}
+        found: dict[Axis, Moved] = {}
         rest = []
         for axis in self.candidates():
             effect = self.probe.measure(partial(self.probe.shift, axis))
@@ -148,8 +153,9 @@ class _Search:
                 self.note_returned_streams(effect)
             elif effect.error == 0.0:
                 self.unused_parameters.add(axis.pattern)
-        for writer in (replace(axis, scale=scale) for scale in self.scales() for axis in rest):
-            if self.scale_fits(writer) and (effect := self.probe.measure(partial(self.probe.shift, writer))).invisible:
+        scaled = (replace(axis, scale=scale) for scale in self.scales() for axis in rest)
+        for writer in filter(self.probe.scale_fits, scaled):
+            if (effect := self.probe.measure(partial(self.probe.shift, writer))).invisible:
                 found[writer] = effect.moved
         return found
 
@@ -172,15 +178,6 @@ class _Search:
             if name != "bias" and owner not in self.probe.norms and all(vectors):
                 yield pattern
 
-    def scale_fits(self, writer: Axis) -> bool:
-        """Return whether a writer's layer-scale may belong to it: in the same layers, and of the same width."""
-        assert writer.scale is not None
-        shared = writer.scale.rpartition("*")[0]
-        if writer.pattern == writer.scale or not writer.pattern.startswith(shared):
-            return False
-        pairs = ((self.probe.scale_of(writer, name), p) for name, p in self.probe.parameters[writer.pattern].items())
-        return all(scale is not None and scale.numel() == p.shape[writer.axis] for scale, p in pairs)
-
     def note_returned_streams(self, effect: Effect) -> None:
         """Record the outputs that a shift changed by constants along the channels: they are the residual stream."""
         for name, old in self.probe.base.outputs.items():
@@ -199,7 +196,7 @@ class _Search:
         takes = inspect.signature(probe.model.forward).parameters
         batch = next((len(value) for value in inputs.values() if isinstance(value, Tensor)), 1)
         for name in (one for one in _MASKS if one in takes and one not in inputs):
-            for count in self.mask_lengths():
+            for count in probe.mask_lengths():
                 mask = torch.arange(batch * count).reshape(batch, count) % 3 == 0
                 try:
                     observe(probe.model, {**inputs, name: mask})
@@ -208,13 +205,6 @@ class _Search:
                 probe.add_inputs(name, mask)
                 return True
         return False
-
-    def mask_lengths(self) -> list[int]:
-        """Return possible lengths of the mask: the numbers of positions in the modules' outputs."""
-        shapes = dict.fromkeys(tuple(one.value.shape) for calls in self.probe.base.returned.values() for one in calls)
-        counts = [shape[2] * shape[3] for shape in shapes if len(shape) == 4]
-        counts += [shape[1] for shape in shapes if len(shape) == 3]
-        return list(dict.fromkeys(counts))[:12]
 
     def find_unreached(self) -> str | None:
         """Return a reason to refuse if modules that may write to the stream didn't run; None if all ran."""
@@ -232,39 +222,53 @@ class _Search:
                 )
         return None
 
-    # --- outputs centred in every forward -----------------------------------------------------------------------------
+    # --- centred in every forward -------------------------------------------------------------------------------------
 
-    def outputs(self, writers: Mapping[Axis, Any]) -> _Outputs:
+    def outputs(self, writers: Mapping[Axis, Any]) -> dict[Signal, Moved]:
         """Return modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
         The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
         that a user passes instead.
         """
         probe = self.probe
-        found: _Outputs = {}
-        tried: set[str] = set()
+        found: dict[Signal, Moved] = {}
+        tried: set[Signal] = set()
         while True:
             with probe.centre(Centring(tuple(writers), tuple(found))):
                 after = probe.forward(watch=True)
             off = off_centre(after)
             sources = [one for one in probe.sources(after) if one not in tried] if off else []
-            pattern = next((one for one in sources if probe.centrable(one).keys() & off), None)
-            if pattern is None:
+            source = next((one for one in sources if probe.centrable(one).keys() & off), None)
+            if source is None:
                 return found
-            first = next(name for name in probe.names_by_pattern[pattern] if name in probe.base.returned)
-            last = probe.last_carrier(first) or pattern
-            tried |= {pattern, last}
-            found[last, probe.axis_of_pattern(last)] = probe.centrable(last)
+            last = probe.last_carrier(source) or source
+            tried |= {source, last}
+            found[last] = probe.centrable(last)
 
-    def without_costly(self, writers: Mapping[Axis, Any], outputs: _Outputs) -> _Outputs:
-        """Return outputs worth centring: each makes more norms exact than it adds operations to a forward."""
-        kept = dict(outputs)
-        for one in outputs:
+    def inputs(self, writers: Mapping[Axis, Any], signals: Mapping[Signal, Any]) -> dict[Signal, Moved]:
+        """Return inputs of blocks to centre, if norms aren't exact otherwise: those that pay most, one by one.
+
+        So the input of the first block is centred if its forward adds up what the stream begins with, and that of every
+        block if each ends with a norm.
+        """
+        probe, found = self.probe, dict[Signal, Moved]()
+        off = probe.base.means.keys() - probe.zero_mean(Centring(tuple(writers), tuple(signals)))
+        candidates = [one for one in probe.inputs_of_blocks() if probe.centrable(one).keys() & off] if off else []
+        worth = probe.worth(writers, signals) if candidates else 0
+        while candidates:
+            values = {one: probe.worth(writers, (*signals, *found, one)) for one in candidates}
+            best = max(candidates, key=values.__getitem__)
+            if values[best] <= worth:
+                break
+            worth, found[best] = values[best], probe.centrable(best)
+        return found
+
+    def without_costly(self, writers: Mapping[Axis, Any], signals: Mapping[Signal, Moved]) -> dict[Signal, Moved]:
+        """Return signals worth centring: each makes more norms exact than it adds operations to a forward."""
+        kept = dict(signals)
+        for one in signals:
             fewer = {other: seen for other, seen in kept.items() if other != one}
-            with_it, without = (self.probe.zero_mean(Centring(tuple(writers), tuple(some))) for some in (kept, fewer))
-            centrings = sum(name in self.probe.base.returned for name in self.probe.names_by_pattern[one[0]])
-            if len(with_it - without) <= centrings:
-                kept = fewer
+            kept = fewer if self.probe.worth(writers, fewer) >= self.probe.worth(writers, kept) else kept
         return kept
 
     def returned(self, centring: Centring) -> tuple[str, ...]:
@@ -278,8 +282,8 @@ class _Search:
 
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
-    def embeddings(self, centring: Centring) -> tuple[str, ...]:
-        """Return the innermost modules whose `inputs_embeds` must be centred; () if none."""
+    def embeddings(self, centring: Centring) -> tuple[Signal, ...]:
+        """Return `inputs_embeds` of the innermost modules for which they must be centred; () if none."""
         probe = self.probe
         taken: set[str] = set()
 
@@ -296,8 +300,8 @@ class _Search:
         except UnsupportedError:  # it takes none, or not without more
             return ()
         for modules in ((), *_from_within(taken)):
-            embeddings = tuple(dict.fromkeys(map(pattern_of, sorted(modules))))
-            with probe.centre(replace(centring, embeddings=embeddings)):
+            embeddings = tuple(Signal(one, -1, EMBEDDINGS) for one in dict.fromkeys(map(pattern_of, sorted(modules))))
+            with probe.centre(replace(centring, signals=(*centring.signals, *embeddings))):
                 if relative_error(plain, observe(probe.model, inputs)) <= TOLERANCE:
                     return embeddings
         return ()
@@ -339,7 +343,7 @@ class _Search:
             centred = probe.forward()
             for norm in centred.means if off_centre(centred) else ():
                 axis = 1 if probe.norms[norm].channels_first else -1
-                with add_to_outputs({norm: probe.modules[norm]}, axis) as constants:
+                with add_constants({norm: probe.modules[norm]}, axis) as constants:
                     shifted = probe.forward()
                 places = norms_with_changed_mean(centred, shifted)
                 for other in sorted(places, key=places.__getitem__):
@@ -352,7 +356,7 @@ class _Search:
                         break
         off = {pattern_of(name) for name in off_centre(centred)}
         layers = {pattern_of(name): 1 if probe.norms[name].channels_first else -1 for name in centred.means}
-        and_norms = replace(centring, outputs=(*centring.outputs, *layers.items()))
+        and_norms = replace(centring, signals=(*centring.signals, *(Signal(*one) for one in layers.items())))
         rest = {pattern_of(name) for name in probe.norms.keys() - probe.zero_mean(and_norms)}
         return [one for one in dict.fromkeys(map(pattern_of, probe.norms)) if one in (found & off) - rest]
 

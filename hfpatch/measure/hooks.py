@@ -16,8 +16,9 @@ class CallArguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-OnCall = Callable[[str, CallArguments], None]  # of a module's name and its call
-OnResult = Callable[[str, Any], Any]  # of a module's name and its result; what it returns, if not None, takes its place
+# of a module's name and its call, or its result; what it returns, if not None, takes that one's place
+OnCall = Callable[[str, CallArguments], CallArguments | None]
+OnResult = Callable[[str, Any], Any]
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def observe_calls(
 ) -> Iterator[None]:
     """Context in which `on_call` gets every call of these modules, and `on_result` what it returned."""
 
-    def pre_hook(name: str, see: OnCall) -> Callable[..., None]:
+    def pre_hook(name: str, see: OnCall) -> Callable[..., CallArguments | None]:
         return lambda _, args, kwargs: see(name, CallArguments(args, kwargs))
 
     def hook(name: str, see: OnResult) -> Callable[..., Any]:

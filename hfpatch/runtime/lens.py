@@ -232,18 +232,24 @@ def subtract_mean(output: Any, axis: int) -> Any:
 
 @dataclass(frozen=True)
 class CentredArgument:
-    """Lens on a model: subtracts the mean over channels, x - mean(x), from an argument (B, T, d), `inputs_embeds`.
+    """Lens: subtracts the mean over channels, x - mean(x), from an argument of a module.
 
-    An exact RMSNorm needs a residual stream of mean zero. Embeddings of a user (soft prompts, PEFT's prompt tuning)
-    don't pass the table whose weights or outputs the patch centres.
+    An exact RMSNorm needs a residual stream of mean zero. No weight can be centred for one that begins with what no
+    module returns (convolutions and sinusoids that a forward adds up): then the first block centres what it receives.
+    Nor for `inputs_embeds` of a user (soft prompts, PEFT's prompt tuning), which don't pass the table of tokens.
+
+    Attributes:
+        name: of the argument.
+        axis: of its channels.
     """
 
     name: str
-    hfpatch_note: ClassVar[str] = "embeddings passed in place of tokens are centred"
+    axis: int = -1
+    hfpatch_note: ClassVar[str] = "its input is centred"
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
-        embeddings = arguments.get(self.name)
-        return {}, {} if embeddings is None else {self.name: subtract_mean(embeddings, -1)}
+        given = arguments.get(self.name)
+        return {}, {} if given is None else {self.name: subtract_mean(given, self.axis)}
 
 
 def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from hfpatch.core.transaction import Transaction
 from hfpatch.exact import probe
 from hfpatch.exact import search as find
-from hfpatch.exact.fold import Axis, Centring, carry_out
+from hfpatch.exact.fold import Axis, Centring, Signal, carry_out
 from hfpatch.exact.observe import observe, relative_error
 from hfpatch.exact.search import find_centring, search
 from hfpatch.measure.twin import twin
@@ -35,6 +35,7 @@ BLOCK = ("attn.c_proj.weight", 1), ("attn.c_proj.bias", 0), ("mlp.c_proj.weight"
 EMBEDDINGS = {("wte.weight", 1), ("wpe.weight", 1)}
 GPT2 = ("h.*.ln_1", "h.*.ln_2", "ln_f")
 LM = "AutoModelForCausalLM"
+DROP, EMBEDS = {Signal("drop", -1)}, Signal("transformer", -1, "inputs_embeds")
 
 
 @pytest.mark.sample(2)
@@ -47,17 +48,21 @@ LM = "AutoModelForCausalLM"
             {
                 "folds": {Axis(*one) for one in EMBEDDINGS} | {Axis(f"h.*.{name}", axis) for name, axis in BLOCK},
                 "exact_patterns": GPT2,
-                "outputs": (),
+                "signals": (("", -1, "inputs_embeds"),),
             },
         ),
         # dropouts are centred where training goes on; OPT's are functional, which leaves the layer itself
         (
             lambda: tiny("gpt2"),
             "parametrize",
-            {"folds": (), "outputs": {("drop", -1), ("h.*.attn.resid_dropout", -1), ("h.*.mlp.dropout", -1)}},
+            {"folds": (), "signals": {Signal(f"{one}dropout", -1) for one in ("h.*.attn.resid_", "h.*.mlp.")} | DROP},
         ),
-        (lambda: tiny("gpt2", LM), "fold", {"outputs": (("transformer.drop", -1),)}),  # a tied head keeps its embedding
-        (lambda: tiny("gpt2", LM, tie_word_embeddings=False), "fold", {"outputs": ()}),
+        (
+            lambda: tiny("gpt2", LM),
+            "fold",
+            {"signals": (("transformer.drop", -1, ""),)},
+        ),  # a tied head keeps its embedding
+        (lambda: tiny("gpt2", LM, tie_word_embeddings=False), "fold", {"signals": (EMBEDS,)}),
         (lambda: tiny("olmo"), "fold", {}),  # in float64 throughout, though it computes in float32 inside
         (lambda: zoo.tiny("gptj")[0], "fold", {"exact_patterns": ("h.*.ln_1", "ln_f")}),  # parallel branches
         (lambda: patch(tiny("gpt2"), pos="rope"), "fold", {"exact_patterns": GPT2}),
@@ -78,13 +83,13 @@ def test_what_converts_in_full(make: Callable, mode: str, expected: dict[str, An
 class TestOthers:
     def test_functional_dropout_leaves_the_layer_itself(self) -> None:
         found = find_centring(tiny("opt"), None, "parametrize")
-        assert ("decoder.layers.*.fc2", -1) in found.outputs
+        assert Signal("decoder.layers.*.fc2", -1) in found.signals
         assert len(found.exact_patterns) == 3
 
     def test_the_output_of_an_embedding_norm(self) -> None:
         """BLOOM's stream starts with a LayerNorm's output, whose gain no fold can centre."""
         found = find_centring(tiny("bloom", LM))
-        assert found.outputs == (("transformer.word_embeddings_layernorm", -1),)
+        assert found.signals == (Signal("transformer.word_embeddings_layernorm", -1),)
         assert "transformer.h.*.input_layernorm" in found.exact_patterns
         # its own input is the tied embedding: centring that in every forward would be a LayerNorm again
         assert "transformer.word_embeddings_layernorm" in found.why_approximate
@@ -209,10 +214,12 @@ def test_a_shift_that_only_its_size_hides_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "modules"),
-    [(True, ()), (False, ("transformer",))],  # a tied model's dropout behind the table is centred, and sees them
+    ("tied", "centred"),
+    [(True, ()), (False, (EMBEDS,))],  # a tied model's dropout behind the table is centred, and sees them
 )
-def test_embeddings_in_place_of_tokens(tied: bool, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_in_place_of_tokens(
+    tied: bool, centred: tuple[Signal, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(model: Any) -> float:
         with torch.no_grad():
             before, after = (one(inputs_embeds=embeddings).logits for one in (original, model))
@@ -220,15 +227,15 @@ def test_embeddings_in_place_of_tokens(tied: bool, modules: tuple[str, ...], mon
 
     original = tiny("gpt2", LM, tie_word_embeddings=tied)
     embeddings = torch.randn(2, 9, original.get_input_embeddings().embedding_dim) + 1
-    assert find_centring(original).embeddings == modules
+    assert tuple(one for one in find_centring(original).signals if one.argument) == centred
     assert change(patch(copy.deepcopy(original), norm="rms", init="exact")) < 1e-4
     monkeypatch.setattr(find._Search, "embeddings", lambda *_: ())
     find._CACHE.clear()
     control = patch(copy.deepcopy(original), norm="rms", init="exact")
-    assert (change(control) > 0.1) == bool(modules)
+    assert (change(control) > 0.1) == bool(centred)
     find._CACHE.clear()
 
 
 def test_a_module_that_looks_at_the_shape_of_embeddings_isnt_centred() -> None:
     """Kosmos-2 hands them to its table of positions as well, the innermost module that gets them."""
-    assert find_centring(*zoo.tiny("kosmos_2_text_model")).embeddings == ("model",)
+    assert ("model", -1, "inputs_embeds") in find_centring(*zoo.tiny("kosmos_2_text_model")).signals

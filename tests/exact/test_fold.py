@@ -35,7 +35,7 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
 from hfpatch.exact.compensate import norm_inputs
-from hfpatch.exact.fold import Axis, Centring, carry_out
+from hfpatch.exact.fold import Axis, Centring, Signal, carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
@@ -158,7 +158,7 @@ def test_lenses_and_centring_share_a_class() -> None:
     """RoPE's view of an attention and a centred output are two attributes of one generated class."""
     model = tiny("gpt2", LM)
     plain = patch(copy.deepcopy(model), pos="rope")
-    attention = Centring(outputs=(("transformer.h.*.attn", 2),))
+    attention = Centring(signals=(Signal("transformer.h.*.attn", 2),))
     for order in itertools.permutations(["rope", "centre"]):
         both = copy.deepcopy(model)
         for what in order:
@@ -171,7 +171,7 @@ def test_lenses_and_centring_share_a_class() -> None:
 def test_the_mean_is_taken_in_float32(dtype: torch.dtype) -> None:
     module = nn.Module()
     module.drop = nn.Dropout()
-    carry_out(module, Centring(outputs=(("drop", -1),)), Transaction())
+    carry_out(module, Centring(signals=(Signal("drop", -1),)), Transaction())
     x = (torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) + 30).to(dtype)
     y = module.eval().drop(x)
     assert y.dtype == dtype
@@ -313,7 +313,7 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
     ),
     "a writer that was forgotten": (
         "gpt2",
-        lambda found: Centring(found.folds[:-2], outputs=found.outputs, exact_patterns=found.exact_patterns),
+        lambda found: Centring(found.folds[:-2], found.signals, exact_patterns=found.exact_patterns),
     ),
     "norms that aren't exact": (
         "bert",

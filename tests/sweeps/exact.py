@@ -37,7 +37,7 @@ from tiny_models import norms_of, patch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.exact.fold import Centring
+from hfpatch.exact.fold import EMBEDDINGS, Centring
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.float64 import Float64, outputs_in_float64
 from hfpatch.measure.outputs import Outputs, max_error
@@ -182,7 +182,7 @@ def fill_in(result: Result, centring: Centring, norms: list[str]) -> None:
     result.reasons = dict(reasons.most_common())
     result.unreached = sum(count for reason, count in reasons.items() if "don't reach it" in reason)
     result.post_norm = sum(pattern_of(name) in centring.compensated for name in norms)
-    result.runtime = len(centring.outputs)
+    result.runtime = sum(one.argument != EMBEDDINGS for one in centring.signals)
     if centring.refused:
         result.status = "refused"
     else:

@@ -43,9 +43,9 @@ def test_no_type_is_wrong() -> None:
 
 FAULTS: dict[str, Callable[[Centring], Centring]] = {
     "a writer left out": lambda found: replace(found, folds=found.folds[:-1]),
-    "embeddings left out": lambda found: replace(found, embeddings=()),
+    "inputs left out": lambda found: replace(found, signals=tuple(one for one in found.signals if not one.argument)),
     "a module left out of the parametrized form": lambda found: (
-        found if found.folds else replace(found, outputs=found.outputs[1:])
+        found if found.folds else replace(found, signals=found.signals[1:])
     ),
 }
 
