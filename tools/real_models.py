@@ -277,7 +277,7 @@ FOLDER from packages; `real_models.jsonl` has of each row its own command, weigh
   WikiText-2's validation text. A row without a repaired figure is exact, and needs none.
 * All figures are of test text that nobody calibrated on. KL is that of the next token, original to patched, in nats;
   *cosine* is of embeddings, patched to original; *found* is the share of passages whose first half is nearest to its
-  own second half.
+  own second half. Sequences are as long as *judged on* says, also where a patch makes room for longer ones.
 * *said* is what hfpatch itself measured and recorded, on what it holds out of the calibration.
 * *CPU s*, *passes* (multiples of the original's forward over the calibration) and *GB* (largest memory of the process)
   are of the repair, or of the patch where that is exact."""
