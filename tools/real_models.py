@@ -201,11 +201,14 @@ def norm_modules(model: Any, request: Request) -> dict[str, str]:
 
 
 def rounded(figures: dict[str, float | None]) -> dict[str, float | None]:
-    """Five digits of each; None for what isn't finite, which JSON can't say."""
-    return {
-        name: None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
-        for name, value in figures.items()
-    }
+    """Five digits of each, counts whole; None for what isn't finite, which JSON can't say."""
+
+    def short(value: float | None) -> float | None:
+        if value is None or isinstance(value, int):
+            return value
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+
+    return {name: short(value) for name, value in figures.items()}
 
 
 def hardware() -> str:

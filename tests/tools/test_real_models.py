@@ -51,6 +51,7 @@ def test_divergence_is_of_each_token() -> None:
     figures = real_judges.of_tokens(real_judges.divergences(logits, other))
     assert (figures["not finite"], figures["tokens"]) == (1, 2)
     assert real_models.rounded(figures)["KL mean"] is None
+    assert json.dumps(real_models.rounded({"loss": 2 / 3, "tokens": 123_456})) == '{"loss": 0.66667, "tokens": 123456}'
 
 
 def test_paragraphs_are_as_people_write_them() -> None:
