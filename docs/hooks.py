@@ -32,7 +32,7 @@ SWEEPS = (
     "repaired_types",
 )
 TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md"}
+TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md", "support/real-models.md": "tests/sweeps/real_models.md"}
 TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
 _INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
 _LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
