@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import torch
@@ -34,11 +34,9 @@ from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
 from ..verification.report import (
-    ErrorLine,
     LayerRow,
     ModuleRow,
     Report,
-    error_lines,
     module_lines,
     output_lines,
     title_of,
@@ -230,15 +228,41 @@ class Figure:
     layers: list[tuple[float, str]]
 
 
+class _ErrorLine(NamedTuple):
+    """One line of a figure: what the legend calls it, the run's dtype, and what it is of.
+
+    Attributes:
+        kind: "reference", "model", or "centred": the model's without the mean over channels.
+    """
+
+    label: str
+    dtype: str
+    kind: str
+
+
+def _error_lines(rows: list[LayerRow]) -> dict[str, dict[_ErrorLine, dict[int, float]]]:
+    """Return, by stream and line, the error after each layer; NaN, a gap, if it is 0 or infinite."""
+    found: dict[str, dict[_ErrorLine, dict[int, float]]] = {}
+    for row in rows:
+        label = f"{row.role} {row.dtype}"
+        errors = {_ErrorLine(label, row.dtype, row.role): row.error}
+        if row.role == "model":
+            errors[_ErrorLine(f"{label}, without the mean over channels", row.dtype, "centred")] = row.centred
+        for line, error in errors.items():
+            points = found.setdefault(row.stream, {}).setdefault(line, {})
+            points[row.layer] = error if 0 < error < math.inf else math.nan
+    return found
+
+
 def layer_figures(rows: list[LayerRow]) -> list[Figure]:
     """Return plots of each stream's error by layer, on a log axis; colours are dtypes, dashes are kinds of lines."""
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     colours = {dtype: _COLOURS[i % len(_COLOURS)] for i, dtype in enumerate(dtypes)}
-    figures = (_figure(stream, lines, colours) for stream, lines in error_lines(rows).items())
+    figures = (_figure(stream, lines, colours) for stream, lines in _error_lines(rows).items())
     return [figure for figure in figures if figure is not None]
 
 
-def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
+def _figure(stream: str, lines: dict[_ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
     """None if no error has a logarithm."""
     powers = [math.log10(error) for line in lines.values() for error in line.values() if not math.isnan(error)]
     if not powers:
