@@ -23,7 +23,6 @@ from ..core.bare import require_bare
 from ..core.results import Table
 from ..core.staging import stage
 from ..errors import OptionError
-from ..export.native import native_obstacle
 from ..measure.copies import copy_of, unpatched_config
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
@@ -157,7 +156,7 @@ def _facts(
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "ways": list(ways_to_open(name, auto, form, no_native=native_obstacle(model))),
+        "ways": list(ways_to_open(name, auto, form)),
         "made_by": how_to_make(record, auto, base),
     }
 
