@@ -9,7 +9,6 @@ __all__ = [
     "FingerprintWarning",
     "FreshHeadWarning",
     "HubError",
-    "MissingPackageError",
     "NoMatchError",
     "NotPreservedWarning",
     "NotReversibleError",
@@ -81,10 +80,6 @@ class FingerprintWarning(UserWarning):
 
     Or its config.json was edited after it was saved.
     """
-
-
-class MissingPackageError(PatchError, ImportError):
-    """An optional package is needed; the message names what installs it."""
 
 
 class HubError(PatchError):

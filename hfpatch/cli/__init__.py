@@ -223,7 +223,6 @@ def verify(
     reference: Reference = None,
     text: Text = None,
     json: Annotated[Path | None, option("Save the report as this .json file.", "--json")] = None,
-    plot: Annotated[Path | None, option("Draw the error of each layer into this .png file.")] = None,
     examples: Examples = 64,
     length: Length = LENGTH,
     head: Head = None,
@@ -235,25 +234,21 @@ def verify(
     every byte of MODEL's weights, and its config.json, against what was saved.
     """
     if reference is None:
-        if text is not None or json is not None or plot is not None:
-            raise OptionError("--text, --json and --plot go with a REFERENCE, the original to compare with.")
+        if text is not None or json is not None:
+            raise OptionError("--text and --json go with a REFERENCE, the original to compare with.")
         _verify_files(model, head, trust_remote_code)
         return
     if json is not None and json.suffix != ".json":
         raise PatchError(f"--json {json}: the name must end in .json.")
     if is_config(model) or is_config(reference):
         raise PatchError("verify compares two checkpoints; random weights (config:FAMILY) have no original.")
-    for place in (json, plot):
-        require_apart(place, model, reference, text)
+    require_apart(json, model, reference, text)
     built = open_model(model, head, trust_remote_code)
     report = _compare(built, model, reference, text, examples, length, head, trust_remote_code)
     typer.echo(str(report))
     if json is not None:
         report.save(json)
         typer.echo(f"\nSaved to {json}.")
-    if plot is not None:
-        report.plot(plot)
-        typer.echo(f"\nPlotted to {plot}.")
 
 
 @app.command()

@@ -20,21 +20,16 @@ import transformers
 from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import OptionError, UnknownNameError, VerificationError
-from ..measure.copies import copy_of, unpatched_config
+from ..measure.copies import copy_of
 from ..runtime.errors import UnsupportedError, describe_error
-from ..runtime.fixed import FixedNorm, NoNorm
 from ..runtime.lens import host_class
-from ..runtime.norms import AffineNorm
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
-from ..sites.norms import describe
 from .equality import OutputComparison, batches, compare, different_dropouts
-from .fixed_norms import fixing_config
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
 from .runtimes import RUNTIMES, runtime_obstacle
-from .same_host import as_stock_host, host_obstacle
-from .weights import gains_of
+from .same_host import as_stock_host
 from .write import write
 
 
@@ -193,38 +188,6 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
     activation = anatomy.facts["activation"]
     for target in sorted(chosen, key=lambda t: (t.activation not in (None, activation), {t.norm} != kinds)):
         yield _compare_candidate(target.model_type, source, partial(stock_model, target), serve, beyond)
-
-
-def native_obstacle(model: Any) -> str | None:
-    """Return why no architecture equals a patched model, whatever its weights; None if only a measurement can tell."""
-    known, _ = _layout_of(model.config)
-    host = host_class(type(model)).__name__
-    try:
-        gains_of(model)
-    except UnsupportedError as error:
-        return str(error)
-    for name, module in model.named_modules():
-        is_norm = isinstance(module, AffineNorm)
-        if (is_norm or known is None) and (obstacle := host_obstacle(module)):
-            return f"{name} {obstacle.format(host='a stock architecture' if is_norm else host)}"
-    return _mixed_norms_obstacle(model, known is None)
-
-
-def _mixed_norms_obstacle(model: Any, host_only: bool) -> str | None:
-    """Why the host has no eps for a model's fixed norms; None if it has, or if other architectures may.
-
-    They all have one eps for all of their norms, so none of them may where other norms aren't fixed.
-    """
-    host: Any = host_class(type(model))
-    fixed = [name for name, module in model.named_modules() if isinstance(module, FixedNorm | NoNorm)]
-    others = [name for name, module in model.named_modules() if name not in fixed and describe(module) is not None]
-    if not fixed or not (others or host_only):
-        return None
-    try:
-        fixing_config(host, unpatched_config(model.config), fixed)
-    except UnsupportedError as error:
-        return f"{host.__name__}: {error}"
-    return None
 
 
 def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:

@@ -228,14 +228,13 @@ def _settings(part: SchemeRequest) -> tuple[Any, ...]:
     return part.only, part.keep, part.init
 
 
-def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) -> Iterator[tuple[str, str, str]]:
+def ways_to_open(name: str, auto: str, form: str) -> Iterator[tuple[str, str, str]]:
     """Yield each way to open a checkpoint: requirements, language and code.
 
     Args:
         name: the Hub id or folder of the checkpoint.
         auto: the Auto class.
         form: of the checkpoint, as in `export_model`.
-        no_native: why no stock architecture computes the same, where that is known.
     """
     where = json.dumps(name, ensure_ascii=False)
 
@@ -262,8 +261,6 @@ def ways_to_open(name: str, auto: str, form: str, no_native: str | None = None) 
         "says for each why not:"
     )
     for other, words in others.items():
-        if other == "native" and no_native:
-            yield f"No stock architecture computes the same: {no_native}.", "", ""
-        elif other != form:
+        if other != form:
             command = ["hfpatch", "export", name, f"{name.split('/')[-1]}-{other}", "--to", other]
             yield words, "bash", shlex.join(command)

@@ -23,7 +23,6 @@ from ..core.bare import require_bare
 from ..core.results import Table
 from ..core.staging import stage
 from ..errors import OptionError
-from ..export.native import native_obstacle
 from ..measure.copies import copy_of, unpatched_config
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
@@ -34,11 +33,9 @@ from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
 from ..verification.report import (
-    ErrorLine,
     LayerRow,
     ModuleRow,
     Report,
-    error_lines,
     module_lines,
     output_lines,
     title_of,
@@ -51,6 +48,7 @@ HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of
 WIDTH, HEIGHT = 640, 300  # of a figure, in pixels at full size
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, WIDTH - 10, 12, HEIGHT - 38
 _TICKS = 6  # labels of an axis, at most
+_Line = tuple[str, str, str]  # of a figure: its name in the legend, its colour and dashes
 _DASHES = {"reference": "2 4", "model": "none", "centred": "7 4"}
 _COLOURS = ("#0b6bcb", "#c2410c", "#2a9d55", "#8b2fc9", "#0e7490", "#857000")
 
@@ -159,7 +157,7 @@ def _facts(
         "outputs": {} if report is None else _outputs(report),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
-        "ways": list(ways_to_open(name, auto, form, no_native=native_obstacle(model))),
+        "ways": list(ways_to_open(name, auto, form)),
         "made_by": how_to_make(record, auto, base),
     }
 
@@ -234,11 +232,25 @@ def layer_figures(rows: list[LayerRow]) -> list[Figure]:
     """Return plots of each stream's error by layer, on a log axis; colours are dtypes, dashes are kinds of lines."""
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     colours = {dtype: _COLOURS[i % len(_COLOURS)] for i, dtype in enumerate(dtypes)}
-    figures = (_figure(stream, lines, colours) for stream, lines in error_lines(rows).items())
+    figures = (_figure(stream, lines) for stream, lines in _lines(rows, colours).items())
     return [figure for figure in figures if figure is not None]
 
 
-def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict[str, str]) -> Figure | None:
+def _lines(rows: list[LayerRow], colours: dict[str, str]) -> dict[str, dict[_Line, dict[int, float]]]:
+    """Return, by stream and line, the error after each layer; NaN, a gap, if it is 0 or infinite."""
+    found: dict[str, dict[_Line, dict[int, float]]] = {}
+    for row in rows:
+        label, colour = f"{row.role} {row.dtype}", colours[row.dtype]
+        errors = {(label, colour, _DASHES[row.role]): row.error}
+        if row.role == "model":
+            errors[f"{label}, without the mean over channels", colour, _DASHES["centred"]] = row.centred
+        for line, error in errors.items():
+            points = found.setdefault(row.stream, {}).setdefault(line, {})
+            points[row.layer] = error if 0 < error < math.inf else math.nan
+    return found
+
+
+def _figure(stream: str, lines: dict[_Line, dict[int, float]]) -> Figure | None:
     """None if no error has a logarithm."""
     powers = [math.log10(error) for line in lines.values() for error in line.values() if not math.isnan(error)]
     if not powers:
@@ -260,7 +272,7 @@ def _figure(stream: str, lines: dict[ErrorLine, dict[int, float]], colours: dict
             if not math.isnan(error):
                 data += f"{move}{x(layer)},{y(math.log10(error))}"
             move = "M" if math.isnan(error) else "L"
-        curves.append(Curve(line.label, colours[line.dtype], _DASHES[line.kind], data))
+        curves.append(Curve(*line, data))
     shown = range(low, high + 1, math.ceil((high - low + 1) / _TICKS))
     marked = layers[:: math.ceil(len(layers) / (2 * _TICKS))]
     return Figure(stream, curves, [(y(one), f"1e{one}") for one in shown], [(x(one), str(one)) for one in marked])

@@ -1,4 +1,4 @@
-"""Report of `verify`: a printed table, JSON, and a plot of the error layer by layer."""
+"""Report of `verify`: a printed table, and JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
-from pathlib import Path
-from typing import NamedTuple
 
 from ..core.plan_table import group_rows
 from ..core.results import SavedResult, Table
-from ..core.staging import stage
-from ..errors import MissingPackageError, OptionError
+from ..errors import OptionError
 from ..schemes.request import KINDS, Record
 
 STATES = {  # and how the table counts them
@@ -23,7 +19,6 @@ STATES = {  # and how the table counts them
     "weights": "with other weights",
 }
 _MOST_LAYERS = 14  # lines of the table; the JSON has all
-_STYLES = {"reference": ":", "model": "o-", "centred": "x--"}  # of lines in a plot
 
 
 @dataclass
@@ -138,37 +133,6 @@ class Report(SavedResult):
                 "the report of that."
             )
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the error of the stream layer by layer, one line a run, as an image file (.png, .svg, .pdf).
-
-        Raises:
-            OptionError: the models return no hidden states that could be compared, or the suffix is no image's.
-            MissingPackageError: matplotlib isn't installed.
-            PatchError: it can't be written.
-        """
-        if not self.layers:
-            raise OptionError("there is nothing to plot: the models returned no hidden states that match.")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingPackageError("report.plot needs matplotlib: pip install 'hfpatch[recipes]'") from error
-        streams = error_lines(self.layers)
-        figure = Figure(figsize=(7.2 * len(streams), 5.0), layout="constrained")
-        for axes, (stream, lines) in zip(
-            figure.subplots(1, len(streams), squeeze=False)[0], streams.items(), strict=True
-        ):
-            for line, points in lines.items():
-                axes.plot(list(points), list(points.values()), _STYLES[line.kind], label=line.label, markersize=3)
-            axes.set(yscale="log", title=stream, xlabel="layer", ylabel="rms error / rms of the truth")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(fontsize=8)
-        figure.suptitle(f"{self.model}\nagainst {self.reference} in float64", fontsize=9)
-        try:
-            with stage(Path(path)) as file:
-                figure.savefig(file, dpi=150)
-        except ValueError as error:  # an unknown suffix
-            raise OptionError(f"{path} can't be drawn: {error}") from error
-
     def parts(self) -> Iterable[Sequence[str | Table]]:
         size = f"{self.examples} examples" + (f", {self.tokens:,} tokens" if self.tokens else "")
         head = [f"{self.model} against {self.reference}. Inputs: {self.inputs} ({size})."]
@@ -274,29 +238,3 @@ def _layer_table(rows: list[LayerRow]) -> list[str | Table]:
     head = "rms error layer by layer (in brackets without the mean over channels)"
     skipped = f"; {len(shown)} of {len(layers)} layers" if step > 1 else ""
     return [f"{head}{skipped}:", Table(lines, "<" + ">" * len(runs))]
-
-
-class ErrorLine(NamedTuple):
-    """One line of a plot of the error by layer: what the legend calls it, the run's dtype, and what it is of.
-
-    Attributes:
-        kind: "reference", "model", or "centred": the model's without the mean over channels.
-    """
-
-    label: str
-    dtype: str
-    kind: str
-
-
-def error_lines(rows: list[LayerRow]) -> dict[str, dict[ErrorLine, dict[int, float]]]:
-    """Return, by stream and line, the error after each layer; NaN, a gap, if it is 0 or infinite."""
-    found: dict[str, dict[ErrorLine, dict[int, float]]] = {}
-    for row in rows:
-        label = f"{row.role} {row.dtype}"
-        errors = {ErrorLine(label, row.dtype, row.role): row.error}
-        if row.role == "model":
-            errors[ErrorLine(f"{label}, without the mean over channels", row.dtype, "centred")] = row.centred
-        for line, error in errors.items():
-            points = found.setdefault(row.stream, {}).setdefault(line, {})
-            points[row.layer] = error if 0 < error < math.inf else math.nan
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import transformers
 from tiny_models import PAD, VOCABULARY, B, D, T, changes, fingerprint, inputs, patch, randomise, tiny
 from torch import Tensor, nn
 
-from hfpatch.errors import MissingPackageError, OptionError, WrappedModelError
+from hfpatch.errors import OptionError, WrappedModelError
 from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.verification.comparison import Comparison, Subject
 from hfpatch.verification.report import Report
@@ -465,26 +464,6 @@ def test_non_finite_outputs_are_loud() -> None:
     stored = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert stored["outputs"][1]["max_error"] == "inf"
     assert str(Report.from_json(stored)) == str(report)
-
-
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    model, reference = pair(request={"norm": "rms", "init": "copy"})
-    report = verify(model, reference, inputs(model))
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    report.layers[0].error = math.inf
-    report.plot(tmp_path / "layers.png")
-    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    assert "matplotlib.pyplot" not in sys.modules, "no global backend is chosen"
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingPackageError, match=r"hfpatch\[recipes\]"):
-            report.plot(tmp_path / "no.png")
-    with pytest.raises(OptionError):
-        report.plot(tmp_path / "layers.txt")
-    report.layers.clear()
-    with pytest.raises(OptionError, match="nothing to plot"):
-        report.plot(tmp_path / "no.png")
 
 
 def test_a_deep_model_has_a_short_table_and_random_inputs_say_so() -> None:
