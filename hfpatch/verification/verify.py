@@ -24,7 +24,7 @@ from .comparison import DTYPES, Comparison, Subject, repeatable_inference
 from .module_diff import compare_modules
 from .report import Report, title_of
 
-EXAMPLES = 64  # texts, at most: both models run on them in every dtype
+EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 
 
 @unwrap_holders
@@ -54,7 +54,7 @@ def verify(
             CPU where the device has none (MPS); of a SentenceTransformer the model inside, with its tokenizer.
         reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
             original in memory is a copy made before.
-        batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts the
+        batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts and single rows the
             first 64, and 128 tokens of a text; batches are all taken. None makes random inputs from the config: enough
             to see whether two models are the same function, but agreement and perplexity then say nothing of real text.
         dtypes: names of torch dtypes besides float64.
