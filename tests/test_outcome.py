@@ -19,6 +19,7 @@ from tiny_models import changes, difference, fingerprint, inputs, patch, reload,
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hfpatch.checkpoint.patched_config import give_patched_config
 from hfpatch.errors import NotPreservedWarning, OptionError, VerificationError
@@ -353,6 +354,34 @@ def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.M
     with pytest.raises(UnsupportedError, match=f"pos='{pos}' would change nothing"):
         patch_model(model, pos=pos)
     assert not changes(before, fingerprint(model))
+
+
+class OwnRotation(LlamaAttention):
+    """As in a model file of a user: it rotates by frequencies of its own, whatever it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        frequencies = 100 ** -torch.linspace(0, 1, self.head_dim // 2)
+        angles = (torch.arange(hidden_states.shape[1])[:, None] * frequencies).repeat(1, 2)[None]
+        return super().forward(hidden_states, (angles.cos(), angles.sin()), **kwargs)
+
+
+class PassedRotation(LlamaAttention):
+    """The control: another class, which rotates by what it is passed."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states, position_embeddings, **kwargs)
+
+
+@pytest.mark.parametrize("pos", ["rope:theta=77", 'rope:scaling={"rope_type":"linear","factor":4.0}', "nope"])
+def test_attentions_that_ignore_the_rotation_that_they_are_passed(pos: str) -> None:
+    model, other = tiny("llama", LM), tiny("llama", LM)
+    for layer, of_other in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn.__class__, of_other.self_attn.__class__ = OwnRotation, PassedRotation
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=r"would change nothing.*OwnRotation is passed its rotation and"):
+        patch_model(model, pos=pos)
+    assert not changes(before, fingerprint(model))
+    assert re.match(r"approximate: outputs differ by (?!0;)", outcome(patch(other, pos=pos)))
 
 
 def test_what_reaches_no_output_isnt_refused() -> None:

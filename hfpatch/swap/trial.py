@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..core.plan_table import Change
 from ..measure.copies import copy_of
+from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.media import with_media
+from ..measure.outputs import outputs_of
+from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
@@ -105,7 +109,8 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     """Refuse a change of positions that leaves all outputs bit-identical.
 
     A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
-    reach what was changed: shaking its outputs has to move those of the model.
+    reach what was changed: shaking its outputs has to move those of the model, or, of a rotation, shaking those of the
+    attentions that it is passed to, which then make their own.
 
     Args:
         model: after a patch.
@@ -126,18 +131,51 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
         return
     names = {change.row.module for change in changes if change.changes and change.row.loss}
     names |= {one.rpartition(".")[0] for one in names}  # a type of its layers, or its table
-    reached = False
+    reached, ignored = False, ""
     for probe in probes:
         before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
         if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
             return
-        other = attempt(_disturb(copy_of(model, share=True), names), partial(dict, probe))
-        reached = reached or not (isinstance(other, Exception) or equal(after, other))
-    if reached:
+
+        def reaches(disturbed: set[str], probe: Any = probe, after: Any = after) -> bool:
+            other = attempt(_disturb(copy_of(model, share=True), disturbed), partial(dict, probe))
+            return not isinstance(other, Exception) and not equal(after, other)
+
+        if reaches(names):
+            reached = True
+        elif (readers := _readers(model, names, probe)) and reaches(readers):
+            kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in readers}))
+            ignored = f": {kinds} is passed its rotation and doesn't use it"
+    if reached or ignored:
         raise UnsupportedError(
             f"{type(model).__name__}: {what} would change nothing: with it all outputs are what they were, to the bit, "
-            "at the model's full length. The model was left unchanged."
+            f"at the model's full length{ignored}. The model was left unchanged."
         )
+
+
+def _readers(model: Any, names: set[str], probe: Mapping[str, Any]) -> set[str]:
+    """Names of the innermost modules that are passed what rotations of these names return."""
+    rotations = {one.module_name: one.module for one in find_rotations(model) if one.module_name in names}
+    made, found = list[Tensor](), set[str]()
+
+    def on_result(name: str, output: Any) -> None:
+        made.extend(_tensors(output))
+
+    def on_call(name: str, call: CallArguments) -> None:
+        if any(value is one for value in _tensors(tuple(call)) for one in made):
+            found.add(name)
+
+    with (
+        inference_state(model),
+        observe_calls(rotations, on_result=on_result),
+        observe_calls(dict(model.named_modules()), on_call),
+    ):
+        outputs_of(model, cast_for_model(model, probe))
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
