@@ -1,4 +1,4 @@
-"""Converts user data (texts, batches) to batches of model inputs."""
+"""Converts user data (texts, rows, batches) to batches of model inputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .text_batches import copy_tokenizer, lines_of
 
 Batch = Mapping[str, Any]
 SEQUENCES, LENGTH, BATCH = 256, 128, 8
-# The number of axes that one example has in an input; a batch has one more.
+# The number of axes that one sequence has in an input; a batch has one more.
 _AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
 # Inputs beside images that are given as patches, (N, d) each: where these lie, or how many rows and columns there are.
 _OF_PATCHES = {"pixel_position_ids", "spatial_shapes"}
 _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
-    'or dictionaries of tensors: [{{"input_ids": torch.tensor([[1, 2, 3]])}}, ...], a DataLoader of such.'
+    'or dictionaries of inputs: rows such as [{{"input_ids": [1, 2, 3]}}, ...], what a tokenizer returns, a DataLoader.'
 )
 _log = logging.getLogger("hfpatch")
 
@@ -50,15 +50,18 @@ def read_batches(
         data: one of these, or an iterable of them, such as a list, a DataLoader or a generator:
             * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the one
               that is called "text"), or a path of a text file, one text a line. Empty ones are left out.
-            * batches: dictionaries of tensors, a tokenizer's output (`return_tensors="pt"`), tensors of the main
-              input. A DataLoader gives such. Strings are left out, and what the forward doesn't take out of what a
-              tokenizer returned.
+            * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
+              one text). They are padded on the right and get an attention mask.
+            * batches: dictionaries of tensors or of lists (padded likewise), a tokenizer's output, tensors of the main
+              input. A DataLoader gives such.
+            Strings are left out of rows and batches, and what the forward doesn't take out of rows and of what a
+            tokenizer returned.
         model: the model that takes the inputs; it isn't run. An encoder-decoder that is given input_ids alone reads
             them, shifted by one, in its decoder too.
         tokenizer: a tokenizer, or a processor that has one; needed for texts. It stays as it is.
-        sequences: how many texts are read, at most; batches are all taken.
-        length: tokens of a text, at most; the model's and the tokenizer's own limits hold as well. Batches keep
-            their length.
+        sequences: how many texts and rows are read, at most; batches are all taken.
+        length: tokens of a text, at most; the model's and the tokenizer's own limits hold as well. Rows and batches
+            keep their length.
         option: what messages call the data.
 
     Returns:
@@ -66,16 +69,15 @@ def read_batches(
         it is a stream (a generator, a DataLoader, a Dataset), which is read as the iterator is.
 
     Raises:
-        OptionError: the data is none of that, is empty, holds texts without a tokenizer, isn't the model's input,
-            or holds single examples or lists of numbers in place of batches of tensors.
+        OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
 
     Examples:
-        >>> import torch
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
         >>> from hfpatch import read_batches
-        >>> read_batches({"input_ids": torch.tensor([[5, 6, 7]])}, model)
-        [{'input_ids': tensor([[5, 6, 7]])}]
+        >>> read_batches([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], model)[0]["attention_mask"]
+        tensor([[1, 1, 1],
+                [1, 1, 0]])
     """
     inner, items = model_inside(model), _items(data, sequences, option)
     if tokenizer is None and inner is not model:
@@ -116,7 +118,7 @@ def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
 
 @dataclass
 class _Reader:
-    """Turns items into batches of inputs; texts are collected until they fill one."""
+    """Turns items into batches of inputs; texts and rows are collected until they fill one."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -130,31 +132,31 @@ class _Reader:
         self.main = main_input(self.model)
         self.takes = parameters.keys() | {self.main}
         self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        self.axes = _AXES | ({"pixel_values": 2} if _OF_PATCHES & self.takes else {})
+        self.of_patches = bool(_OF_PATCHES & self.takes)
         # Without a mask a sequence would be read with its padding.
-        self.together = BATCH if "attention_mask" in parameters else 1
+        self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
 
     def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Yield all batches, in order."""
-        encoded: list[Mapping[str, Any]] = []
+        rows: list[Mapping[str, Any]] = []
         read = 0
-        for is_text, columns in (found for number, item in enumerate(items) for found in self._of(item, number)):
-            if encoded and (not is_text or read == self.sequences or len(encoded) == self.together):
-                yield self._to_arguments(self._padded(encoded))
-                encoded = []
-            if not is_text:
+        for is_row, columns in (found for number, item in enumerate(items) for found in self._of(item, number)):
+            if rows and (not is_row or read == self.sequences or len(rows) == self.together):
+                yield self._to_arguments(rows)
+                rows = []
+            if not is_row:
                 yield self._to_arguments(columns)
             elif read == self.sequences:
                 _log.info(
-                    "%s: the first %d texts are read; hfpatch.read_batches(..., sequences=) reads more",
+                    "%s: the first %d texts (or rows) are read; hfpatch.read_batches(..., sequences=) reads more",
                     *(self.option, read),
                 )
                 return
             else:
-                encoded.append(columns)
+                rows.append(columns)
                 read += 1
-        if encoded:
-            yield self._to_arguments(self._padded(encoded))
+        if rows:
+            yield self._to_arguments(rows)
         if not self.count:
             raise OptionError(
                 f"{self.option} is empty: it holds no batch and no text. (An iterator can be read only once; pass a "
@@ -162,7 +164,7 @@ class _Reader:
             )
 
     def _of(self, item: Any, number: int) -> Iterator[tuple[bool, Mapping[str, Any]]]:
-        """Yield the texts in an item, encoded, or it as a batch, each with whether it is a text."""
+        """Yield the rows in an item, or it as a batch, each with whether it is a row."""
         place = f"{self.option}: item {number}"
         item = {self.main: item} if isinstance(item, Tensor) else item
         texts = self._text_column(item) if isinstance(item, Mapping) else _texts(item)
@@ -172,17 +174,25 @@ class _Reader:
         if not isinstance(item, Mapping):
             raise OptionError(f"{place} is {type(item).__name__}. {_WORKS.format('It')}")
         columns = {name: value for name, value in item.items() if name in self.takes or not _is_text(value)}
-        if isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
-            columns = {name: one for name, one in columns.items() if name in self.takes}
-        like = next((name for name in (self.main, *_AXES) if name in _AXES and columns.get(name) is not None), None)
+        like = self._like(columns)
         value: Any = None if like is None else columns[like]
-        if like is not None and not (isinstance(value, Tensor) and value.dim() != self.axes[like]):
-            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if like is not None and _count_axes(value) == _AXES[like] - (like == "pixel_values" and self.of_patches):
+            self.require_inputs(columns, place, of_row=True)
+            if len(value):
+                yield True, {name: one for name, one in columns.items() if name in self.takes and one is not None}
+        elif like is not None and _are_tensors(value):
             raise OptionError(
-                f"{place} is no batch of tensors: its {like} is {found}. Pass texts with tokenizer=, or tensors whose "
-                'first axis is the batch, as tokenizer(texts, padding=True, return_tensors="pt") returns them.'
+                f"{place} has a list of tensors as {like}. Pad them into one tensor; a DataLoader of a "
+                "datasets.Dataset gives such lists unless it reads dataset.with_format('torch')."
             )
-        yield False, columns
+        elif isinstance(item, BatchEncoding | BatchFeature) and not self.takes_others:
+            yield False, {name: one for name, one in columns.items() if name in self.takes}
+        else:
+            yield False, columns
+
+    def _like(self, columns: Iterable[str]) -> str | None:
+        """The input that shows how many sequences there are, and how long: the main one, or what stands for it."""
+        return next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
         """The texts in a row, or in a batch of rows; None if it holds inputs.
@@ -222,42 +232,64 @@ class _Reader:
 
     # One batch
 
-    def _to_arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch as keyword arguments of the forward, checked and completed."""
+    def _to_arguments(self, given: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
+        """A batch, or rows, as keyword arguments of the forward: lists as tensors, checked and completed."""
+        columns: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        if isinstance(given, list):
+            columns = {name: [row[name] for row in given] for name in given[0] if all(name in row for row in given)}
         place = f"{self.option} batch {self.count}" if self.option != "batches" else f"batch {self.count}"
         self.count += 1
         self.require_inputs(columns, place)
-        _require_values(columns, place, self.model)
-        return _add_decoder_inputs(dict(columns), self.model)
+        batch: dict[str, Any] = {}
+        for name, value in columns.items():
+            listed = isinstance(value, list | tuple) or (hasattr(value, "__array__") and not isinstance(value, Tensor))
+            stacked = isinstance(given, list) or (listed and not _are_tensors(value))
+            batch[name] = self._stack(name, value, place) if stacked else value
+        like = self._like(columns)
+        if (
+            like is not None
+            and isinstance(columns[like], list | tuple)
+            and "attention_mask" in self.takes - batch.keys()
+        ):
+            ones = [torch.ones(len(one), dtype=torch.long) for one in columns[like]]
+            if len({len(one) for one in ones}) > 1:
+                batch["attention_mask"] = pad_sequence(ones, True)
+        _require_values(batch, place, self.model)
+        return _add_decoder_inputs(batch, self.model)
 
-    def _padded(self, encoded: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Encoded texts as one batch, padded on the right if they differ in length, and masked if the model can."""
-        names = [name for name in encoded[0] if all(name in one for one in encoded)]
-        each = {name: [torch.as_tensor(one[name]) for one in encoded] for name in names}
-        if "attention_mask" in self.takes:
-            each.setdefault("attention_mask", [torch.ones(len(ids), dtype=torch.long) for ids in each[self.main]])
-        return {name: pad_sequence(values, True, self._padding(name)) for name, values in each.items()}
+    def _stack(self, name: str, values: Any, place: str) -> Tensor:
+        """One input of several sequences as a tensor, padded on the right where they differ in length."""
+        try:
+            each = [torch.as_tensor(value) for value in values]
+            if len({one.shape for one in each}) > 1:
+                return pad_sequence(each, batch_first=True, padding_value=self._padding(name))
+            return torch.stack(each) if each else torch.empty(0)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise OptionError(f"{place}: {name} can't be made a tensor: {first_line(error)}") from error
 
     def _padding(self, name: str) -> int:
         """What fills a column behind its shorter sequences, where the mask is 0."""
-        if name != "input_ids":
-            return 0
-        pad, table = getattr(text_config(self.model.config), "pad_token_id", None), input_embedding(self.model)
-        return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
+        if name in ("input_ids", "decoder_input_ids"):
+            pad = getattr(text_config(self.model.config), "pad_token_id", None)
+            table = input_embedding(self.model)
+            return pad if isinstance(pad, int) and 0 <= pad < (table.num_embeddings if table else pad + 1) else 0
+        return -100 if name == "labels" else 0
 
-    def require_inputs(self, columns: Iterable[str], place: str) -> None:
-        """Refuse misspelt names, and a batch of what the forward doesn't take.
+    def require_inputs(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
+        """Refuse misspelt names, and a batch of what the forward doesn't take; other columns of a row are left out.
 
         Raises:
             OptionError: names the input, and the one that was meant.
         """
         kind = type(self.model).__name__
+        # a row's "label" is no input, and nobody's misspelt "labels"
+        known = self.takes - {"labels"} if of_row else self.takes
         for name in columns:
-            meant = None if name in self.takes else nearest(name, self.takes, cutoff=0.85)
-            if meant or not (name in self.takes or self.takes_others):
+            meant = None if name in self.takes else nearest(name, known, cutoff=0.85)
+            if meant or not (name in self.takes or of_row or self.takes_others):
                 hint = f"Did you mean {meant!r}?" if meant else "Leave it out."
                 raise OptionError(f"{place} has {name!r}, which {kind}.forward doesn't take. {hint}")
-        if columns and not set(columns) & self.takes:
+        if columns and not of_row and not set(columns) & self.takes:
             names = ", ".join(map(repr, columns))
             raise OptionError(f"{place} has {names}, none of which {kind} takes; it reads {self.main}.")
 
@@ -273,6 +305,17 @@ def _texts(value: Any) -> list[str] | None:
 def _is_text(value: Any) -> bool:
     """Whether a column is of strings, or of nothing, as missing values are."""
     return value is None or _texts(value) is not None
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(one, Tensor) for one in value)
+
+
+def _count_axes(value: Any) -> int:
+    axes = 0
+    while isinstance(value, list | tuple):
+        axes, value = axes + 1, value[0] if value else None
+    return axes + getattr(value, "ndim", 0)
 
 
 def _require_values(batch: Batch, place: str, model: PreTrainedModel) -> None:

@@ -1,10 +1,9 @@
-"""What users have at hand becomes inputs of a model: texts and batches, in every form that people keep."""
+"""What users have at hand becomes inputs of a model: texts, rows and batches, in every form that people keep."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,24 +86,18 @@ FORMS_OF_TEXT: dict[str, Callable[[], Any]] = {
     "DataLoader of rows": lambda: DataLoader(datasets.Dataset.from_dict(COLUMNS), batch_size=2),
 }
 FORMS_OF_INPUTS: dict[str, Callable[[], Any]] = {
-    "batches of tensors": lambda: [{"input_ids": torch.tensor([ids])} for ids in IDS],
-    "tensors of ids": lambda: [torch.tensor([ids]) for ids in IDS],
+    "rows of tensors": lambda: [{"input_ids": torch.tensor(ids), "idx": 7} for ids in IDS],
+    "tensors of ids": lambda: [torch.tensor(ids) for ids in IDS],
+    "empty rows": lambda: [{"input_ids": []}, *({"input_ids": ids} for ids in IDS)],
+    "Dataset": lambda: datasets.Dataset.from_dict(COLUMNS | TOKENISED),
+    "Dataset of tensors": lambda: datasets.Dataset.from_dict(COLUMNS | TOKENISED).with_format("torch"),
+    "Dataset of arrays": lambda: datasets.Dataset.from_dict(COLUMNS | TOKENISED).with_format("numpy"),
+    "BatchEncoding": lambda: make_tokenizer()(TEXTS),
+    "BatchEncodings of lists": lambda: [make_tokenizer()(TEXTS[:2]), make_tokenizer()(TEXTS[2:])],
     "BatchEncoding of tensors": lambda: make_tokenizer(pad_token="[PAD]")(TEXTS, return_tensors="pt", padding=True),
     "BatchEncodings of tensors": lambda: [make_tokenizer()(text, return_tensors="pt") for text in TEXTS],
     "a text column besides": lambda: [{"text": ["a"], "input_ids": torch.tensor([ids])} for ids in IDS],
     "DataLoader": lambda: DataLoader([torch.tensor(ids) for ids in IDS], batch_size=1),
-    "DataLoader of a Dataset": lambda: DataLoader(datasets.Dataset.from_dict(TOKENISED).with_format("torch")),
-}
-SINGLE = "is no batch of tensors: its {} is {}. Pass texts with tokenizer="
-NO_BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
-    "rows of lists": (lambda: [{"input_ids": ids} for ids in IDS], "list"),
-    "rows of tensors": (lambda: [{"input_ids": torch.tensor(ids)} for ids in IDS], "of shape (5,)"),
-    "tensors of one sequence": (lambda: [torch.tensor(ids) for ids in IDS], "of shape (5,)"),
-    "Dataset": (lambda: datasets.Dataset.from_dict(COLUMNS | TOKENISED), "list"),
-    "Dataset of tensors": (lambda: datasets.Dataset.from_dict(TOKENISED).with_format("torch"), "of shape (5,)"),
-    "Dataset of arrays": (lambda: datasets.Dataset.from_dict(TOKENISED).with_format("numpy"), "ndarray"),
-    "BatchEncoding of lists": (lambda: make_tokenizer()(TEXTS), "list"),
-    "DataLoader of lists": (lambda: DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), "list"),
 }
 
 
@@ -121,14 +114,6 @@ def test_inputs(form: str, model: PreTrainedModel) -> None:
     assert rows_of(read) == IDS
     assert all(isinstance(value, torch.Tensor) for batch in read for value in batch.values())
     model(**read[0])
-
-
-@pytest.mark.parametrize("form", NO_BATCHES)
-def test_single_examples_and_lists_of_numbers_are_refused(form: str, model: PreTrainedModel) -> None:
-    data, found = NO_BATCHES[form]
-    with pytest.raises(OptionError, match=re.escape("item 0 " + SINGLE.format("input_ids", found))) as refused:
-        list(read_batches(data(), model))
-    assert "\n" not in str(refused.value)
 
 
 def test_a_text_file(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -165,7 +150,7 @@ def test_texts_are_cut(model: PreTrainedModel) -> None:
     assert len(rows_of(read_batches(long, model, make_tokenizer(model_max_length=11)))[0]) == 11
     wide = tiny("gpt2", LM, n_positions=600)
     assert len(rows_of(read_batches(long, wide, make_tokenizer()))[0]) == 128
-    assert len(rows_of(read_batches(torch.full((1, 500), 5), wide))[0]) == 500  # a batch keeps its length
+    assert len(rows_of(read_batches([{"input_ids": [5] * 500}], wide))[0]) == 500  # a row keeps its length
 
 
 @pytest.mark.parametrize("padding", [1, 0])
@@ -183,24 +168,25 @@ def test_texts_are_as_long_as_tables_that_begin_behind_the_padding(kind: Any, pa
         model(input_ids=torch.full((1, longest + 1), 7))
 
 
-def test_texts_are_read_up_to_a_number(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_and_rows_are_read_up_to_a_number(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     def endless(value: Any) -> Iterator[Any]:
         while True:
             yield value
 
     with caplog.at_level(logging.INFO, logger="hfpatch"):
         assert len(rows_of(read_batches(endless("cat"), model, make_tokenizer()))) == 256
+        assert len(rows_of(read_batches(endless({"input_ids": [5, 6]}), model, sequences=3))) == 3
         assert len(rows_of(read_batches(endless(["cat"] * 5), model, make_tokenizer(), sequences=7))) == 7
-        assert len(caplog.messages) == 2
+        assert len(caplog.messages) == 3
         assert len(rows_of(read_batches(["cat"] * 7, model, make_tokenizer(), sequences=7))) == 7
         assert len(rows_of(read_batches([torch.ones(4, 5).long()] * 3, model, sequences=7))) == 12  # batches all
-        assert len(caplog.messages) == 2
+        assert len(caplog.messages) == 3
 
 
 def test_padding_counts_for_nothing() -> None:
-    """The outputs of a padded text are those of the text alone."""
+    """The outputs of a padded row are those of the row alone."""
     model = tiny("roberta", "AutoModelForMaskedLM")
-    [batch] = read_batches(TEXTS, model, make_tokenizer())
+    [batch] = read_batches([{"input_ids": ids} for ids in IDS], model)
     padded = batch["input_ids"][batch["attention_mask"] == 0]
     assert padded.unique().tolist() == [model.config.pad_token_id]
     with torch.no_grad():
@@ -214,15 +200,18 @@ class Strict(GPT2LMHeadModel):
         return super().forward(input_ids, attention_mask=attention_mask)
 
 
-def test_columns_are_left_out_and_added(model: PreTrainedModel) -> None:
-    unmasked = make_tokenizer(model_input_names=["input_ids"])
-    [batch] = read_batches(TEXTS, model, unmasked)
-    assert batch["attention_mask"].sum(1).tolist() == [len(ids) for ids in IDS]
+def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
+    rows = [{"input_ids": ids, "labels": ids, "token_type_ids": [1] * len(ids)} for ids in IDS]
+    [batch] = read_batches(rows, model)
+    assert batch["labels"][0].tolist() == [*IDS[0], -100, -100, -100]
+    assert batch["token_type_ids"][2].tolist() == [1] * 3 + [0] * 5
     # DistilBERT has no token types, and its tokenizer is BERT's
     given = BatchEncoding({"input_ids": torch.ones(2, 3).long(), "special_tokens_mask": torch.ones(2, 3).long()})
     [batch] = read_batches(given, tiny("distilbert"))
     assert "input_ids" in batch
-    # other columns, if the forward takes nothing but its inputs
+    # other columns of rows, where the forward takes nothing but its inputs
+    [batch] = read_batches([{"input_ids": ids, "idx": 7} for ids in IDS], Strict(model.config))
+    assert set(batch) == {"input_ids", "attention_mask"}
     [batch] = read_batches(given, Strict(model.config))
     assert set(batch) == {"input_ids"}
     # an encoder-decoder reads texts on both sides
@@ -239,6 +228,7 @@ def test_columns_are_left_out_and_added(model: PreTrainedModel) -> None:
         (3, "Not int"),
         ([object()], r"item 0 is object\. It takes texts"),
         (["", "\n"], "is empty"),
+        ([{"input_ids": []}], "is empty"),
         (IDS, "item 0 is list. It takes texts .* dictionaries of inputs"),
         (DataLoader(TensorDataset(torch.tensor(IDS[:1]))), "item 0 is list. It takes texts .* dictionaries of inputs"),
         (pd.DataFrame(COLUMNS), "takes texts with .* Not DataFrame"),
@@ -250,8 +240,11 @@ def test_columns_are_left_out_and_added(model: PreTrainedModel) -> None:
             [{"input_ids": torch.ones(2, 3).long(), "attention_masks": torch.ones(2, 3)}],
             "Did you mean 'attention_mask'",
         ),
+        ([{"input_ids": [1, 2], "atention_mask": [1, 1]}], "item 0 has .* Did you mean 'attention_mask'"),
+        ([{"input_ids": [[1, 2], ["a"]]}], "batch 0: input_ids can't be made a tensor"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', none of which GPT2LMHeadModel takes"),
-        (torch.tensor([[1, 2], [1, 500]]), "tokens 1 to 500"),
+        (DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), r"with_format\('torch'\)"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], "tokens 1 to 500"),
     ],
 )
 def test_what_cant_be_read_says_what_can(data: Any, message: str, model: PreTrainedModel) -> None:
@@ -270,10 +263,9 @@ def test_a_model_of_images_reads_no_text() -> None:
     with pytest.raises(OptionError, match="reads pixel_values"):
         read_batches(TEXTS, model, make_tokenizer())
     size = model.config.image_size
-    with pytest.raises(OptionError, match=re.escape(SINGLE.format("pixel_values", f"of shape (3, {size}, {size})"))):
-        read_batches([{"pixel_values": torch.randn(3, size, size)}], model)
-    [batch] = read_batches({"pixel_values": torch.randn(3, 3, size, size)}, model)
-    assert batch["pixel_values"].shape == (3, 3, size, size)
+    images = [{"pixel_values": torch.randn(3, size, size), "label": 1} for _ in range(3)]
+    [batch] = read_batches(images, model)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {"pixel_values": (3, 3, size, size)}
 
 
 # Where they are used

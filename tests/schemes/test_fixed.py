@@ -205,8 +205,7 @@ def test_the_constant_is_the_median(
     weight = getattr(old, "weight", None)
     gain = (torch.ones(32) if weight is None else weight.detach() + offset).double() * constant
     rows = [
-        {name: value[i : i + 1, : int(mask[i].sum()) if padded else 12] for name, value in batch.items()}
-        for i in range(24)
+        {name: value[i][: int(mask[i].sum()) if padded else 12] for name, value in batch.items()} for i in range(24)
     ]
     patch(model, norm="fixed", calibration=rows)
     new = model.get_submodule(norm)
