@@ -44,7 +44,7 @@ SIZES = {
 }
 OF_A_CALL = {  # patch_model with a repair; another transformers may need a module more or less
     "modules imported by a patch": Budget(149, 136),
-    "lines imported by a patch": Budget(23_970, 23_400),
+    "lines imported by a patch": Budget(23_970, 23_460),
 }
 EFFECTS: set[str] = set()  # what `import hfpatch` changes in other packages, besides its entries in the Auto classes
 
