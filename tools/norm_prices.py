@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfpatch import plan_patch
 from hfpatch.measure.blocks import listed_modules
 from hfpatch.measure.hooks import CallArguments, first_tensor, observe_calls
+from hfpatch.repairs.distance import token_distances
 from hfpatch.sites.norms import describe
 
 SINK = 3.0  # medians
@@ -53,11 +53,11 @@ class Prices:
         self.sinks: dict[str, bool] = {}
         self.returned: dict[str, Any] = {}
         with observe_calls({name: self.modules[name] for name in norms}, on_call=self._measure):
-            self.logits = F.log_softmax(self._forward(), -1)
+            self.output = self._forward()
 
-    def _forward(self) -> Tensor:
+    def _forward(self) -> Any:
         with torch.no_grad():
-            return self.model(input_ids=self.ids, use_cache=False).logits.float()
+            return self.model(input_ids=self.ids, use_cache=False)
 
     def _scale(self, name: str, x: Tensor) -> Tensor:
         facts = describe(self.modules[name])
@@ -108,8 +108,8 @@ class Prices:
     def together(self, names: Sequence[str], block: int = 0) -> Tensor:
         """Return the KL divergence at each token if these norms are replaced; blocks before `block` aren't run."""
         with self._from(block), self._replaced(names):
-            logits = F.log_softmax(self._forward(), -1)
-        return (self.logits.exp() * (self.logits - logits)).sum(-1).nan_to_num(nan=torch.inf)
+            distances = token_distances(self.output, self._forward())[1]
+        return distances.nan_to_num(nan=torch.inf)
 
     def alone(self) -> dict[str, tuple[float, float]]:
         """Return each norm's price, and that of the token where it is largest."""

@@ -255,9 +255,9 @@ class _Search:
         off = probe.base.means.keys() - probe.zero_mean(Centring(tuple(writers), tuple(signals)))
         candidates = [one for one in probe.inputs_of_blocks() if probe.centrable(one).keys() & off] if off else []
         worth = probe.worth(writers, signals) if candidates else 0
-        while candidates:
-            values = {one: probe.worth(writers, (*signals, *found, one)) for one in candidates}
-            best = max(candidates, key=values.__getitem__)
+        while left := [one for one in candidates if one not in found]:
+            values = {one: probe.worth(writers, (*signals, *found, one)) for one in left}
+            best = max(left, key=values.__getitem__)
             if values[best] <= worth:
                 break
             worth, found[best] = values[best], probe.centrable(best)

@@ -259,8 +259,8 @@ class _Repairer:
             fit_shared_norms(self.fitter, shared)
         if not segment.block and not self.norms & set(segment.modules):
             return
-        self.touched = self.touched or bool(self.changed & {*segment.modules, *segment.shared})
-        if segment.block and not self.touched and self._returns_the_same(segment.block):
+        changes = self.touched or self.changed & {*segment.modules, *segment.shared}
+        if segment.block and not changes and self._returns_the_same(segment.block):
             for i in range(len(self.batches)):
                 self.old.freeze(segment.block, i)
             self.roles.blocks.pop(segment.block)
