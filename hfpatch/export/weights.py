@@ -112,6 +112,8 @@ class Weights:
         gain = torch.ones(facts.shape[:1] or 0, dtype=like.dtype, device=like.device)
         gain = values["gain"] + facts.offset if "gain" in values else gain
         if isinstance(module, FixedNorm):
+            if module.bound is not None:
+                raise UnsupportedError(f"{path} is a fixed norm with a bound, which no stock model has")
             return PlainNorm(gain, values.get("shift"), "layer" if module.mean else "rms", 0.0, fixed=True)
         return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
 

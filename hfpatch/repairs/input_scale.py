@@ -118,7 +118,7 @@ def start_fixed_norms(
             f"or keep them with keep=."
         )
     for name, scale in scales.items():
-        _write(new.modules[name], old.modules[name], facts[name], scale.median, transaction)
+        _write(new.modules[name], old.modules[name], facts[name], scale, transaction)
     return scales
 
 
@@ -132,8 +132,8 @@ def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
     return (
         f"At {len(found)} of {len(scales)} fixed norms the first token is an attention sink: its input is up to "
         f"{found[worst]:.3g} times as large as the median ({worst}), and differs between sequences, which one constant "
-        f"doesn't serve. Keep these norms, keep=[{names}], or start every sequence with the same token, in calibration "
-        "and in use."
+        f"doesn't serve. Set a bound (bound=1.5), keep these norms, keep=[{names}], or start every sequence with the "
+        "same token, in calibration and in use."
     )
 
 
@@ -152,11 +152,15 @@ def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, i
     scale.all.append(found.flatten())
 
 
-def _write(module: nn.Module, original: nn.Module, facts: NormFacts, constant: float, transaction: Transaction) -> None:
-    """Write the gain of a norm whose original has these facts."""
+def _write(
+    module: nn.Module, original: nn.Module, facts: NormFacts, scale: InputScale, transaction: Transaction
+) -> None:
+    """Write the gain, and the size that a bound is for, of a norm whose original has these facts."""
     assert isinstance(module, FixedNorm)
     assert module.gain is not None
     stored = facts.parameters_of(original)[0]
     gain = torch.ones_like(module.gain) if stored is None else stored.detach().to(module.gain) + facts.offset
-    value = gain.cpu().double() * constant - module.facts.offset  # some devices have no float64
+    value = gain.cpu().double() * scale.median - module.facts.offset  # some devices have no float64
     transaction.write(module, WeightChange("gain", "value", value))
+    if module.bound is not None:
+        transaction.write(module, WeightChange("size", "value", torch.tensor([1 / scale.median])))

@@ -229,7 +229,9 @@ class _Repairer:
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
             scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
-            self.fitter.scales, self.report.advice = scales, advice_on_sinks(scales)
+            self.fitter.scales = scales
+            unbounded = {name: scale for name, scale in scales.items() if self.new.modules[name].bound is None}
+            self.report.advice = advice_on_sinks(unbounded)
         return bool(fixed)
 
     def _segments(self) -> list[Segment]:

@@ -13,10 +13,16 @@ from .norms import AffineNorm
 class FixedNorm(AffineNorm):
     """y = (x - mean(x)) * gain + shift over the last axis: LayerNorm with a constant 1/sigma, which is in the gain.
 
+    With a `bound` that holds for rows (tokens) whose size is at most `bound` times `size`. Larger ones, attention sinks
+    and outliers, are divided by their own size and multiplied by `size`: for them it is the norm that was replaced.
     Gain and shift aren't stored as weight and bias: the unpatched model would load them silently as a LayerNorm's.
 
     Args:
-        mean: subtract the mean; False where an RMSNorm was replaced: y = x * gain + shift. The rest as in `AffineNorm`.
+        mean: subtract the mean; False where an RMSNorm was replaced: y = x * gain + shift.
+        bound: 1 or more; None for none. The rest as in `AffineNorm`.
+
+    Attributes:
+        size: with a bound, the size (root mean square, after the mean is subtracted) of a usual row: a learned scalar.
     """
 
     kind = "fixed"
@@ -26,18 +32,28 @@ class FixedNorm(AffineNorm):
     gain: nn.Parameter | None
     shift: nn.Parameter | None
 
-    def __init__(self, *norm: Any, mean: bool = True, **like: Any):
-        super().__init__(*norm, **like)
-        self.mean = mean
+    def __init__(self, *norm: Any, mean: bool = True, bound: float | None = None, like: Tensor):
+        super().__init__(*norm, like=like)
+        self.mean, self.bound = mean, bound
+        if bound is not None:
+            self.size = self.new_scalar(1.0, like)
 
     def normalise(self, h: Tensor) -> Tensor:
-        if not self.mean:
-            return h
         axes = tuple(range(-len(self.normalised_shape(h)), 0))
-        return h - h.mean(axes, keepdim=True)
+        if self.mean:
+            h = h - h.mean(axes, keepdim=True)
+        if self.bound is None:
+            return h
+        squares = h.square().mean(axes, keepdim=True)
+        share = self.size * squares.clamp_min(torch.finfo(h.dtype).tiny).rsqrt()  # size / the row's own
+        return h * torch.where(share * self.bound < 1, share, 1.0)
+
+    def initial_values(self) -> dict[str, float]:
+        return super().initial_values() | ({} if self.bound is None else {"size": 1.0})
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.mean else ", mean=False")
+        bound = "" if self.bound is None else f", bound={self.bound:g}"
+        return super().extra_repr() + bound + ("" if self.mean else ", mean=False")
 
 
 class NoNorm(nn.Module):

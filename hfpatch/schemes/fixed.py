@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 from ..core.registry import NORMS
+from ..core.scheme import require_number
 from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.fixed import FixedNorm, NoNorm
@@ -29,9 +31,13 @@ class Fixed(Elementwise):
 
     A first token that is much larger than the others (an attention sink) does no harm where it is the same in all
     sequences. Where it varies, one constant doesn't serve it: the repair's report then says at which norms, and by how
-    much. Keep these, or start every sequence with the same token.
+    much. Keep these, start every sequence with the same token, or set a bound.
 
     Args:
+        bound: the constant is for tokens whose size at the norm is at most so many times the median (1 or more); larger
+            ones are divided by their own size, as before. Language models of over 100M parameters need it: a sink is
+            100 times as large as other tokens there, and a gated MLP squares what is too large. With 1.5 the norm is
+            linear for 99 % of the tokens. None: no bound.
         shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
             had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
 
@@ -50,6 +56,7 @@ class Fixed(Elementwise):
     """
 
     shift: bool = True
+    bound: float | None = None
     also_called: ClassVar[tuple[str, ...]] = ("static", "constant", "affine")
     component: ClassVar[type[AffineNorm]] = FixedNorm
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_fixed"
@@ -58,14 +65,18 @@ class Fixed(Elementwise):
     def __post_init__(self) -> None:
         if not isinstance(self.shift, bool):
             raise OptionError(f"{type(self).__name__}: shift must be True or False, not {self.shift!r}.")
+        if self.bound is not None:
+            require_number(type(self).__name__, "bound", self.bound, above=math.nextafter(1.0, 0.0))
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
         found = super().remaining_facts(facts)
         return found if self.shift else replace(found, shift=facts.shift)
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        call = super().call(facts, old)
-        return call if facts.kind == "layer" else replace(call, kwargs=(*call.kwargs, ("mean", False)))
+        return _fixed_call(super().call(facts, old), facts.kind == "layer")
+
+    def module_options(self) -> dict[str, Any]:
+        return {} if self.bound is None else {"bound": self.bound}
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if not facts.shape:
@@ -77,7 +88,8 @@ class Fixed(Elementwise):
         return f"has no variance to fix: it is neither LayerNorm nor RMSNorm ({facts.kind})"
 
     def loss(self, facts: NormFacts) -> str | None:
-        return "the scale of its input is taken to be a constant"
+        most = "" if self.bound is None else f", up to {self.bound:g} times its median"
+        return f"the scale of its input is taken to be a constant{most}"
 
 
 @NORMS.register("none")
@@ -111,7 +123,7 @@ class WithoutNorms(Fixed):
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""
-        return Fixed(self.shift).call(facts, old)
+        return Fixed(self.shift, self.bound).call(facts, old)
 
 
 @NORMS.register("folded")
@@ -121,7 +133,8 @@ class Folded(Norm):
 
     For a linear map W, b that reads `gain * h + shift`: W' = W diag(gain), b' = b + W shift. A fixed norm goes
     altogether: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the same. This is done
-    where linear maps alone read the norm; a map without a bias gets one where the norm has a shift. FlashNorm
+    where linear maps alone read the norm; a map without a bias gets one where the norm has a shift. Of a fixed norm with
+    a bound that bound stays. FlashNorm
     (arXiv:2407.09577) does it for RMSNorm. A norm whose output the base model returns is kept unless `only` names it.
 
     Examples:
@@ -141,10 +154,13 @@ class Folded(Norm):
         return 0
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        """The call of a norm of the same kind, without gain and shift; of a fixed one, `NoNorm`."""
-        if facts.kind == FixedNorm.kind:
+        """The call of a norm of the same kind, without gain and shift; of a fixed one without a bound, `NoNorm`."""
+        scheme, facts = NORMS[facts.kind](), replace(facts, gain=None, shift=None, offset=0.0)
+        if not isinstance(old, FixedNorm):
+            return scheme.call_with(facts, old)
+        if old.bound is None:
             return Call.of(NoNorm)
-        return NORMS[facts.kind]().call_with(replace(facts, gain=None, shift=None, offset=0.0), old)
+        return _fixed_call(Fixed(bound=old.bound).call_with(facts, old), old.mean)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if facts.kind not in NORMS or facts.kind == "batch":
@@ -155,3 +171,7 @@ class Folded(Norm):
 
     def loss(self, facts: NormFacts) -> str | None:
         return None
+
+
+def _fixed_call(call: Call, mean: bool) -> Call:
+    return call if mean else replace(call, kwargs=(*call.kwargs, ("mean", False)))
