@@ -116,7 +116,7 @@ def patch_model(
     request = Request.of({"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}, only, keep, init)
     require_calibration_fits(calibration, fit, init)
     new_lengths = _new_lengths(tokenizer, request, calibration)
-    plan = make_plan(model, request, example_inputs)
+    plan, prices = make_plan(model, request, example_inputs), dict[str, float]()
     require_weights(plan, model)
     kept = _undo_state_for(model) if reversible else None
     if compile:
@@ -126,6 +126,15 @@ def patch_model(
     if calibration is not None:
         _require_changes(plan)
         calibration = calibration_for(model, calibration, tokenizer)
+        if request.budget is not None:
+            from .repairs.prices import within_budget  # others need none of it
+
+            if not isinstance(calibration, str) and not callable(calibration):
+                calibration = list(calibration)  # type: ignore[arg-type]  # it is read twice
+            prices, staying = within_budget(model, plan, request.budget, calibration)
+            plan = make_plan(model, request.keeping(staying), example_inputs)
+    elif request.budget is not None:
+        raise OptionError(f"keep='auto:{request.budget:g}' is settled by measuring on calibration=: pass it.")
     elif init != "reset":
         require_data(model, plan.schemes, plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
@@ -134,6 +143,8 @@ def patch_model(
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
             plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
+            if report is not None:
+                report.prices = prices
             fold_fixed_norms(plan, model, transaction, example_inputs)
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)

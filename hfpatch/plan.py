@@ -35,7 +35,7 @@ from .core.results import Result, Table, to_json_value
 from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
-from .errors import NothingToPatchError
+from .errors import NothingToPatchError, OptionError
 from .exact.request import Conversion
 from .measure.batches import require_example
 from .measure.quiet_forward import free_unused_memory
@@ -303,7 +303,13 @@ def plan_patch(
         ...
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    return make_plan(model, Request.of(schemes, only, keep, init), example_inputs)
+    request = Request.of(schemes, only, keep, init)
+    if request.budget is not None:
+        raise OptionError(
+            f"keep='auto:{request.budget:g}' is settled by measuring on calibration=, which a plan has none of. Plan "
+            "without it for the norms that it chooses from; patch_model takes it."
+        )
+    return make_plan(model, request, example_inputs)
 
 
 def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:

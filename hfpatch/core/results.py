@@ -121,6 +121,8 @@ def _read(expected: Any, value: Any) -> Any:
         return expected(**{name: _read(types[name], item) for name, item in value.items()})  # type: ignore[operator]
     if get_origin(expected) is list and isinstance(value, list):
         return [_read(get_args(expected)[0], item) for item in value]
+    if get_origin(expected) is dict and isinstance(value, dict):
+        return {name: _read(get_args(expected)[1], item) for name, item in value.items()}
     kinds = get_args(expected) or (expected,)
     if float in kinds and type(value) in (int, str):  # what JSON has no numbers for is text
         value = float(value)

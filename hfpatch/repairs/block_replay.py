@@ -136,7 +136,7 @@ class BlockReplay:
     def _gives(self, output: Any, index: int, row: Tensor | None, ends: Collection[str]) -> bool:
         """Return whether a model gives the same output, to the bit, without the blocks before these last ones."""
         try:
-            with self._replaying(_place(index, row), ends):
+            with self.replaying(_place(index, row), ends):
                 again = self.forward(index, row)
         except Exception:  # the model's own, where it reads blocks before the last one: features of several depths
             return False
@@ -144,7 +144,7 @@ class BlockReplay:
 
     def forward_from_store(self, index: int, row: Tensor | None) -> Any:
         """Return what `forward_and_store` returned, without running blocks if possible."""
-        replaying = self._replaying(_place(index, row), self.ends) if self.replays_ends else contextlib.nullcontext()
+        replaying = self.replaying(_place(index, row), self.ends) if self.replays_ends else contextlib.nullcontext()
         with replaying:
             return self.forward(index, row)
 
@@ -167,7 +167,7 @@ class BlockReplay:
 
         names = {name for _, name in missing}
         hooks = self.observe_calls(names, partial(record, "in"), partial(record, "out"))
-        with self._storing_parts(index), hooks, self._replaying(index), contextlib.suppress(_AllObserved):
+        with self._storing_parts(index), hooks, self.replaying(index), contextlib.suppress(_AllObserved):
             self.forward(index)
         return recorded
 
@@ -177,7 +177,7 @@ class BlockReplay:
         hooks = self.observe_calls(
             found, lambda name, call: found[name][0].append(call), lambda name, value: found[name][1].append(value)
         )
-        with hooks, self._replaying(index):
+        with hooks, self.replaying(index):
             self.forward(index)
         return found
 
@@ -245,7 +245,7 @@ class BlockReplay:
                 parameter.data = parameter.data.new_empty(0)
 
     @contextlib.contextmanager
-    def _replaying(self, index: int | str, ends: Collection[str] = ()) -> Iterator[None]:
+    def replaying(self, index: int | str, ends: Collection[str] = ()) -> Iterator[None]:
         """Context in which what is frozen or discarded for a batch doesn't run, nor a block of the stacks of `ends`."""
         replaced: list[tuple[dict[str, Any], Any]] = []
         stacks = {self.stacks[end] for end in ends}

@@ -74,7 +74,7 @@ class Batches:
 
     def __init__(self, calibration: Any, model: PreTrainedModel, tokenizer: Any = None):
         self.sequences = self.distinct = self.tokens = self.longest = 0
-        self._inputs = Scratch()
+        self._inputs, self._main = Scratch(), main_input(model)
         self._stored: list[StoredBatch] = []
         takes = inspect.signature(model.forward).parameters
         self._always = {"use_cache": False} if "use_cache" in takes else {}
@@ -161,6 +161,10 @@ class Batches:
     def count_held_out(self) -> int:
         """Return how many sequences are for judging."""
         return sum(batch.sequences for batch in self._stored if batch.judges)
+
+    def count_tokens(self, index: int) -> int:
+        """Return how many positions the main input of a batch has, padding included."""
+        return _main_tensor(self._inputs.get((index,)), self._main).shape[:2].numel()
 
     def single_rows(self, index: int) -> list[Tensor | None]:
         """Return a batch's sequences one by one, as rows for `BlockReplay.forward`; None for all at once."""

@@ -31,12 +31,17 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
     for i in new.batches.held_out_batches():
         for row in new.batches.single_rows(i):
             measure, distances = token_distances(original(i, row), new.forward(i, row))
-            mask = new.batches.mask(i, decoder=new.model.config.is_encoder_decoder)
-            mask = mask if mask is None or row is None else mask[row]
-            if mask is not None and mask.shape == distances.shape:
-                distances = distances[mask.bool()]
-            found.append(in_float64(distances.flatten()).cpu())
+            found.append(without_padding(new, i, row, distances))
     return measure, torch.cat(found)
+
+
+def without_padding(replay: BlockReplay, index: int, row: Tensor | None, distances: Tensor) -> Tensor:
+    """Return the distances at tokens of a batch, or of one of its sequences, that aren't padding, in float64."""
+    mask = replay.batches.mask(index, decoder=replay.model.config.is_encoder_decoder)
+    mask = mask if mask is None or row is None else mask[row]
+    if mask is not None and mask.shape == distances.shape:
+        distances = distances[mask.bool()]
+    return in_float64(distances.flatten()).cpu()
 
 
 def helps(before: Tensor, after: Tensor) -> bool:
@@ -81,6 +86,14 @@ def logits_of(output: Any) -> Tensor | None:
     """Return the tensor that a model's output calls its logits; None where it is a tuple or a tensor itself."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     return logits if isinstance(logits, Tensor) else None
+
+
+def comparable(output: Any) -> dict[str, Tensor]:
+    """Return what is compared of a model's outputs: its logits, or else the first of them that has an axis."""
+    logits = logits_of(output)
+    found = Outputs.of(output).floats if logits is None else {"logits": logits}
+    name = next(name for name, value in found.items() if value.dim())
+    return {name: found[name].detach().cpu()}
 
 
 def _divergence(old: Tensor, new: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from ..errors import OptionError
 from ..measure.inputs import longest_text, redrawn_tokens
-from ..measure.outputs import Outputs
 from ..measure.quiet_forward import cast, device_of
 from .calibration import Batches, rows_of
-from .distance import logits_of, mean_and_worst, token_distances
+from .distance import comparable, mean_and_worst, token_distances
 from .reference import refusing_failures
 from .report import LONGER, OWN, RANDOM, Judgement, is_short
 from .sample import generates, sample_batches
@@ -80,7 +79,7 @@ class FreshSequences:
         for few in by_shape.values():
             inputs = {name: torch.cat([row[name] for row in few]) for name in few[0]}
             try:
-                output = _comparable(_run(reference, inputs))
+                output = comparable(_run(reference, inputs))
             except Exception:  # of the original's own code, on inputs that its user may never give
                 continue
             self._outputs.put((len(self._inputs),), output)
@@ -95,7 +94,7 @@ class FreshSequences:
         for i, (kind, inputs) in enumerate(self._inputs):
             original = self._outputs.get((i,))
             with refusing_failures(self.model):
-                distances = token_distances(original, _comparable(_run(self.model, inputs)))[1]
+                distances = token_distances(original, comparable(_run(self.model, inputs)))[1]
             numbers = ~next(iter(original.values())).isnan().flatten(1).any(1)
             found.setdefault(kind, []).extend(row.flatten() for row in distances[numbers])
         return {kind: rows for kind, rows in found.items() if rows}
@@ -150,11 +149,3 @@ def _tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
 def _run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Any:
     with torch.no_grad():
         return model(**cast(inputs, device_of(model), model.dtype), return_dict=True)
-
-
-def _comparable(output: Any) -> dict[str, Tensor]:
-    """What is compared of a model's outputs: its logits, or else the first of them that has an axis."""
-    logits = logits_of(output)
-    found = Outputs.of(output).floats if logits is None else {"logits": logits}
-    name = next(name for name, value in found.items() if value.dim())
-    return {name: found[name].detach().cpu()}

@@ -53,7 +53,7 @@ from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
 from .report import RepairReport
-from .sample import SELF, sample_batches
+from .sample import drawn
 from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
@@ -119,8 +119,7 @@ def repair(
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = transaction is None
-    draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
-    data = draw(reference) if callable(draw) else draw
+    data, was_drawn = drawn(calibration, reference)
     with (
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
@@ -132,7 +131,7 @@ def repair(
         batches = Batches(data, model, tokenizer)
         new = BlockReplay(model, batches)
         old = BlockReplay(reference, batches)
-        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not callable(draw))
+        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not was_drawn)
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
         transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())

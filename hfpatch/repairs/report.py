@@ -20,6 +20,7 @@ _LEGEND = (
     "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
     "written, as a share of the original's variance; of maps the KL divergence."
 )
+_PRICES = "price: distance of the outputs if this norm alone is replaced."
 _FRESH = "fresh: sequences that nobody calibrated on. They decide nothing, unless outputs aren't finite there."
 _UNDONE = "undone, since it didn't help by more than noise"
 _BROKE = "undone, since it made outputs NaN or infinite"
@@ -119,6 +120,7 @@ class RepairReport(SavedResult):
         kept: whether the whole helped on the held-out sequences by more than noise, with finite outputs on all that it
             was judged on; otherwise all of it was undone.
         steps: in forward order.
+        prices: by norm, the distance of the outputs if it alone is replaced; measured for keep="auto:...".
     """
 
     sequences: int = 0
@@ -136,6 +138,7 @@ class RepairReport(SavedResult):
     worst_after: float = math.nan
     fresh: list[Judgement] = field(default_factory=list)
     advice: str = ""
+    prices: dict[str, float] = field(default_factory=dict)
 
     version: ClassVar[int] = 2
     gone: ClassVar[frozenset[str]] = frozenset({"longer", "longer_before", "longer_after"})  # `fresh` has them
@@ -201,6 +204,11 @@ class RepairReport(SavedResult):
             numbers = tuple("-" if value is None else f"{value:.2e}" for value in (step.before, step.after))
             undone = "" if step.kept or step.after is None else "undone: it didn't help. "
             lines.append((step.module, step.kind, *numbers, undone + step.note))
+        if self.prices:
+            replaced = {step.module for step in self.steps if step.kind == "norm"}
+            cheapest = sorted(self.prices.items(), key=lambda one: one[1])
+            listed = [(name, f"{price:.2g}", "" if name in replaced else "kept") for name, price in cheapest]
+            yield Table([("norm", "price", ""), *listed], "<><"), _PRICES
         yield Table(lines), _LEGEND, *((self._table_of_fresh(), _FRESH) if self.fresh else ()), self.summary()
 
     def _table_of_fresh(self) -> Table:

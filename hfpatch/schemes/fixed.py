@@ -132,10 +132,10 @@ class Folded(Norm):
     """Norms of the same kind without parameters: the layers that read them take gain and shift over.
 
     For a linear map W, b that reads `gain * h + shift`: W' = W diag(gain), b' = b + W shift. A fixed norm goes
-    altogether: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the same. This is done
-    where linear maps alone read the norm; a map without a bias gets one where the norm has a shift. Of a fixed norm with
-    a bound that bound stays. FlashNorm
-    (arXiv:2407.09577) does it for RMSNorm. A norm whose output the base model returns is kept unless `only` names it.
+    altogether, but for its bound: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the
+    same. This is done where linear maps alone read the norm; a map without a bias gets one where the norm has a shift.
+    FlashNorm (arXiv:2407.09577) does it for RMSNorm. A norm whose output the base model returns is kept unless `only`
+    names it.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -25,6 +26,7 @@ KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "pl
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
 MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
+_AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
@@ -72,12 +74,15 @@ class Request:
             schemes, each with the globs that earlier ones of the mapping leave to it.
         only, keep: the user's globs over module names, which hold for all parts.
         mapped: by kind, the globs of a mapping in their order, those that keep modules included.
+        budget: how far the outputs may be from the original's, for as many norms as that allows; the others are kept.
+            None: there is no limit.
     """
 
     parts: dict[str, tuple[SchemeRequest, ...]]
     only: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     mapped: Mapping[str, Mapping[str, Scheme | None]] = field(default_factory=dict)
+    budget: float | None = None
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
@@ -98,16 +103,45 @@ class Request:
             )
         if init not in INITS:
             raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
-        only, keep = as_globs("only", only), as_globs("keep", keep)
+        only, (keep, budget) = as_globs("only", only), _budget_in(as_globs("keep", keep))
         parts = {kind: _parts(by_glob, only, keep, init) for kind, by_glob in resolved.items() if any(by_glob.values())}
         mapped = {kind: resolved[kind] for kind in parts if isinstance(schemes.get(kind), Mapping)}
-        return cls(parts, only, keep, mapped)
+        if budget is not None and "norm" not in parts:
+            raise OptionError(f"keep='{_AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
+        return cls(parts, only, keep, mapped, budget)
+
+    def keeping(self, names: Iterable[str]) -> Request:
+        """Return the request with more modules kept, and no budget."""
+        more = tuple(names)
+        parts = {
+            kind: tuple(replace(one, keep=(*one.keep, *more)) if kind == "norm" else one for one in several)
+            for kind, several in self.parts.items()
+        }
+        return replace(self, parts=parts, budget=None)
 
     @property
     def length(self) -> int | None:
         """The positions that it sets, the fewest of any part; None if it sets none."""
         lengths = [part.scheme.max_positions for part in self.parts.get("pos", ())]
         return min((length for length in lengths if length is not None), default=None)
+
+
+def _budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
+    """The globs of `keep`, and the budget that "auto:0.05" among them sets.
+
+    Raises:
+        OptionError: there is no number above 0 behind it, or there are several.
+    """
+    texts = [glob.removeprefix(_AUTO) for glob in keep if glob.startswith(_AUTO)]
+    try:
+        (budget,) = map(float, texts) if texts else (None,)
+        if budget is not None and not 0 < budget < math.inf:
+            raise ValueError
+    except ValueError:
+        raise OptionError(
+            f"keep={_AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
+        ) from None
+    return tuple(glob for glob in keep if not glob.startswith(_AUTO)), budget
 
 
 def kind_of(scheme: Scheme) -> str:

@@ -1,0 +1,170 @@
+"""Prices of norms: what it costs to replace each of them alone, and which can go together within a budget.
+
+A norm is priced in the original: the patched norm stands in its place, and nothing else differs. One with a constant
+scale has the median of 1/sigma there, others are fitted to the original's output. The price is the distance of the
+outputs on held-out sequences. Prices don't add up: if one norm bounds what another makes of it, both are cheap alone
+and dear together. So norms go together, cheapest first, as many as keep their common distance within the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..core.transaction import Transaction
+from ..core.weight_change import WeightChange
+from ..errors import OptionError
+from ..measure.copies import copy_of
+from ..measure.hooks import CallArguments, first_tensor
+from ..measure.quiet_forward import inference_state
+from ..measure.randomness import process_state
+from ..runtime.fixed import FixedNorm
+from ..runtime.norms import AffineNorm
+from .block_replay import BlockReplay, segments_of
+from .calibration import Batches
+from .distance import comparable, mean_and_worst, token_distances, without_padding
+from .fits import channels_last
+from .input_scale import start_fixed_norms
+from .linear_roles import Roles
+from .norm_fit import fit_norm
+from .sample import drawn
+
+_FITTED, _JUDGED = 4096, 1024  # at most about so many tokens fit a norm, and judge
+
+
+def within_budget(
+    model: PreTrainedModel, plan: Any, budget: float, calibration: Any
+) -> tuple[dict[str, float], list[str]]:
+    """Return the price of each norm that a plan replaces, and those that have to stay so that the others fit a budget.
+
+    Args:
+        model: the original, which isn't changed.
+        plan: of the patch (`Plan`).
+        budget: how far the outputs may be from the original's before a repair: nats of KL divergence, or what
+            `token_distances` says.
+        calibration: as in `patch_model`.
+
+    Raises:
+        OptionError: not even the cheapest norm fits; or as in `Batches`.
+    """
+    exact, norms, _ = plan.phases
+    with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
+        base = copy_of(model, share=True)
+        exact.apply(base, Transaction())
+        patched = copy_of(base, share=True)
+        norms.apply(patched, Transaction())
+        with inference_state(base), inference_state(patched):
+            found = _NormPrices(base, patched, drawn(calibration, model)[0])
+            prices = found.alone()
+            cheapest = sorted(prices, key=lambda name: prices[name])
+            count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
+    if not count:
+        raise OptionError(
+            f"keep='auto:{budget:g}' keeps all {len(prices)} norms: the cheapest, {cheapest[0]}, costs "
+            f"{prices[cheapest[0]]:.2g} if it alone is replaced. Allow more, or patch without it."
+        )
+    return prices, [name for name in prices if name in cheapest[count:]]
+
+
+class _NormPrices:
+    """Measures prices of a patched model's norms.
+
+    Args:
+        model: the original; it is only run.
+        patched: a patched copy, whose norms get fitted values.
+        data: calibration inputs, as `Batches` takes them.
+    """
+
+    def __init__(self, model: PreTrainedModel, patched: PreTrainedModel, data: Any):
+        self.batches = Batches(data, model)
+        self.old, self.new = BlockReplay(model, self.batches), BlockReplay(patched, self.batches)
+        self.names = [
+            name
+            for name, module in self.new.modules.items()
+            if isinstance(module, AffineNorm) and type(self.old.modules.get(name)) not in (type(module), type(None))
+        ]
+        self.segments = segments_of(self.old, self.names)
+        self.new.forms, self.new.stacks = self.old.forms, self.old.stacks
+        self.in_decoder = Roles(self.old, self.old, self.segments).in_decoder
+        self.judged = self._some(self.batches.held_out_batches(), _JUDGED)
+        self._fit()
+        self.outputs: dict[int, Any] = {i: comparable(self.old.forward(i)) for i in self.judged}
+
+    def _some(self, batches: Iterable[int], tokens: int) -> list[int]:
+        """The first batches that hold so many tokens, or all."""
+        found, count = list[int](), 0
+        for i in batches:
+            if count < tokens:
+                found.append(i)
+                count += self.batches.count_tokens(i)
+        return found
+
+    def _fit(self) -> None:
+        """Give fixed norms their constants, and fit others to the original's norm, on the original's own stream."""
+        transaction = Transaction()
+        fixed = [name for name in self.names if isinstance(self.new.modules[name], FixedNorm)]
+        start_fixed_norms(self.new, self.old, fixed, self.in_decoder, transaction)
+        others = [name for name in self.names if name not in fixed and len(self.new.modules[name].facts.shape) == 1]
+        fitted = [i for i in range(len(self.batches)) if not self.batches[i].judges]
+        chosen = [*self._some(fitted, _FITTED), *self.judged] if others else []
+        for i in chosen:
+            seen = self.old.observe(i, others, others)
+            for name in others:
+                pair = seen["in", name], seen["out", name]
+                self.old.save(name, i, tuple(channels_last(self.new.modules[name], first_tensor(x)) for x in pair))
+        for name in others:
+            module = self.new.modules[name]
+            for parameter, value in fit_norm(module, partial(self._rows, name, chosen)).values.items():
+                if getattr(module, parameter) is not None:
+                    transaction.write(module, WeightChange(parameter, "value", value))
+        self.old.delete_saved()
+
+    def _rows(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The original norm's inputs and outputs, and which rows judge."""
+        for i in batches:
+            for u, y in self.batches.row_pieces(i, self.in_decoder(name), *self.old.load_saved(name, i)):
+                yield u, y, torch.full((len(u),), self.batches[i].judges, device=u.device)
+
+    def alone(self) -> dict[str, float]:
+        """Return the price of each norm: the mean distance of the outputs if it alone is replaced."""
+        prices: dict[str, float] = {}
+        for segment in self.segments:
+            for name in (*segment.modules, *segment.shared):
+                if name in self.names:
+                    prices[name] = self.together([name])
+            if segment.block:  # norms behind it leave its outputs as they are
+                for i in self.judged:
+                    self.old.freeze(segment.block, i)
+        for block in self.old.forms:
+            self.old.release(block)
+        return prices
+
+    def together(self, names: Sequence[str]) -> float:
+        """Return the mean distance of the outputs if these norms are replaced."""
+        found = []
+        with self._replaced(names):
+            for i in self.judged:
+                with self.old.replaying(i):
+                    output = comparable(self.old.forward(i))
+                found.append(without_padding(self.old, i, None, token_distances(self.outputs[i], output)[1]))
+        return mean_and_worst(torch.cat(found))[0]
+
+    @contextlib.contextmanager
+    def _replaced(self, names: Sequence[str]) -> Iterator[None]:
+        given: dict[str, Tensor] = {}
+
+        def on_call(name: str, call: CallArguments) -> None:
+            given[name] = first_tensor(call)
+
+        def on_result(name: str, output: Tensor) -> Tensor:
+            return self.new.modules[name](given.pop(name))
+
+        with self.old.observe_calls(names, on_call, on_result):
+            yield

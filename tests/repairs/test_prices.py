@@ -1,0 +1,91 @@
+"""Tests of norms' prices, and of keep="auto:..."."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+
+from hfpatch import outcomes, patch_model, plan_patch, repair_report
+from hfpatch.errors import OptionError
+from hfpatch.repairs.report import RepairReport
+
+NORMS = [f"transformer.h.{i}.ln_{j}" for i in range(3) for j in (1, 2)]
+
+
+def made() -> Any:
+    """A GPT-2 whose middle MLP is dear and whose last one says nothing."""
+    set_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=64, vocab_size=64)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+        model.transformer.h[1].mlp.c_fc.weight.mul_(8)
+        model.transformer.h[2].mlp.c_proj.weight.zero_()
+    return model
+
+
+def data(count: int = 16, length: int = 24) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(64, (1, length), generator=generator)} for _ in range(count)]
+
+
+def test_as_many_norms_go_as_the_budget_allows() -> None:
+    model = patch_model(made(), norm="fixed", keep="auto:10", calibration=data())
+    assert {type(model.get_submodule(name)).__name__ for name in NORMS} == {"FixedNorm"}
+    report = repair_report(model)
+    assert report is not None
+    prices = report.prices
+    assert set(prices) == set(NORMS)
+    assert prices["transformer.h.2.ln_2"] == pytest.approx(0, abs=1e-9)
+    *others, dearest = sorted(NORMS, key=lambda name: prices[name])
+    budget = (prices[dearest] + prices[others[-1]]) / 2
+    model = patch_model(made(), norm="fixed", keep=f"auto:{budget}", calibration=data())
+    gone = {name for name in NORMS if type(model.get_submodule(name)).__name__ == "FixedNorm"}
+    assert "transformer.h.2.ln_2" in gone
+    assert gone <= {*others}
+    report = repair_report(model)
+    assert report is not None
+    assert report.prices == prices
+    assert (report.after if report.kept else report.before) < 2 * budget
+    line = next(line for line in str(report).splitlines() if line.startswith(dearest))
+    assert line.endswith("kept")
+    assert RepairReport.from_json(report.to_json()).prices == prices
+    assert dearest in str(outcomes(model))
+
+
+def test_what_is_kept_by_name_is_neither_priced_nor_replaced() -> None:
+    model = patch_model(made(), norm="dyt", keep=["auto:10", "*.h.0.*", "*.ln_f"], calibration=data())
+    report = repair_report(model)
+    assert report is not None
+    assert set(report.prices) == set(NORMS[2:])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"norm": "fixed", "keep": "auto:0"}, "one number above 0"),
+        ({"norm": "fixed", "keep": "auto:few"}, "one number above 0"),
+        ({"norm": "fixed", "keep": ["auto:1", "auto:2"]}, "one number above 0"),
+        ({"pos": "nope", "keep": "auto:1"}, "norm= asks for none"),
+        ({"norm": "fixed", "keep": "auto:1e-9"}, "not even the cheapest|keeps all"),
+    ],
+)
+def test_what_is_refused(request_: dict[str, Any], message: str) -> None:
+    model = made()
+    with torch.no_grad():
+        model.transformer.h[2].mlp.c_proj.weight.add_(0.1 * torch.randn_like(model.transformer.h[2].mlp.c_proj.weight))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(OptionError, match=message):
+        patch_model(model, calibration=data(), **request_)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_it_needs_data() -> None:
+    with pytest.raises(OptionError, match="calibration="):
+        patch_model(made(), norm="fixed", keep="auto:1")
+    with pytest.raises(OptionError, match="patch_model takes it"):
+        plan_patch(made(), norm="fixed", keep="auto:1")
