@@ -18,10 +18,7 @@ from ..sites.norms import describe
 from .block_replay import BlockReplay
 
 _TOKENS = 2**16  # of each norm, at most about this many are looked at
-# The first position's size, in medians, from which on one constant does harm, if that input varies by so many medians
-# (standard deviation over sequences). KL divergence left of a GPT-2 of 0.84M (tests/sweeps/sinks.py): 0.003 nats
-# without a sink, 0.004 where it is 1.6 at the first norm, 0.007 at 4.2, 0.008 at 119; 0.002 if that doesn't vary.
-_LARGE, _VARIES = 3.0, 0.25
+_LARGE = 3.0  # medians, from which size on a token is called an attention sink
 _NAMED = 8  # norms in a message
 
 
@@ -31,52 +28,24 @@ class InputScale:
 
     Attributes:
         all: of all tokens, batch by batch.
-        first: of those at the first position, where the input is (B, T, d).
-        rows: how many these are, the sum of their inputs, and that of their squares, by channel.
     """
 
     all: list[Tensor] = field(default_factory=list)
-    first: list[Tensor] = field(default_factory=list)
-    rows: tuple[int, Tensor, Tensor] = (0, torch.zeros(()), torch.zeros(()))
 
     @property
     def median(self) -> float:
         return float(torch.cat(self.all).median())
 
     @property
-    def first_size(self) -> float:
-        """Size of the input at the first position, in units of the median; 0 where there is no such position."""
-        return self.median / float(torch.cat(self.first).median()) if self.rows[0] else 0.0
-
-    @property
-    def first_varies(self) -> float:
-        """Standard deviation of the first position's input over sequences, in units of the median size."""
-        count, total, squares = self.rows
-        variance = squares / max(count, 1) - (total / max(count, 1)).square()
-        return self.median * float(variance.clamp_min(0).mean().sqrt())
-
-    @property
-    def sink(self) -> bool:
-        """Whether the first position is an attention sink that one constant can't serve.
-
-        The norm divides such a token by its size, so that hardly anything of it is left besides a constant, which all
-        later tokens attend to. A constant scale leaves what differs between sequences as large as in other tokens.
-        """
-        return self.first_size >= _LARGE and self.first_varies >= _VARIES
-
-    def add_first(self, x: Tensor, scales: Tensor) -> None:
-        """Add the input at the first position of some sequences, (n, ..., d), and its scales."""
-        self.first.append(scales)
-        x = x.detach().cpu().double()
-        count, total, squares = self.rows
-        self.rows = count + len(x), total + x.sum(0), squares + x.square().sum(0)
+    def largest(self) -> float:
+        """Size of the largest token, in units of the median."""
+        return self.median / float(torch.cat(self.all).min())
 
     def __str__(self) -> str:
         """How the size of the input varies, in units of its median."""
         sizes = self.median / torch.cat(self.all)
         low, high = (float(one) for one in sizes.quantile(torch.tensor([0.05, 0.95], dtype=sizes.dtype)))
-        first = f"; first position {self.first_size:.3g}, varies by {self.first_varies:.2g}" if self.rows[0] else ""
-        return f"input size of 90% of tokens {low:.2g} to {high:.2g} times the median{first}"
+        return f"input size of 90% of tokens {low:.2g} to {high:.2g} times the median, largest {self.largest:.3g}"
 
 
 def start_fixed_norms(
@@ -123,17 +92,21 @@ def start_fixed_norms(
 
 
 def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
-    """Return what to do about attention sinks at fixed norms; "" if there is none."""
-    found = {name: scale.first_size for name, scale in scales.items() if scale.sink}
+    """Return what to do about attention sinks at fixed norms; "" if there is none.
+
+    A norm divides such a token by its size, so that hardly anything of it is left besides a constant, which all later
+    tokens attend to. A constant scale leaves what differs between sequences as large as in other tokens, and more.
+    """
+    found = {name: scale.largest for name, scale in scales.items() if scale.largest >= _LARGE}
     if not found:
         return ""
     worst = max(found, key=lambda name: found[name])
     names = ", ".join([*map(repr, found)][:_NAMED]) + ", ..." * (len(found) > _NAMED)
     return (
-        f"At {len(found)} of {len(scales)} fixed norms the first token is an attention sink: its input is up to "
-        f"{found[worst]:.3g} times as large as the median ({worst}), and differs between sequences, which one constant "
-        f"doesn't serve. Set a bound (bound=1.5), keep these norms, keep=[{names}], or start every sequence with the "
-        "same token, in calibration and in use."
+        f"At {len(found)} of {len(scales)} fixed norms some tokens are attention sinks: their input is up to "
+        f"{found[worst]:.3g} times as large as the median ({worst}), and one constant serves them only if they are the "
+        f"same in all sequences. Set a bound (bound=1.5), keep these norms, keep=[{names}], or start every sequence "
+        "with the same token, in calibration and in use."
     )
 
 
@@ -147,7 +120,6 @@ def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, i
     found = squares.rsqrt().cpu().double()
     if found.dim() == 2 and len(found) == old.batches[index].sequences:
         valid = old.batches.rows(index, x.shape, decoder).reshape(found.shape)
-        scale.add_first(x[:, 0][valid[:, 0].to(x.device)], found[:, 0][valid[:, 0]])
         found = found[valid]
     scale.all.append(found.flatten())
 

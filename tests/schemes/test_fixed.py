@@ -221,7 +221,7 @@ def test_the_report_says_how_the_size_of_the_input_varies() -> None:
     assert {*notes} == {f"transformer.h.{i}.ln_{j}" for i in (0, 1) for j in (1, 2)}
     for note in notes.values():
         assert note.startswith("input size of 90% of tokens 0.")
-        assert " times the median; first position " in note
+        assert " times the median, largest " in note
     assert "times the median" in str(repair_report(model))
 
 
