@@ -275,7 +275,9 @@ def plan_patch(
         only: globs over module names; others are kept, "a & b" is what both match. For positions they choose
             attentions: the table that feeds a chosen one goes; where a model rotates by itself they choose its rotary
             modules ("model.rotary_emb").
-        keep: globs over module names that stay as they are, attentions and position tables included.
+        keep: globs over module names that stay as they are, attentions and position tables included. `patch_model` with
+            calibration takes a budget, "auto:0.3": as many norms are replaced as leave the outputs within so many nats
+            of KL divergence before the repair (without logits, that share of their mean square); the others are kept.
         init: how new parameters start. "auto": the same function if possible, otherwise the closest initial values.
             "exact": the same function, or an error (norms that wouldn't be exact are kept). "copy": gains and shifts
             are the replaced norm's own Parameters, and nothing else changes. "reset": the paper's starting values, for

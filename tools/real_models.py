@@ -196,7 +196,8 @@ def measure(request: Request) -> Row:
 
 def norm_modules(model: Any, request: Request) -> dict[str, str]:
     """The norms that a request names, changed or kept, as they are printed."""
-    kinds = {row.module: row.kind for row in hfpatch.plan_patch(model, **request.options).rows}
+    keep = [glob for glob in request.keep if not glob.startswith("auto:")]  # a budget is settled by measuring
+    kinds = {row.module: row.kind for row in hfpatch.plan_patch(model, **request.options | {"keep": keep}).rows}
     return {name: repr(module) for name, module in model.named_modules() if kinds.get(name) == "norm"}
 
 
