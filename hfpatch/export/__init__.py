@@ -57,7 +57,7 @@ def export_model(
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
         architecture: of a native export, transformers' name of the only architecture to try.
-        serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
+        serve: of a native export, the runtime that has to take it: "llama.cpp" or "onnx".
         verify: of a remote export: open it in another process, where hfpatch can't be imported, save it from there and
             open that as well; outputs of a fixed forward must be the model's own, bit for bit. Native exports are
             compared in any case.
