@@ -48,8 +48,8 @@ def export_model(
 
     A native export is equal where random texts of several lengths, with and without padding, give every output within
     1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models are
-    converted in float32 and rounded once, at the end. Training is another matter: what a stock class drops there and
-    the patched model doesn't, or the other way round, is told (`Exported.training`).
+    converted in float32 and rounded once, at the end. Training is another matter: a stock class may have one setting
+    for dropouts of which the patched model has two (GPT-NeoX's of embeddings and of branches).
 
     Args:
         model: a patched transformers model, or an object of sentence-transformers that holds one.
@@ -103,9 +103,7 @@ def export_model(
         if to == "native":
             found = find_native(inner, architecture, serve)
             write_stock(found.model, place, **save_options)
-            return Exported(
-                place, to, type(found.model).__name__, found.measured, found.longest, training=found.training
-            )
+            return Exported(place, to, type(found.model).__name__, found.measured, found.longest)
         if to == "remote":
             alone = verify and (inner is model or not can_be_measured(model))  # else its holder is compared
             write_remote(inner, place, alone, example_inputs, **save_options)
