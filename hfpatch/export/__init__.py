@@ -13,7 +13,7 @@ from ..core.holders import model_inside
 from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
 from ..runtime.lens import host_class
-from .holders import can_be_measured, write_holder
+from .holders import write_holder
 from .native import Exported, find_native, native_model, write_stock
 from .remote import write_remote
 from .tokenizer import save_tokenizer
@@ -44,7 +44,7 @@ def export_model(
         native    transformers alone           a stock architecture of equal outputs
 
     A SentenceTransformer (CrossEncoder, SparseEncoder) is saved as a whole, for its own class to open in the same three
-    ways, and its embeddings are compared in another process.
+    ways; of the model inside it the outputs are compared.
 
     A native export is equal where random texts of several lengths, with and without padding, give every output within
     1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models are
@@ -105,8 +105,7 @@ def export_model(
             write_stock(found.model, place, **save_options)
             return Exported(place, to, type(found.model).__name__, found.measured, found.longest)
         if to == "remote":
-            alone = verify and (inner is model or not can_be_measured(model))  # else its holder is compared
-            write_remote(inner, place, alone, example_inputs, **save_options)
+            write_remote(inner, place, verify, example_inputs, **save_options)
         else:
             inner.save_pretrained(place, remote_code=False, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)

@@ -66,7 +66,6 @@ class Exported:
         architecture: the class that opens it.
         measured: of a native export, how equal it is to the patched model.
         longest: of a native export, the longest text that it takes; None where that has no limit of its own.
-        embeddings: of a holder (a SentenceTransformer), how equal what it makes of texts is in another process.
     """
 
     folder: Path
@@ -74,7 +73,6 @@ class Exported:
     architecture: str
     measured: OutputComparison | None = None
     longest: int | None = None
-    embeddings: OutputComparison | None = None
 
     def __str__(self) -> str:
         lines = [f"Saved to {self.folder} as {self.architecture} ({self.to})."]
@@ -82,11 +80,6 @@ class Exported:
             lines.append(
                 f"Its outputs differ by {self.measured.error:.1e} of their spread on {self.measured.inputs} random "
                 f"batches ({self.measured.tolerance:.0e} is allowed)."
-            )
-        if self.embeddings is not None:
-            lines.append(
-                f"Opened in another process, what it makes of {self.embeddings.inputs} texts differs by "
-                f"{self.embeddings.error:.1e} of its size ({self.embeddings.tolerance:.0e} is allowed)."
             )
         if self.longest is not None:
             lines.append(f"It takes texts of up to {self.longest} positions.")
