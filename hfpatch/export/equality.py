@@ -1,20 +1,14 @@
-"""Measures whether two models compute the same, on random inputs of several lengths, with and without padding.
-
-And what share of its embeddings a model drops in training, since configs don't say it: GPT-2 has a setting of its own
-for that; GPT-NeoX's goes by that of its branches.
-"""
+"""Measures whether two models compute the same, on random inputs of several lengths, with and without padding."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..measure.copies import copy_of
 from ..measure.inputs import Inputs, example_inputs
@@ -143,35 +137,3 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
                 mask[row, slice(None, padded) if side == "left" else slice(length - padded, None)] = 0
             extra |= {"input_ids": ids.where(mask.bool(), torch.full_like(ids, pad or 0)), "attention_mask": mask}
             yield f"{length} tokens, padded {side}", dict(extra), mask
-
-
-# Dropouts
-
-
-class _BeforeAttention(TorchFunctionMode):
-    """Notes which shares the dropouts before a forward's first attention drop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shares, self.is_over = [0.0], False
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        drops = name in ("dropout", "dropout_")
-        self.is_over |= name == F.scaled_dot_product_attention.__name__ or (drops and args[0].dim() == 4)
-        if drops and not self.is_over:
-            p, training = (*args[1:], *([None] * 2))[:2]
-            share = float(kwargs.get("p", 0.5) if p is None else p)
-            in_training = kwargs.get("training", kwargs.get("train", True)) if training is None else training
-            self.shares.append(share if in_training else 0.0)
-        return func(*args, **kwargs)
-
-
-def embedding_dropout(model: Any) -> float:
-    """Return the share of its embeddings that a model drops in training."""
-    copied, recorder = copy_of(model, share=True), _BeforeAttention()
-    with inference_state(copied):
-        copied.train()
-        with recorder:
-            copied(**cast_for_model(copied, example_inputs(model)))
-    return max(recorder.shares)

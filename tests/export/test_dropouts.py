@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+import zoo
 from native_cases import LM, MASKED
 from tiny_models import patch, tiny
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hfpatch.export import native_model
-from hfpatch.export.equality import embedding_dropout
+from hfpatch.export.layouts import LAYOUTS
+from hfpatch.export.read import dropouts_in
 from hfpatch.measure.copies import copy_of
 from hfpatch.measure.quiet_forward import cast_for_model, inference_state
 
@@ -35,16 +38,19 @@ def test_dropouts_are_read_off_a_forward(kind: str) -> None:
     assert dropouts_of(tiny("llama", LM), IDS) == Counter()
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize(("family", "settings", "share"), [("gpt2", GPT2, 0.3), ("opt", {"dropout": 0.2}, 0.0)])
-def test_what_is_dropped_of_the_embeddings(family: str, settings: dict[str, Any], share: float, kind: str) -> None:
-    """OPT's one setting is of its branches alone."""
-    model = tiny(family, LM, **settings)
-    model.set_attn_implementation(kind)
-    random, training = torch.get_rng_state(), model.training
-    assert embedding_dropout(model) == share
-    assert torch.equal(torch.get_rng_state(), random)
-    assert model.training == training
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("family", [name for name in LAYOUTS if name != "xglm"])  # whose scores have three axes
+def test_the_setting_of_the_embeddings(family: str) -> None:
+    """What a training forward drops of them, if each setting has a value of its own."""
+    auto = next((head for head in LAYOUTS[family][0].heads if head in (LM, MASKED)), "AutoModel")
+    model, given = zoo.tiny(family, auto_class=auto)
+    config = model.config
+    names = [name for name, value in vars(config).items() if "drop" in name and type(value) in (int, float)]
+    for number, name in enumerate(names, 1):
+        setattr(config, name, number / 100)
+    model = getattr(transformers, auto).from_config(config)
+    dropped = {share for what, share in dropouts_of(model, given) if what == EMBEDDINGS}
+    assert dropped - {0.0} == {dropouts_in(config)["embedding_dropout"]} - {0.0}
 
 
 CARRIED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
