@@ -329,7 +329,7 @@ def push(
     push = push_patched(
         folder,
         repo,
-        native=native,
+        form="native" if native else None,
         tokenizer=tokenizer,
         base_model=base,
         license=license,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..core.holders import model_inside
+from ..core.holders import model_inside, tokenizer_owner
 from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
+from ..measure.text_batches import tokenizer_of
+from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
-from .holders import write_holder
 from .native import Exported, find_native, native_model, write_stock
 from .remote import write_remote
 from .tokenizer import save_tokenizer
@@ -111,7 +112,7 @@ def export_model(
         return Exported(place, to, host_class(type(inner)).__name__)
 
     with stage_folder(Path(folder), overwrite) as written:
-        exported = write(written) if inner is model else write_holder(model, inner, written, write)
+        exported = write(written) if inner is model else _write_holder(model, inner, written, write)
         if tokenizer is not None:
             save_tokenizer(tokenizer, written)
     return replace(exported, folder=Path(folder))
@@ -122,3 +123,33 @@ def _has_adapters(model: nn.Module) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False) or any(
         type(module).__module__.startswith("peft.") for module in model.modules()
     )
+
+
+def _write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Save a holder with `write` for the model inside it, so that all else lies where its library wants it.
+
+    Raises:
+        UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for.
+    """
+    found: list[Exported] = []
+
+    def save_inside(place: Any, **_: Any) -> None:
+        vars(model).pop("save_pretrained", None)  # what writes calls the model's own
+        found.append(write(Path(place)))
+
+    vars(model)["save_pretrained"] = save_inside
+    try:
+        holder.save_pretrained(str(folder))
+    finally:
+        vars(model).pop("save_pretrained", None)
+    if not found:
+        raise UnsupportedError(f"{type(holder).__name__} doesn't save the model inside it by save_pretrained.")
+    if found[0].to == "remote" and found[0].folder.resolve() != folder.resolve():
+        raise UnsupportedError(
+            f"{type(holder).__name__} saves its model in the subfolder {found[0].folder.name}, and transformers looks "
+            "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
+        )
+    exported, tokenizer = found[0], tokenizer_of(tokenizer_owner(holder))
+    if tokenizer is not None:  # beside a model of another type another class may open it
+        save_tokenizer(tokenizer, exported.folder)
+    return exported
