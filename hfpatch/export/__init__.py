@@ -59,9 +59,8 @@ def export_model(
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
         architecture: of a native export, transformers' name of the only architecture to try.
         serve: of a native export, the runtime that has to take it: "llama.cpp" or "onnx".
-        verify: of a remote export: open it in another process, where hfpatch can't be imported, save it from there and
-            open that as well; outputs of a fixed forward must be the model's own, bit for bit. Native exports are
-            compared in any case.
+        verify: of a remote export: open it in another process, where hfpatch can't be imported; outputs of a fixed
+            forward must be the model's own, bit for bit. Native exports are compared in any case.
         example_inputs: keyword arguments of that forward; None makes them from the model's signature and config.
         overwrite: replace a folder that isn't empty, once the export has succeeded.
         max_shard_size: of the weights' files, as in `save_pretrained`.

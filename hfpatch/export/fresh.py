@@ -1,7 +1,6 @@
 """Script `fresh.py JOB ANSWER`: opens a checkpoint in a process without hfpatch, and saves its outputs.
 
-The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, and of what was saved
-from there and opened again, or an error.
+The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, or an error.
 """
 
 from __future__ import annotations
@@ -38,32 +37,23 @@ def import_file(name: str) -> Any:
     return importlib.import_module(f"{_FILES}.{name}")
 
 
-def open_folder(job: Mapping[str, Any], folder: str) -> Any:
-    """Open a folder by an Auto class."""
+def outputs_of_checkpoint(job: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Open the checkpoint by an Auto class, and run it."""
     import transformers
 
-    auto = getattr(transformers, job["auto"])
-    return auto.from_pretrained(folder, trust_remote_code=True, **job["options"]).to(job["device"]).eval()
-
-
-def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Open the checkpoint, save it, open that again, and run both."""
     measured, quiet_forward = import_file("measure.outputs"), import_file("measure.quiet_forward")
     torch.set_num_threads(job["threads"])
-    found = []
-    for folder in (job["folder"], job["again"]):
-        model = open_folder(job, folder)
-        cls = type(model)
-        if cls.__name__ != job["class"] or not cls.__module__.startswith(_HOME):
-            raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
-        if folder == job["folder"]:
-            model.save_pretrained(job["again"])
-        for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
-            parameter.data = parameter.data.clone()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            found.append(measured.outputs_of(model, quiet_forward.cast_for_model(model, job["inputs"])))
-    return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
+    auto = getattr(transformers, job["auto"])
+    model = auto.from_pretrained(job["folder"], trust_remote_code=True, **job["options"]).to(job["device"]).eval()
+    cls = type(model)
+    if cls.__name__ != job["class"] or not cls.__module__.startswith(_HOME):
+        raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
+    for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
+        parameter.data = parameter.data.clone()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        outputs = measured.outputs_of(model, quiet_forward.cast_for_model(model, job["inputs"]))
+    return {name: value.cpu() for name, value in outputs.items()}
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ OF_ALL |= {"config_sentence_transformers.json", "sentence_bert_config.json", "to
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the other process would be asked; it answers that all is equal."""
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(remote, "run_job", lambda model, folder, job: asked.append(job) or {"outputs": [{}]})
+    monkeypatch.setattr(remote, "run_job", lambda model, folder, job: asked.append(job) or {"outputs": {}})
     monkeypatch.setattr(remote, "max_error", lambda *pair: 0.0)
     return asked
 
