@@ -29,14 +29,7 @@ from ..runtime.record import KEY
 from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
-from ..verification.report import (
-    LayerRow,
-    ModuleRow,
-    Report,
-    module_lines,
-    output_lines,
-    title_of,
-)
+from ..verification.report import LayerRow, ModuleRow, Report, module_lines, title_of
 from .card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 
@@ -150,7 +143,7 @@ def _facts(
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),
         "edits": record.edits,
         "report": report,
-        "outputs": {} if report is None else _outputs(report),
+        "outputs": {} if report is None else report.output_tables(),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
         "ways": list(ways_to_open(name, auto, form)),
@@ -159,15 +152,6 @@ def _facts(
 
 
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
-
-
-def _outputs(report: Report) -> dict[str, Table]:
-    """The measured outputs by their names."""
-    found = {}
-    for name in dict.fromkeys(row.output for row in report.outputs):
-        lines = output_lines([row for row in report.outputs if row.output == name])
-        found[name] = Table([("run by", *lines[0][1:]), *lines[1:]], "<<" + ">" * (len(lines[0]) - 2))
-    return found
 
 
 def _public_name(name: str | PathLike[str]) -> str:
