@@ -118,12 +118,11 @@ def test_no_tokenizer_is_invented(family: str, tmp_path: Path) -> None:
 
 
 def test_a_repair_on_sequences_that_the_model_writes(checkpoint: Path, tmp_path: Path) -> None:
-    few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8", "--report", str(tmp_path / "report.json"))
+    few = ("--norm", "dyt", "--sequences", "12", "--tokens", "8")
     out = called("patch", str(checkpoint), str(tmp_path / "a"), *few, "--calibration", "self")
-    assert "no report" not in out
     assert "Repair on 12 sequences" in out
     assert "not preserved" not in out
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "a" / "hfpatch_weights.json").read_text())["repair"]
     worst = f"(worst token {report['worst_before']:.3g} -> {report['worst_after']:.3g})"
     left = f"KL divergence {report['before']:.3g} -> {report['after']:.3g} on 2 held-out sequences {worst}"
     (longer,) = (one for one in report["fresh"] if one["kind"] == "longer sequences")
@@ -149,8 +148,7 @@ def test_calibration_on_a_text_file(with_tokenizer: Path, tmp_path: Path) -> Non
 
 
 def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = tmp_path / "new" / "report.json"
-    request = ("--norm", "rms", "--calibration", "self", "--report", str(report))
+    request = ("--norm", "rms", "--calibration", "self")
     monkeypatch.setattr("hfpatch.cli.options.sample_batches", lambda *_, **__: pytest.fail("sequences were drawn"))
     out = called("patch", str(checkpoint), str(tmp_path / "out"), *request)
     assert "Repair on" not in out
@@ -158,8 +156,7 @@ def test_an_exact_patch_repairs_nothing(checkpoint: Path, tmp_path: Path, monkey
     assert "not preserved" not in out
     assert re.search(r"\nnorm='rms': exact: outputs differ by \d.*, rounding explains \d", out)
     assert "(no tokenizer or processor to carry along): norm='rms' is exact.\n" in out
-    assert f"Warning: nothing was repaired, so there is no report to save as {report}.\n" in out
-    assert not report.parent.exists()
+    assert "repair" not in json.loads((tmp_path / "out" / "hfpatch_weights.json").read_text())
 
 
 @pytest.mark.slow
@@ -169,11 +166,11 @@ def test_what_was_planned_exact_and_isnt_is_repaired(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Snapshot, "verdict", lambda *_: Verdict(error=0.1, tolerance=0.0))
     checkpoint = tmp_path / "tiny"
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(checkpoint)
-    few = ("--norm", "rms", "--sequences", "32", "--tokens", "8", "--report", str(tmp_path / "report.json"))
+    few = ("--norm", "rms", "--sequences", "32", "--tokens", "8")
     out = called("patch", str(checkpoint), str(tmp_path / "a"), *few, "--calibration", "self")
     assert "Repair on 32 sequences" in out
     assert ": norm='rms', init='copy' is repaired.\n" in out
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "a" / "hfpatch_weights.json").read_text())["repair"]
     assert report["after"] < report["before"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert next(iter(outcomes(model).values())).startswith("repaired")
@@ -270,10 +267,7 @@ def test_warnings_are_one_line_on_stderr(patched: Path, tmp_path: Path) -> None:
     assert "Warning" not in result.stdout
 
 
-_PATCH, _REPORT = (
-    "patch {tiny} {place} --norm rms --overwrite",
-    "patch {tiny} out --norm dyt --calibration {text} --report",
-)
+_PATCH = "patch {tiny} {place} --norm rms --overwrite"
 
 
 @pytest.mark.parametrize(
@@ -283,8 +277,6 @@ _PATCH, _REPORT = (
         (_PATCH, "tiny/../tiny/", "tiny"),
         (_PATCH, "link", "tiny"),
         ("export {tiny} {place} --to plugin --overwrite", ".", "tiny"),
-        (_REPORT + " {place}", "tiny/config.json", "tiny"),
-        (_REPORT + " {place}", "text.json", "text.json"),
         ("verify {tiny} x --text {text} --json {place}", "text.json", "text.json"),
     ],
 )
@@ -313,17 +305,6 @@ def test_a_size_that_is_none_is_refused_first(words: str, size: str, monkeypatch
     monkeypatch.setattr("hfpatch.cli.open_model", None)
     error = refused(*words.split(), "--max-shard-size", size)
     assert error == f"Error: --max-shard-size takes a size such as 2GB or 500MB, not {size!r}.\n"
-
-
-@pytest.mark.parametrize("place", ["notes.txt/report.json", "folder"])
-def test_a_report_that_cant_be_written_is_refused_first(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("hfpatch.cli.open_model", None)
-    request = ("patch", "tiny", str(tmp_path / "out"), "--norm", "dyt", "--report", str(tmp_path / place))
-    assert refused(*request).startswith(f"Error: {tmp_path / place} ")
 
 
 def test_code_of_a_repository_runs_only_where_it_is_trusted(checkpoint: Path) -> None:

@@ -36,8 +36,8 @@ from .file_digests import (
     write_digests,
 )
 from .files import (
-    FILES,
     PAGE,
+    STREAMED,
     options_of_place,
     require_known_names,
     require_sound_files,
@@ -221,7 +221,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                     None: where it was opened from a checkpoint with it.
             """
             folder, saves = Path(save_directory), self.should_save_on_this_rank(is_main_process)
-            streams, distributed = FILES in vars(self), kwargs.get("distributed_checkpoint")
+            streams, distributed = STREAMED in vars(self), kwargs.get("distributed_checkpoint")
             if state_dict is not None and is_main_process:
                 warn_of_lost_weights(self, state_dict)
             weights = {} if streams else None if state_dict is None else dict(state_dict)
@@ -234,7 +234,7 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
                 if streams:  # opening a checkpoint needs nothing that makes a patch
                     from .mapped_weights import write_weights
 
-                    write_weights(self, folder, max_shard_size)
+                    write_weights(self, folder, **size)
                 if with_model and distributed:  # each process writes shards of its own
                     for stale in folder.glob(DIGEST_FILES):
                         stale.unlink()

@@ -22,7 +22,7 @@ T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 _WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
-FILES = "_hfpatch_files"  # attribute of a model that mapped_weights.py opened: the file of each tensor, by its name
+STREAMED = "_hfpatch_streamed"  # attribute of a model that mapped_weights.py opened, and writes tensor by tensor
 
 
 def require_sound_files(name: Any, options: Mapping[str, Any]) -> None:

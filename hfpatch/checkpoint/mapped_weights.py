@@ -1,4 +1,4 @@
-"""Memory-mapped loading of checkpoints, and saving tensor by tensor into the same shards.
+"""Memory-mapped loading of checkpoints, and saving tensor by tensor.
 
 `hfpatch patch` opens models so: of their weights that is in memory which one module's forward or one weight change
 reads. transformers' own loading puts them in place, so names are as ever; weights that it computes from those of the
@@ -8,7 +8,6 @@ files (experts that are merged, another dtype) are in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..core.mapped import MAPPED, Mappings, map_tensor
 from ..runtime.errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, as_bytes, variant_of
-from .files import FILES, finder, weight_files, weight_names
+from .files import STREAMED, finder, weight_files, weight_names
 
 _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
@@ -63,21 +62,19 @@ def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
     Raises:
         CheckpointError: a file can't be read.
     """
-    mappings, weights, places = Mappings(), dict[str, Tensor](), dict[str, str]()
+    mappings, weights = Mappings(), dict[str, Tensor]()
     for path in files:
         try:
-            found = _tensors(path, mappings)
+            weights |= _tensors(path, mappings)
         except SafetensorError as error:
             raise CheckpointError(f"{path} can't be read: {error}. Download or save it again.") from error
-        weights |= found
-        places |= dict.fromkeys(found, path.name)
     model, info = cls.from_pretrained(None, config=config, state_dict=weights, dtype="auto", output_loading_info=True)
     model.config.name_or_path = name
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
         where = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
         options: dict[str, Any] = {**where, "force_download": False, "local_files_only": False, "subfolder": ""}
         model.adjust_generation_fn(None, True, [None], name, trust_remote_code=False, **options)
-    vars(model)[MAPPED], vars(model)[FILES] = mappings, places
+    vars(model)[MAPPED], vars(model)[STREAMED] = mappings, True
     return model, info
 
 
@@ -94,21 +91,17 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
     return found
 
 
-def write_weights(model: Any, folder: Path, max_shard_size: int | str | None) -> None:
+def write_weights(model: Any, folder: Path, max_shard_size: int | str = "50GB") -> None:
     """Write the weights of a model that was opened by `open_mapped`, one tensor in memory at a time.
 
     Args:
         model: what `save_pretrained` saves.
         folder: where all else of the checkpoint is.
-        max_shard_size: as there; None: each tensor goes into the file that it came in, a new one into that of the
-            tensor before it.
+        max_shard_size: as there.
     """
     state = _saved_tensors(model)
     single, index = weight_names("")
-    if max_shard_size is None:
-        places = _places(state, vars(model)[FILES])
-    else:
-        places = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size).tensor_to_filename
+    places = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size).tensor_to_filename
     (folder / single).unlink(missing_ok=True)
     for file in dict.fromkeys(places.values()):
         _write(
@@ -127,15 +120,6 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
-
-
-def _places(state: Mapping[str, Tensor], known: Mapping[str, str]) -> dict[str, str]:
-    bare = {name.partition(".")[2]: file for name, file in known.items()}  # without the prefix that a head's base has
-    places, last = {}, min(known.values())
-    for name in state:
-        last = known.get(name) or known.get(name.partition(".")[2]) or bare.get(name) or last
-        places[name] = last
-    return places
 
 
 def _write(path: Path, tensors: dict[str, Tensor], mappings: Mappings | None) -> None:

@@ -67,7 +67,6 @@ from .options import (
     option,
     require_apart,
     require_size,
-    require_writable,
     texts_of,
 )
 
@@ -163,21 +162,18 @@ def patch(
     sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
     length: Length = LENGTH,
     fit: Fit = "qk",
-    report: Annotated[Path | None, option("Save the report of the repair as this .json file.")] = None,
     seed: Annotated[int, option("Seed of random weights (config:FAMILY) and of --calibration self.")] = 0,
-    max_shard_size: Annotated[str | None, option("Largest file of weights (2GB). Default: files as in MODEL.")] = None,
+    max_shard_size: Shard = "50GB",
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Patch a model and save it as a checkpoint.
 
     Prints the plan, measures the patched model against the original, and saves it with its tokenizer or processor. What
-    isn't exact is repaired if --calibration is passed, and otherwise left as it is.
+    isn't exact is repaired if --calibration is passed, and otherwise left as it is; OUT holds the report of the repair.
     """
-    for place in (out, report):
-        require_apart(place, model, calibration)
+    require_apart(out, model, calibration)
     require_free(out, overwrite)
-    require_writable(report)
     require_size(max_shard_size)
     kinds: dict[str, Any] = {**choices(norm=norm, pos=pos, mlp=mlp), "placement": placement}
     torch.manual_seed(seed)
@@ -203,13 +199,9 @@ def patch(
         own = "--calibration self (its own sequences) or " if planned.generates else ""
         typer.echo(_NOT_REPAIRED.format(own))
     with stage_folder(out, overwrite) as folder:
-        saved.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+        saved.save_pretrained(folder, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
-    if repaired is not None and report is not None:
-        repaired.save(report)
-    elif report is not None:
-        typer.echo(f"Warning: nothing was repaired, so there is no report to save as {report}.", err=True)
     carried = "with its tokenizer or processor" if processor else "(no tokenizer or processor to carry along)"
     summary = ", ".join(f"{request} is {outcome.verdict}" for request, outcome in outcomes.items())
     typer.echo(f"\nSaved to {out} {carried}: {summary}.")
@@ -337,7 +329,7 @@ def push(
     push = push_patched(
         folder,
         repo,
-        native=native,
+        form="native" if native else None,
         tokenizer=tokenizer,
         base_model=base,
         license=license,

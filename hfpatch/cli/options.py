@@ -18,7 +18,6 @@ from ..checkpoint.by_name import is_own
 from ..checkpoint.files import printable
 from ..core.mapped import read_into_memory
 from ..core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
-from ..core.staging import require_place
 from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, OptionError
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
@@ -122,20 +121,10 @@ def require_apart(out: Path | None, *sources: str | Path | None) -> None:
                 raise PatchError(f"{out} would replace {source}, or a part of it. Choose another place.")
 
 
-def require_writable(file: Path | None) -> None:
-    """Refuse an output that is a folder, or in a place that can't be written, before anything is done for it."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise PatchError(f"{file} is a folder; a file is needed.")
-    require_place(file)
-
-
-def require_size(size: str | None) -> None:
+def require_size(size: str) -> None:
     """Refuse what isn't a size of files of weights."""
     try:
-        if size is not None:
-            split_torch_state_dict_into_shards({}, max_shard_size=size)
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
     except (ValueError, OverflowError) as error:
         raise OptionError(f"--max-shard-size takes a size such as 2GB or 500MB, not {size!r:.80}.") from error
 

@@ -132,17 +132,8 @@ def require_all_match(names: Names, globs: dict[str, tuple[str, ...]], rows: Seq
 def no_match(request: str, glob: str, rows: Sequence[Row]) -> NoMatchError:
     """Return the error that a glob of a request matches none of the plan's rows, with what is near and what exists."""
     shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
+    ends = sorted({f"*.{name.rpartition('.')[2]}" for name in shown})
     return NoMatchError(
         f"{request} matches none of the {len(rows)} modules that this request could change."
-        f"{_suggest(glob, shown)} Their names look like: {', '.join(shown[:8])}."
+        f"{did_you_mean(glob, [*ends, *shown])} Their names look like: {', '.join(shown[:8])}."
     )
-
-
-def _suggest(glob: str, shown: Sequence[str]) -> str:
-    """The glob that may be meant, by the ends of names: " Did you mean '*.ln_1'?", or ""."""
-    written = glob.strip("*.")
-    length = written.count(".") + 1
-    ends = {f"*.{'.'.join(name.split('.')[-length:])}" for name in shown if name.count(".") >= length}
-    if written and f"*.{written}" not in ends and any(written in name for name in shown):
-        return f" Did you mean {f'*{written}*'!r}?"
-    return did_you_mean(written, [*sorted(ends), *shown])

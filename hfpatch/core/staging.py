@@ -18,25 +18,16 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
     """Refuse a file, a non-empty folder without `overwrite`, and a place that can't be written.
 
     Raises:
-        PatchError: it is one of these.
+        PatchError: it is one of these; in the last the nearest folder above that exists is a file or read-only.
     """
     if folder.is_file():
         raise PatchError(f"{folder} is a file; a folder is needed.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
-    require_place(folder)
-
-
-def require_place(output: Path) -> None:
-    """Refuse an output in a place that can't be written.
-
-    Raises:
-        PatchError: the nearest folder above that exists is a file or read-only.
-    """
-    parent = next(path for path in Path(os.path.realpath(output)).parents if path.exists())
+    parent = next(path for path in Path(os.path.realpath(folder)).parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         why = "is read-only" if parent.is_dir() else "is a file"
-        raise PatchError(f"{output} can't be written: {parent} {why}. Choose another place.")
+        raise PatchError(f"{folder} can't be written: {parent} {why}. Choose another place.")
 
 
 @contextmanager

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..core.holders import model_inside
+from ..core.holders import model_inside, tokenizer_owner
 from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
+from ..measure.text_batches import tokenizer_of
+from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
-from .holders import can_be_measured, write_holder
 from .native import Exported, find_native, native_model, write_stock
 from .remote import write_remote
 from .tokenizer import save_tokenizer
@@ -44,12 +45,12 @@ def export_model(
         native    transformers alone           a stock architecture of equal outputs
 
     A SentenceTransformer (CrossEncoder, SparseEncoder) is saved as a whole, for its own class to open in the same three
-    ways, and its embeddings are compared in another process.
+    ways; of the model inside it the outputs are compared.
 
     A native export is equal where random texts of several lengths, with and without padding, give every output within
     1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models are
-    converted in float32 and rounded once, at the end. Training is another matter: what a stock class drops there and
-    the patched model doesn't, or the other way round, is told (`Exported.training`).
+    converted in float32 and rounded once, at the end. Training is another matter: a stock class may have one setting
+    for dropouts of which the patched model has two (GPT-NeoX's of embeddings and of branches).
 
     Args:
         model: a patched transformers model, or an object of sentence-transformers that holds one.
@@ -57,10 +58,9 @@ def export_model(
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
         architecture: of a native export, transformers' name of the only architecture to try.
-        serve: of a native export, the runtime that has to take it: "llama.cpp", "vllm", "sglang", "tei", "onnx".
-        verify: of a remote export: open it in another process, where hfpatch can't be imported, save it from there and
-            open that as well; outputs of a fixed forward must be the model's own, bit for bit. Native exports are
-            compared in any case.
+        serve: of a native export, the runtime that has to take it: "llama.cpp" or "onnx".
+        verify: of a remote export: open it in another process, where hfpatch can't be imported; outputs of a fixed
+            forward must be the model's own, bit for bit. Native exports are compared in any case.
         example_inputs: keyword arguments of that forward; None makes them from the model's signature and config.
         overwrite: replace a folder that isn't empty, once the export has succeeded.
         max_shard_size: of the weights' files, as in `save_pretrained`.
@@ -103,18 +103,15 @@ def export_model(
         if to == "native":
             found = find_native(inner, architecture, serve)
             write_stock(found.model, place, **save_options)
-            return Exported(
-                place, to, type(found.model).__name__, found.measured, found.longest, training=found.training
-            )
+            return Exported(place, to, type(found.model).__name__, found.measured, found.longest)
         if to == "remote":
-            alone = verify and (inner is model or not can_be_measured(model))  # else its holder is compared
-            write_remote(inner, place, alone, example_inputs, **save_options)
+            write_remote(inner, place, verify, example_inputs, **save_options)
         else:
             inner.save_pretrained(place, remote_code=False, **save_options)
         return Exported(place, to, host_class(type(inner)).__name__)
 
     with stage_folder(Path(folder), overwrite) as written:
-        exported = write(written) if inner is model else write_holder(model, inner, written, write)
+        exported = write(written) if inner is model else _write_holder(model, inner, written, write)
         if tokenizer is not None:
             save_tokenizer(tokenizer, written)
     return replace(exported, folder=Path(folder))
@@ -125,3 +122,33 @@ def _has_adapters(model: nn.Module) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False) or any(
         type(module).__module__.startswith("peft.") for module in model.modules()
     )
+
+
+def _write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
+    """Save a holder with `write` for the model inside it, so that all else lies where its library wants it.
+
+    Raises:
+        UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for.
+    """
+    found: list[Exported] = []
+
+    def save_inside(place: Any, **_: Any) -> None:
+        vars(model).pop("save_pretrained", None)  # what writes calls the model's own
+        found.append(write(Path(place)))
+
+    vars(model)["save_pretrained"] = save_inside
+    try:
+        holder.save_pretrained(str(folder))
+    finally:
+        vars(model).pop("save_pretrained", None)
+    if not found:
+        raise UnsupportedError(f"{type(holder).__name__} doesn't save the model inside it by save_pretrained.")
+    if found[0].to == "remote" and found[0].folder.resolve() != folder.resolve():
+        raise UnsupportedError(
+            f"{type(holder).__name__} saves its model in the subfolder {found[0].folder.name}, and transformers looks "
+            "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
+        )
+    exported, tokenizer = found[0], tokenizer_of(tokenizer_owner(holder))
+    if tokenizer is not None:  # beside a model of another type another class may open it
+        save_tokenizer(tokenizer, exported.folder)
+    return exported

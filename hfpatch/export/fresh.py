@@ -1,7 +1,6 @@
 """Script `fresh.py JOB ANSWER`: opens a checkpoint in a process without hfpatch, and saves its outputs.
 
-The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, and of what was saved
-from there and opened again, or an error. A job about the plugin form does import hfpatch.
+The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, or an error.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCKED = "hfpatch"
+_HOME = "transformers_modules."  # of code that lies beside weights
 _FILES = "files_of_hfpatch"  # a package of its files, without its __init__.py
 
 
@@ -37,41 +37,23 @@ def import_file(name: str) -> Any:
     return importlib.import_module(f"{_FILES}.{name}")
 
 
-def open_folder(job: Mapping[str, Any], folder: str) -> Any:
-    """Open a folder: a model by an Auto class, or a holder by its own class."""
+def outputs_of_checkpoint(job: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Open the checkpoint by an Auto class, and run it."""
     import transformers
-
-    if "auto" in job:
-        auto = getattr(transformers, job["auto"])
-        return auto.from_pretrained(folder, trust_remote_code=True, **job["options"]).to(job["device"]).eval()
-    module, name = job["holder"]
-    cls = getattr(importlib.import_module(module), name)
-    return cls(folder, device=job["device"], trust_remote_code=job["trust"], model_kwargs=dict(job["options"])).eval()
-
-
-def outputs_of_checkpoint(job: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Open the checkpoint, save it, open that again, and run both."""
-    from transformers import PreTrainedModel
 
     measured, quiet_forward = import_file("measure.outputs"), import_file("measure.quiet_forward")
     torch.set_num_threads(job["threads"])
-    found = []
-    for folder in (job["folder"], job["again"]):
-        model = open_folder(job, folder)
-        cls = type(next(one for one in model.modules() if isinstance(one, PreTrainedModel)))
-        if cls.__name__ != job["class"] or not cls.__module__.startswith(job["home"]):
-            raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
-        if folder == job["folder"]:
-            model.save_pretrained(job["again"])
-        for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
-            parameter.data = parameter.data.clone()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            if "texts" in job:
-                found.append(measured.outputs_of_texts(model, job["texts"]))
-            else:
-                found.append(measured.outputs_of(model, quiet_forward.cast_for_model(model, job["inputs"])))
-    return [{name: value.cpu() for name, value in outputs.items()} for outputs in found]
+    auto = getattr(transformers, job["auto"])
+    model = auto.from_pretrained(job["folder"], trust_remote_code=True, **job["options"]).to(job["device"]).eval()
+    cls = type(model)
+    if cls.__name__ != job["class"] or not cls.__module__.startswith(_HOME):
+        raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
+    for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
+        parameter.data = parameter.data.clone()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        outputs = measured.outputs_of(model, quiet_forward.cast_for_model(model, job["inputs"]))
+    return {name: value.cpu() for name, value in outputs.items()}
 
 
 def main() -> None:
@@ -79,11 +61,7 @@ def main() -> None:
     path, written = sys.argv[1:]
     try:
         job = torch.load(path, weights_only=True)
-        if job.get("plugin"):
-            sys.path.append(str(Path(__file__).parents[2]))
-            importlib.import_module(BLOCKED)
-        else:
-            sys.meta_path.insert(0, Blocker())
+        sys.meta_path.insert(0, Blocker())
         found: dict[str, Any] = {"outputs": outputs_of_checkpoint(job)}
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}

@@ -52,6 +52,9 @@ SETTINGS = {
     "embedding_dropout": "embd_pdrop embed_dropout embedding_dropout emb_pdrop hidden_dropout_prob dropout",
 }
 
+# Families whose embeddings go by another setting than the first of these that they have; "" where nothing is dropped
+EMBEDDING_DROPOUT = {"gpt_neox": "hidden_dropout", "opt": "", "mpt": "", "esm": ""}
+
 # Settings of a rotation that turns nothing, for classes that have no switch: every wavelength is beyond 1 token, so
 # every frequency is divided by the factor; in float32 a cosine is then 1, and a sine too small to change a sum
 NO_ROTATION = {

@@ -25,7 +25,7 @@ from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
-from .equality import OutputComparison, batches, compare, different_dropouts
+from .equality import OutputComparison, compare
 from .layouts import LAYOUTS, OLDER_NAMES, TARGETS, FamilyLayout, Target
 from .read import read, unsupported_setting
 from .runtimes import RUNTIMES, runtime_obstacle
@@ -43,7 +43,6 @@ class Candidate:
         longest: positions that it holds, None where it takes texts of any length.
         measured: how far its outputs are from the patched model's.
         reason: why there is no model, or why it isn't equal.
-        training: what it drops in training that the patched model doesn't, or the other way round; "" where nothing.
     """
 
     model_type: str
@@ -51,7 +50,6 @@ class Candidate:
     longest: int | None = None
     measured: OutputComparison | None = None
     reason: str | None = None
-    training: str = ""
 
     @property
     def equal(self) -> bool:
@@ -68,8 +66,6 @@ class Exported:
         architecture: the class that opens it.
         measured: of a native export, how equal it is to the patched model.
         longest: of a native export, the longest text that it takes; None where that has no limit of its own.
-        training: of a native export, what it drops in training that the patched model doesn't, or the other way round.
-        embeddings: of a holder (a SentenceTransformer), how equal what it makes of texts is in another process.
     """
 
     folder: Path
@@ -77,8 +73,6 @@ class Exported:
     architecture: str
     measured: OutputComparison | None = None
     longest: int | None = None
-    embeddings: OutputComparison | None = None
-    training: str = ""
 
     def __str__(self) -> str:
         lines = [f"Saved to {self.folder} as {self.architecture} ({self.to})."]
@@ -87,13 +81,6 @@ class Exported:
                 f"Its outputs differ by {self.measured.error:.1e} of their spread on {self.measured.inputs} random "
                 f"batches ({self.measured.tolerance:.0e} is allowed)."
             )
-        if self.embeddings is not None:
-            lines.append(
-                f"Opened in another process, what it makes of {self.embeddings.inputs} texts differs by "
-                f"{self.embeddings.error:.1e} of its size ({self.embeddings.tolerance:.0e} is allowed)."
-            )
-        if self.training:
-            lines.append(f"In training it isn't equal: {self.training}.")
         if self.longest is not None:
             lines.append(f"It takes texts of up to {self.longest} positions.")
         return "\n".join(lines)
@@ -133,7 +120,6 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
                 continue
             if stock.can_generate() and getattr(model, "generation_config", None) is not None:
                 stock.generation_config = copy.deepcopy(model.generation_config)
-            candidate.training = different_dropouts(model, stock, next(batches(model, stock, candidate.longest, 0))[1])
             return candidate
         candidate.model = None
         tried.append(candidate)

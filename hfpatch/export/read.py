@@ -23,8 +23,7 @@ from ..schemes.request import Record
 from ..schemes.rope import PARTIAL, RoPE, rotation_after
 from ..sites.rotations import find_rotations
 from .anatomy import Affine, Anatomy, Parts, change_roles, split_qkv
-from .equality import embedding_dropout
-from .layouts import SETTINGS, FamilyLayout
+from .layouts import EMBEDDING_DROPOUT, SETTINGS, FamilyLayout
 from .weights import Weights, body_of, gains_of, module_at, sections
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
@@ -59,9 +58,6 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
         more = f", nor have {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UnsupportedError(f"{unread[0]} has no counterpart{more}")
     positions, scaled_from = _positions(model, stack, layout)
-    dropouts = {fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")}
-    with suppress(Exception):  # whatever a training forward may raise: the config's own is a good guess
-        dropouts["embedding_dropout"] = embedding_dropout(model)  # in some families "dropout" isn't theirs
     settings = {name: getattr(config, name, None) for name in (*_IDS, *_SETTINGS)}
     return Anatomy(
         stem=stem,
@@ -71,7 +67,8 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
         positions=positions,
         scaled_from=scaled_from,
         centred=any(CENTRED in vars(module) for module in model.modules()),
-        facts={"activation": _activation(stack[0], layout), "length": setting(config, "length", 2048), **dropouts},
+        facts={"activation": _activation(stack[0], layout), "length": setting(config, "length", 2048)}
+        | dropouts_in(config),
         settings={name: value for name, value in settings.items() if value is not None or name in _IDS},
     )
 
@@ -80,6 +77,13 @@ def setting(config: Any, fact: str, default: Any) -> Any:
     """Return a config's value of a fact, under the first of its names that has one."""
     values = (getattr(config, name, None) for name in SETTINGS[fact].split())
     return next((value for value in values if value is not None), default)
+
+
+def dropouts_in(config: Any) -> dict[str, float]:
+    """Return what a config's model drops in training, by fact."""
+    found = {fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")}
+    of_embeddings = EMBEDDING_DROPOUT.get(config.model_type)
+    return found if of_embeddings is None else found | {"embedding_dropout": getattr(config, of_embeddings, 0.0)}
 
 
 def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Other runtimes (llama.cpp, ONNX, ...) and the stock models that they support, with the check of a model.
+"""Other runtimes (llama.cpp, ONNX) and the stock models that they support, with the check of a model.
 
 Runtimes go by the name of the class in config.json, and some compute a part of it in one way whatever the config says:
 a model that differs there would be served wrongly without a word. An entry says what a runtime computes of a class.
@@ -23,11 +23,9 @@ _SCALED = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RuntimeSupport:
-    """What a runtime supports of a class.
+    """What a runtime supports of a class, as tests/ecosystem/test_gguf.py and test_onnx.py measure it.
 
     Attributes:
-        evidence: "measured" (tests/ecosystem/test_gguf.py, test_onnx.py) or "read" (in the runtime's code; the table's
-            comment says where).
         activations: the only ones of its MLPs, by their names in configs; None: what the config says.
         rope: the types of `rope_parameters` that it follows; None: all.
         theta: the only base of its rotation; None: what the config says.
@@ -36,7 +34,6 @@ class RuntimeSupport:
         sentencepiece: whether it asks for a tokenizer.model, which a model of another family needn't have.
     """
 
-    evidence: str
     activations: tuple[str, ...] | None = None
     rope: tuple[str, ...] | None = None
     theta: float | None = None
@@ -50,53 +47,23 @@ class RuntimeSupport:
 # out: SmolLM3 (three of four layers turn whatever its config says), Falcon with sequential branches, Mpt (its name
 # there is MPTForCausalLM), Persimmon, encoders.
 _LLAMA_CPP = {
-    "GPT2LMHeadModel": RuntimeSupport("measured", _GELU, biases=True, wide=True),
-    "GPTNeoXForCausalLM": RuntimeSupport("measured", _GELU, rope=("default",), theta=10_000.0, biases=True),
-    "Starcoder2ForCausalLM": RuntimeSupport("measured", _GELU, rope=_SCALED, biases=True),
-    "Jais2ForCausalLM": RuntimeSupport("measured", _RELU2, rope=_SCALED, biases=True),
-    "ArceeForCausalLM": RuntimeSupport("measured", _RELU2, rope=(*_SCALED, "llama3"), biases=False),
-    "LlamaForCausalLM": RuntimeSupport("measured", _SILU, rope=(*_SCALED, "llama3")),
-    "MistralForCausalLM": RuntimeSupport("measured", _SILU, rope=(*_SCALED, "llama3")),
-    "Qwen2ForCausalLM": RuntimeSupport("measured", _SILU, rope=_SCALED),
-    "StableLmForCausalLM": RuntimeSupport("measured", _SILU, rope=("default",), theta=10_000.0),
-    "OlmoForCausalLM": RuntimeSupport("measured", _SILU, rope=_SCALED, biases=False),
-    "GemmaForCausalLM": RuntimeSupport(
-        "measured", _GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True
-    ),
-    "NemotronForCausalLM": RuntimeSupport("measured", _RELU2, rope=("default", "linear"), sentencepiece=True),
-}
-
-# vllm/model_executor/models: registry.py (0002bff), llama.py (0035bdf), jais2.py (055e47c), falcon.py (00620f9); the
-# MLPs of arcee.py, gpt_neox.py, stablelm.py, starcoder2.py in copies. Only classes whose MLP was read. Not run.
-_VLLM = {
-    "GPTNeoXForCausalLM": RuntimeSupport("read", biases=True),
-    "Starcoder2ForCausalLM": RuntimeSupport("read"),
-    "FalconForCausalLM": RuntimeSupport("read", ("gelu",), wide=True),
-    "Jais2ForCausalLM": RuntimeSupport("read", _RELU2),
-    "ArceeForCausalLM": RuntimeSupport("read", _RELU2),
-    "LlamaForCausalLM": RuntimeSupport("read", _SILU),
-    "MistralForCausalLM": RuntimeSupport("read", _SILU),
-    "StableLmForCausalLM": RuntimeSupport("read", _SILU),
-}
-
-# sglang/srt/models: arcee.py in a copy; that llama.py (bf7a0e2) and mistral.py (64825b8), made from vLLM's, are there.
-# Not run.
-_SGLANG = {
-    "ArceeForCausalLM": RuntimeSupport("read", _RELU2, biases=False),
-    "LlamaForCausalLM": RuntimeSupport("read", _SILU),
-    "MistralForCausalLM": RuntimeSupport("read", _SILU),
-}
-
-# backends/candle/src/lib.rs of text-embeddings-inference (0d124dc): models that it knows by `model_type`, of which none
-# that a rotation was added to is one. TEI was not run.
-_TEI = {
-    name: RuntimeSupport("read")
-    for name in ("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel", "DistilBertModel")
+    "GPT2LMHeadModel": RuntimeSupport(_GELU, biases=True, wide=True),
+    "GPTNeoXForCausalLM": RuntimeSupport(_GELU, rope=("default",), theta=10_000.0, biases=True),
+    "Starcoder2ForCausalLM": RuntimeSupport(_GELU, rope=_SCALED, biases=True),
+    "Jais2ForCausalLM": RuntimeSupport(_RELU2, rope=_SCALED, biases=True),
+    "ArceeForCausalLM": RuntimeSupport(_RELU2, rope=(*_SCALED, "llama3"), biases=False),
+    "LlamaForCausalLM": RuntimeSupport(_SILU, rope=(*_SCALED, "llama3")),
+    "MistralForCausalLM": RuntimeSupport(_SILU, rope=(*_SCALED, "llama3")),
+    "Qwen2ForCausalLM": RuntimeSupport(_SILU, rope=_SCALED),
+    "StableLmForCausalLM": RuntimeSupport(_SILU, rope=("default",), theta=10_000.0),
+    "OlmoForCausalLM": RuntimeSupport(_SILU, rope=_SCALED, biases=False),
+    "GemmaForCausalLM": RuntimeSupport(_GELU, rope=("default",), theta=10_000.0, biases=False, sentencepiece=True),
+    "NemotronForCausalLM": RuntimeSupport(_RELU2, rope=("default", "linear"), sentencepiece=True),
 }
 
 # torch.onnx.export(dynamo=True) of the stock model with eager attention; ONNX Runtime at another batch and length
 _ONNX = {
-    name: RuntimeSupport("measured")
+    name: RuntimeSupport()
     for name in (
         *("GPT2LMHeadModel", "OPTForCausalLM", "GPTNeoXForCausalLM", "Starcoder2ForCausalLM", "NemotronForCausalLM"),
         *("PersimmonForCausalLM", "FalconForCausalLM", "Jais2ForCausalLM", "MptForCausalLM", "ArceeForCausalLM"),
@@ -110,9 +77,6 @@ _ONNX = {
 # By the name that `serve=` takes; transformers opens every class
 RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
     "llama.cpp": _LLAMA_CPP,
-    "vllm": _VLLM,
-    "sglang": _SGLANG,
-    "tei": _TEI,
     "onnx": _ONNX,
 }
 

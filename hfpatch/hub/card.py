@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import CONFIG_MAPPING
 
@@ -49,7 +49,6 @@ def card(
     base_data: ModelCardData | None = None,
     license: str | None = None,
     report: Report | None = None,
-    eval_results: Sequence[EvalResult] = (),
 ) -> tuple[str, list[str]]:
     """Return the text of README.md, and notes for the caller.
 
@@ -62,7 +61,6 @@ def card(
         base_data: metadata of that model's card, of which the licence is taken; None if it can't be read.
         license: as the caller says.
         report: what `verify` measured.
-        eval_results: results for the metadata; they replace equal ones.
 
     Raises:
         OptionError: the metadata of the card that is there can't be read.
@@ -91,9 +89,6 @@ def card(
         tags = [tag for tag in tags if not any(tag in kind.registry for kind in KINDS.values())]
     requests = [] if found.record is None else found.record.requests
     data.tags = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in requests)]))
-    if eval_results:
-        kept = [old for old in data.eval_results or [] if not any(map(old.is_equal_except_value, eval_results))]
-        data.eval_results, data.model_name = [*kept, *eval_results], data.model_name or title
     notes = []
     if end:
         paragraphs = _section(found, repo_id, auto, data.base_model, report)

@@ -78,7 +78,6 @@ class Checkpoint:
 def checkpoint_of(
     model: PreTrainedModel | str | PathLike[str],
     form: str | None,
-    native: bool,
     tokenizer: Any,
     scratch: Path,
     max_shard_size: str | int | None,
@@ -96,7 +95,7 @@ def checkpoint_of(
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise OptionError(f"tokenizer is a tokenizer or processor, or the name of one, not {type(tokenizer).__name__}.")
     if isinstance(model, str | PathLike):
-        found = read_checkpoint(Path(model), native)
+        found = read_checkpoint(Path(model), form == "native")
         if form not in (None, found.form):
             raise OptionError(
                 f"{model} has the form {found.form!r}. Export it first, and push that folder: hfpatch export {model} "
@@ -139,7 +138,7 @@ def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
     elif not native or config.get("auto_map"):
         raise CheckpointError(
             f"{folder} holds a {config.get('model_type')!r} model without a patch record. Patch it first (hfpatch "
-            "patch); if it is a native export, pass native=True (--native); else use its own push_to_hub."
+            "patch); if it is a native export, pass form='native' (--native); else use its own push_to_hub."
         )
     require_sound_files(folder, {})
     if not any(map(_is_weights, files)) or any(map(_is_weights, left_out)):

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.files import PAGE
@@ -27,19 +25,11 @@ from ..measure.copies import copy_of, unpatched_config
 from ..repairs.report import RepairReport
 from ..runtime.errors import CheckpointError
 from ..runtime.lens import host_class
-from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
-from ..verification.report import (
-    LayerRow,
-    ModuleRow,
-    Report,
-    module_lines,
-    output_lines,
-    title_of,
-)
+from ..verification.report import LayerRow, ModuleRow, Report, module_lines, title_of
 from .card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 
@@ -152,9 +142,8 @@ def _facts(
         "changes": Table([HEADINGS, *module_lines(rows)]),
         "lengths": any(part.scheme.max_positions is not None for part in record.pos),
         "edits": record.edits,
-        "learned": _learned_values(model),
         "report": report,
-        "outputs": {} if report is None else _outputs(report),
+        "outputs": {} if report is None else report.output_tables(),
         "figures": [] if report is None else layer_figures(report.layers),
         "repair": repair,
         "ways": list(ways_to_open(name, auto, form)),
@@ -163,28 +152,6 @@ def _facts(
 
 
 _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote code, and with hfpatch as well"}
-
-
-def _learned_values(model: PreTrainedModel) -> list[str]:
-    """What the norms of each class have learned besides gain and shift: "DynamicTanh: alpha 0.015 to 0.39"."""
-    found: dict[str, list[Tensor]] = {}
-    for module in model.modules():
-        if isinstance(module, AffineNorm):
-            for name in module.own_names:
-                value = module.get_parameter(name)
-                if not value.is_meta:
-                    found.setdefault(f"{type(module).__name__}: {name}", []).append(value.detach().float().flatten())
-    ranges = {name: torch.cat(values).aminmax() for name, values in found.items()}
-    return [f"{name} {float(least):.3g} to {float(most):.3g}" for name, (least, most) in ranges.items()]
-
-
-def _outputs(report: Report) -> dict[str, Table]:
-    """The measured outputs by their names."""
-    found = {}
-    for name in dict.fromkeys(row.output for row in report.outputs):
-        lines = output_lines([row for row in report.outputs if row.output == name])
-        found[name] = Table([("run by", *lines[0][1:]), *lines[1:]], "<<" + ">" * (len(lines[0]) - 2))
-    return found
 
 
 def _public_name(name: str | PathLike[str]) -> str:

@@ -7,7 +7,7 @@ push that breaks off would leave half a checkpoint behind.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
@@ -85,12 +85,10 @@ def push_patched(
     repo_id: str,
     *,
     form: str | None = None,
-    native: bool = False,
     tokenizer: Any = None,
     base_model: str | PathLike[str] | None = None,
     license: str | None = None,
     report: Report | None = None,
-    eval_results: EvalResult | Iterable[EvalResult] = (),
     private: bool = True,
     revision: str | None = None,
     create_pr: bool = False,
@@ -117,14 +115,13 @@ def push_patched(
         model: the model (or SentenceTransformer) in memory, or the folder that `save_pretrained` or an export wrote,
             which stays as it is.
         repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
-        form: "plugin", "remote" or "native" as in `export_model`, of a model in memory. A folder has its form.
-        native: the folder is a native export; without this, a folder that has no patch record is refused.
+        form: "plugin", "remote" or "native" as in `export_model`, of a model in memory. A folder has its form; "native"
+            says that it is a native export: otherwise one that has no patch record is refused.
         tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
         base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. Of a model in
             memory that came from the Hub it is known.
         license: the licence's id on the Hub. By default the base model's, where its card can be read; never guessed.
         report: what `verify` measured, for the card.
-        eval_results: results for the card's metadata.
         private: whether a repository that is made is private; one that exists stays as it is.
         revision: the branch; it is made, from the main one, where it doesn't exist. None is the main branch.
         create_pr: open a pull request instead.
@@ -156,24 +153,22 @@ def push_patched(
     """
     if form is not None and form not in FORMS:
         raise OptionError(f"form must be one of {', '.join(FORMS)}, not {form!r:.40}.")
-    results = (eval_results,) if isinstance(eval_results, EvalResult) else tuple(eval_results)
-    for name, value, kind in [("report", report, Report), *(("eval_results", one, EvalResult) for one in results)]:
-        if not isinstance(value, kind | None):
-            raise OptionError(f"{name} must be of {kind.__name__}, not {type(value).__name__}.")
+    if not isinstance(report, Report | None):
+        raise OptionError(f"report must be of Report, not {type(report).__name__}.")
     if base_model is not None and not Path(base_model).is_dir():
         with _typed_errors(f"base_model={str(base_model)!r:.80} is neither a folder nor a model's id", OptionError):
             validate_repo_id(str(base_model))
     # with True the client says how to log in where nobody is
     api = HfApi(token=True if token is None and not dry_run else token, library_name="hfpatch")
     origin = str(base_model or getattr(model_inside(model), "name_or_path", ""))
-    said: dict[str, Any] = {"license": license, "report": report, "eval_results": results}
+    said: dict[str, Any] = {"license": license, "report": report}
     if origin not in ("", repo_id):
         said["base_data"] = metadata_of(origin, api.token)
         if not Path(origin).is_dir() and (base_model is not None or said["base_data"] is not None):
             said["base_model"] = origin
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        found = checkpoint_of(model, form, native, tokenizer, scratch, max_shard_size, trust_remote_code)
+        found = checkpoint_of(model, form, tokenizer, scratch, max_shard_size, trust_remote_code)
         if report is not None and found.patched is not None:
             report.require_of(found.patched)
         with _typed_errors(repo_id):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
     'or dictionaries of inputs: rows such as [{{"input_ids": [1, 2, 3]}}, ...], what a tokenizer returns, a DataLoader.'
 )
-_log = logging.getLogger("hfpatch")
 
 
 def read_batches(
@@ -147,10 +145,6 @@ class _Reader:
             if not is_row:
                 yield self._to_arguments(columns)
             elif read == self.sequences:
-                _log.info(
-                    "%s: the first %d texts (or rows) are read; hfpatch.read_batches(..., sequences=) reads more",
-                    *(self.option, read),
-                )
                 return
             else:
                 rows.append(columns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -144,17 +143,6 @@ def deviating(truth: Mapping[str, list[Tensor]], outputs: Mapping[str, list[Tens
     """Return which outputs of models inside deviate by more than a tolerance in the root mean square."""
     numbered = {name: [dict(enumerate(one.get(name, []))) for one in (truth, outputs)] for name in truth}
     return [name for name, pair in numbered.items() if max(one.rms_error for one in deviations(*pair)) > tolerance]
-
-
-def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
-    """Return a sentence-transformers model's embeddings of texts as queries and documents, or scores of text pairs."""
-    options = {"convert_to_tensor": True, "show_progress_bar": False}
-    if hasattr(holder, "encode_query"):
-        found = {name: getattr(holder, f"encode_{name}")(texts, **options) for name in ("query", "document")}
-    else:
-        found = {"scores": holder.predict(list(itertools.pairwise(texts)), **options)}
-    sparse = {name: value.to_dense() for name, value in found.items() if getattr(value, "is_sparse", False)}
-    return Outputs.of(found | sparse).floats
 
 
 @dataclass

@@ -46,8 +46,7 @@ class Learned(Position):
             itself does: "bicubic" mostly.
         rows: n, how many rows are repeated, the first ones: a number, or "all". None takes those that were trained, as
             far as that is known: up to the `max_seq_length` in the folder of sentence-transformers that the model is
-            from, and without rows that are still as they were initialised, if their statistics show it clearly
-            (measure/trained_rows.py). Otherwise all.
+            from. Otherwise all.
         keep: which of the old rows stay in their places: those of the whole "table", or the repeated "rows" alone, if
             those behind them are worse than a repetition.
         image_size: pixels of the new images, a side or (height, width), for tables on a grid; others stay.

@@ -27,7 +27,6 @@ from ..schemes.request import SchemeRequest
 from ..schemes.rope import RoPE, caching_loss
 from ..sites.architectures.architecture import Stack
 from ..sites.architectures.biases import BIASES
-from ..sites.architectures.refused import WITHOUT_GRID
 from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
 from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 from .score_bias import bias_for, require_bias
@@ -234,10 +233,9 @@ def _require_axes(item: FoundStack, scheme: Position, where: str) -> None:
     if axes == 1:
         return
     if grid is None:
-        why = WITHOUT_GRID.get(item.stack.owner)
         raise UnsupportedError(
             f"{where}: axes={axes} needs to know where on a grid a token lies, and that of {type(item.owner).__name__} "
-            f"isn't known{f': {why}' if why else ''}. Use axes=1 here; only= chooses other parts."
+            "isn't known. Use axes=1 here; only= chooses other parts."
         )
     if grid.axes(item.owner) != axes:
         raise UnsupportedError(

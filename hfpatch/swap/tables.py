@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
-from ..measure.trained_rows import count_trained_rows
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
 from ..runtime.errors import UnsupportedError
@@ -220,25 +219,21 @@ class _Resize:
 
 
 def with_trained_rows(tables: list[FoundStack], scheme: Learned, text_length: int | None) -> Learned:
-    """Return the scheme with the rows that it repeats: those that were trained, as far as that is known; else as it is.
+    """Return the scheme with the rows that it repeats: those of the texts that a model with one table was trained for.
 
     Args:
         tables: of the stacks that it changes; those of images are left out.
         scheme: that says nothing of it.
-        text_length: of the longest texts that the model was trained for, in tokens.
+        text_length: of the longest of these texts, in tokens; None if it isn't known, and the scheme stays as it is.
     """
-    found = {}
-    for item in tables:
-        table = item.table()
-        if isinstance(table, nn.Embedding) and not (isinstance(table, ComputedPositions) or is_grid(item)):
-            weight = table.weight[first_row(item) :]
-            found[item.table_name] = len(weight), count_trained_rows(weight)
-    if len({*found.values()}) != 1:  # tables that differ, or none
-        return scheme
-    ((rows, trained),) = {*found.values()}
-    if text_length is not None and len(found) == 1:
-        trained = min(trained, text_length)
-    return scheme if trained == rows else replace(scheme, rows=trained)
+    learned = {
+        item.table_name: len(table.weight) - first_row(item)
+        for item in tables
+        if isinstance(table := item.table(), nn.Embedding)
+        and not (isinstance(table, ComputedPositions) or is_grid(item))
+    }
+    shorter = text_length is not None and len(learned) == 1 and text_length < min(learned.values())
+    return replace(scheme, rows=text_length) if shorter else scheme
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:

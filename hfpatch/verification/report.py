@@ -18,7 +18,6 @@ STATES = {  # and how the table counts them
     "kept": "kept",
     "weights": "with other weights",
 }
-_MOST_LAYERS = 14  # lines of the table; the JSON has all
 
 
 @dataclass
@@ -143,13 +142,16 @@ class Report(SavedResult):
         ]
         yield head
         yield self._modules_table()
-        for output in dict.fromkeys(row.output for row in self.outputs):
-            lines = output_lines([row for row in self.outputs if row.output == output])
-            yield [Table(lines, "<<" + ">" * (len(lines[0]) - 2))]
+        yield from ([table] for table in self.output_tables().values())
         for stream in dict.fromkeys(row.stream for row in self.layers):
             yield _layer_table([row for row in self.layers if row.stream == stream])
         if self.notes:
             yield [f"Note: {note}" for note in self.notes]
+
+    def output_tables(self) -> dict[str, Table]:
+        """Return the tables of the outputs by their names."""
+        names = dict.fromkeys(row.output for row in self.outputs)
+        return {name: _output_table([row for row in self.outputs if row.output == name]) for name in names}
 
     def _modules_table(self) -> list[str | Table]:
         if not self.modules:
@@ -210,8 +212,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
-    """Return one output's rows as cells, headings first; two columns of words, then numbers."""
+def _output_table(rows: list[OutputRow]) -> Table:
+    """One output's rows: two columns of words, then numbers."""
     shown = {
         heading: ["" if (value := getattr(row, name)) is None else spelled(value) for row in rows]
         for heading, (name, spelled) in _COLUMNS.items()
@@ -222,19 +224,15 @@ def output_lines(rows: list[OutputRow]) -> list[tuple[str, ...]]:
         if (row.role, row.dtype) == ("reference", "float64"):
             cells[:2] = "truth", "truth"
         lines.append((row.role, row.dtype, *cells))
-    return lines
+    return Table(lines, "<<" + ">" * len(shown))
 
 
 def _layer_table(rows: list[LayerRow]) -> list[str | Table]:
     runs = list(dict.fromkeys((row.role, row.dtype) for row in rows))
     found = {(row.layer, row.role, row.dtype): row for row in rows}
-    layers = sorted({row.layer for row in rows})
-    step = math.ceil(len(layers) / _MOST_LAYERS)
-    shown = [layer for layer in layers if layer % step == 0 or layer == layers[-1]]
     lines = [(rows[0].stream, *(f"{role} {dtype}" for role, dtype in runs))]
-    for layer in shown:
+    for layer in sorted({row.layer for row in rows}):
         cells = [found[layer, *run] for run in runs]
         lines.append((str(layer), *(f"{_error(c.error)} ({_error(c.centred)})" for c in cells)))
-    head = "rms error layer by layer (in brackets without the mean over channels)"
-    skipped = f"; {len(shown)} of {len(layers)} layers" if step > 1 else ""
-    return [f"{head}{skipped}:", Table(lines, "<" + ">" * len(runs))]
+    head = "rms error layer by layer (in brackets without the mean over channels):"
+    return [head, Table(lines, "<" + ">" * len(runs))]

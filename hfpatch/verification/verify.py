@@ -61,7 +61,7 @@ def verify(
         tokenizer: a tokenizer, or a processor that has one, for texts.
 
     Returns:
-        The report: print it, `save` it, `plot` it.
+        The report: print it, or `save` it.
 
     Raises:
         WrappedModelError: one of the two is no bare transformers model.

@@ -14,6 +14,7 @@ from sentence_encoders import (
     cross_encoder,
     embedded,
     module,
+    outputs_of_texts,
     sentence_encoder,
     sparse_encoder,
     t5_encoder,
@@ -25,7 +26,7 @@ from torch import nn
 from hfpatch import outcomes, patch_model, plan_patch, read_batches, unpatch_model, verify
 from hfpatch.core.holders import model_inside
 from hfpatch.errors import WrappedModelError
-from hfpatch.measure.outputs import max_error, outputs_of_texts
+from hfpatch.measure.outputs import max_error
 from hfpatch.runtime.errors import UnsupportedError
 
 ROPE = "rope:max_positions=96"

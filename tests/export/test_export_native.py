@@ -232,8 +232,8 @@ def test_folders(form: str, tmp_path: Path) -> None:
     [
         ("onnx", {}, OptionError, "plugin, remote, native"),
         ("plugin", {"architecture": "gpt_neox"}, OptionError, "to='native'"),
-        ("remote", {"serve": "vllm"}, OptionError, "serve= chooses what a native export becomes"),
-        ("native", {"serve": "tgi"}, OptionError, r"one of llama\.cpp, vllm, sglang, tei, onnx, not 'tgi'"),
+        ("remote", {"serve": "onnx"}, OptionError, "serve= chooses what a native export becomes"),
+        ("native", {"serve": "tgi"}, OptionError, r"one of llama\.cpp, onnx, not 'tgi'"),
         ("native", {"architecture": "bert"}, UnknownNameError, "gpt2, gpt_neox, starcoder2"),
         ("plugin", {"verify": False}, OptionError, "verify= and example_inputs="),
         ("native", {"example_inputs": {}}, OptionError, "verify= and example_inputs="),
@@ -273,7 +273,8 @@ def test_command_line(tmp_path: Path) -> None:
 
     refused = run("--architecture", "mpt")
     assert (refused.exit_code, "mpt: it doesn't have RoPE" in refused.stderr) == (1, True)
-    assert "tei isn't known to take a GPTNeoXForCausalLM" in run("--serve", "tei").stderr
+    refused = run("--serve", "llama.cpp", "--architecture", "falcon")
+    assert "llama.cpp isn't known to take a FalconForCausalLM" in refused.stderr
     assert not (tmp_path / "out").exists()
     assert "GPTNeoXForCausalLM (native)" in run().output
     assert (tmp_path / "out" / "tokenizer.json").exists()

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a later record": (lambda folder: with_config(folder, hfpatch={"version": 99}), "version 99"),
     "an older record": (lambda folder: with_config(folder, hfpatch={"version": 1}), r"hfpatch 0\.1"),
     "a broken setting": (lambda folder: with_config(folder, n_embd="wide"), r"n_embd.*config\.json"),
-    "a plain model": (lambda folder: tiny("gpt2").save_pretrained(folder), r"'gpt2'.*native=True"),
+    "a plain model": (lambda folder: tiny("gpt2").save_pretrained(folder), r"'gpt2'.*form='native'"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights"),
     "pickled weights": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -137,7 +137,7 @@ def test_a_native_export_is_taken_at_ones_word(folder: Path, tmp_path: Path) -> 
     ):
         with_config(tmp_path / "plain", **other)
         with pytest.raises(CheckpointError, match=says):
-            push_patched(tmp_path / "plain", "me/model", native=True)
+            push_patched(tmp_path / "plain", "me/model", form="native")
 
 
 def test_weights_that_arent_those_that_were_saved(folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_report_of_another_model(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"norm=dyt\), and this model is GPT2LMHeadModel \(norm=rms\)\."):
             push_patched(model, "me/model", report=own, form=form, dry_run=True)
     tiny("gpt2").save_pretrained(tmp_path / "stock")
-    push_patched(tmp_path / "stock", "me/model", report=own, native=True, dry_run=True)  # without a record, no saying
+    push_patched(tmp_path / "stock", "me/model", report=own, form="native", dry_run=True)  # without a record, no saying
 
 
 def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
@@ -235,7 +235,6 @@ def test_models_that_cant_be_saved(folder: Path) -> None:
     [
         ({"base_model": "no/such/folder"}, "base_model='no/such/folder' is neither a folder nor a model's id"),
         ({"report": {"version": 1}}, "report must be of Report, not dict"),
-        ({"eval_results": [0.5]}, "eval_results must be of EvalResult, not float"),
         ({"form": "onnx"}, "form must be one of plugin, remote, native"),
         ({"tokenizer": 3}, "tokenizer is a tokenizer or processor, or the name of one, not int"),
         ({"tokenizer": "no/such/folder"}, "no tokenizer or processor could be loaded"),

@@ -175,22 +175,6 @@ def test_the_rows_of_an_earlier_patch_are_repeated_again() -> None:
     assert torch.equal(table, torch.cat((before, before[:8].repeat(4, 1))))
 
 
-def test_rows_that_were_never_trained_arent_repeated() -> None:
-    """A control: with rows="all" they are, and where nothing was trained nothing is left out."""
-    tables = {}
-    for options in ("", ",rows=all"):
-        model = tiny("gpt2", n_embd=64)
-        table = model.wpe.weight.detach()
-        table.copy_(0.02 * torch.randn(table.shape, generator=torch.Generator().manual_seed(0)))
-        assert plan_patch(model, pos="learned:max_positions=96").rows[0].becomes == "Learned(96, tile)"
-        table[:20] *= 3
-        old = table.clone()
-        tables[options] = patched(model, pos=f"learned:max_positions=96{options}").wpe.weight
-    assert torch.equal(tables[""][64:], old[[place % 20 for place in range(64, 96)]])
-    assert torch.equal(tables[",rows=all"][64:], old[:32])
-    assert all(torch.equal(table[:64], old) for table in tables.values())
-
-
 def test_rows_that_a_sentence_encoder_was_trained_for(tmp_path: Path) -> None:
     """Its folder says so, by whatever the model was opened; without that file all rows are repeated."""
     tiny("bert").save_pretrained(tmp_path)

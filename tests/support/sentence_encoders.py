@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import tempfile
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+from hfpatch.measure.outputs import Outputs
 
 LENGTH = 24
 WORDS = "a cat sat on the mat and saw dogs run over hills with seven other cats all day".split()  # noqa: SIM905
@@ -92,3 +96,14 @@ def sparse_encoder() -> Any:
 def embedded(encoder: Any, texts: list[str] = TEXTS, **options: Any) -> torch.Tensor:
     """Embeddings of texts."""
     return torch.as_tensor(encoder.encode(texts, **options))
+
+
+def outputs_of_texts(holder: Any, texts: list[str]) -> dict[str, Tensor]:
+    """Return a sentence-transformers model's embeddings of texts as queries and documents, or scores of text pairs."""
+    options = {"convert_to_tensor": True, "show_progress_bar": False}
+    if hasattr(holder, "encode_query"):
+        found = {name: getattr(holder, f"encode_{name}")(texts, **options) for name in ("query", "document")}
+    else:
+        found = {"scores": holder.predict(list(itertools.pairwise(texts)), **options)}
+    sparse = {name: value.to_dense() for name, value in found.items() if getattr(value, "is_sparse", False)}
+    return Outputs.of(found | sparse).floats

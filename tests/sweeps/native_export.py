@@ -76,9 +76,9 @@ def to_markdown(rows: list[dict[str, Any]], of: str) -> str:
         "",
         "## Served by",
         "",
-        "What takes these classes: measured, or read in its code; hfpatch/export/runtimes.py says where, and how. In",
-        "brackets is what the runtime computes whatever the config says; `serve=` compares it with the model. Where",
-        "nothing stands, and for every other class, nothing but transformers is known, and `serve=` refuses.",
+        "What takes these classes, measured as hfpatch/export/runtimes.py says. In brackets is what the runtime",
+        "computes whatever the config says; `serve=` compares it with the model. Where nothing stands, and for every",
+        "other class, nothing but transformers is known, and `serve=` refuses.",
         "",
         *served(rows),
         "",
@@ -118,7 +118,7 @@ def _mark(served: RuntimeSupport | None) -> str:
         *((biases,) if biases else ()),
         *(("MLPs 4 times as wide",) if served.wide else ()),
     ]
-    return served.evidence + (f" ({'; '.join(fixed)})" if fixed else "")
+    return "measured" + (f" ({'; '.join(fixed)})" if fixed else "")
 
 
 def compact(rows: list[dict[str, Any]]) -> str:

@@ -6,10 +6,10 @@ architecture.py says what a row is made of, and how to add one.
 from ...core.registry import ARCHITECTURES
 from . import audio, decoders, encoder_decoders, encoders, vision
 from .architecture import Architecture, Stack, family
-from .refused import REFUSED, WITHOUT_GRID
+from .refused import REFUSED
 
 for _kind in (decoders, encoders, encoder_decoders, vision, audio):
     for _family in _kind.FAMILIES:
         ARCHITECTURES.register(_family.model_type)(_family)
 
-__all__ = ["REFUSED", "WITHOUT_GRID", "Architecture", "Stack", "family"]
+__all__ = ["REFUSED", "Architecture", "Stack", "family"]

@@ -33,20 +33,3 @@ REFUSED: dict[str, str] = {
     "VideoMAEForPreTraining": "its decoder adds sines to tokens that it puts in another order, hidden ones last",
     "ViltModel": "it puts an image's patches in random order, and its attentions aren't told which",
 }
-
-_IN_TURN = "layers over space and over time take turns, and each folds the other into the batch"
-_IN_WINDOWS = "some of its layers attend inside windows, which are laid into the batch"
-
-# Class that owns a table of patches -> why its attentions aren't told where on the grid those lie.
-WITHOUT_GRID: dict[str, str] = {
-    "GroupViTVisionTransformer": "group tokens join its patches",
-    "LwDetrViTBackbone": _IN_WINDOWS,
-    "MiniCPMOcrVisionModel": "its images are packed into one line",
-    "MiniCPMV4_6VisionModel": "its images are packed into one line",
-    "MiniCPMV4_7VisionModel": "its images are packed into one line",
-    "RfDetrDinov2Backbone": _IN_WINDOWS,
-    "TimesformerModel": _IN_TURN,
-    "UnlimitedOcrVisionEncoder": "it is handed patches that another model has cut",
-    "ViTMAEDecoder": "it is handed hidden states, not the image",
-    "VideoPrismVisionModel": _IN_TURN,
-}
