@@ -4,9 +4,9 @@
 
 The GPT-2 of 0.84M parameters that without_norms.py trains on the bytes of Shakespeare's plays gets a sink: three
 channels of its first position's row are raised. Such a model is patched with norm="fixed", calibrated on 256 sequences
-of training text, once with a bound. Judged is KL(original || patched), nats a byte, on text that neither saw; the original has the same
-sink. *varies*: sequences begin anywhere in the text; *same*: each begins with a line feed, in calibration and where it
-is judged.
+of training text, once with a bound. Judged is KL(original || patched), nats a byte, on text that neither saw; the
+original has the same sink. *varies*: sequences begin anywhere in the text; *same*: each begins with a line feed, in
+calibration and where it is judged.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def main() -> None:
     for case in CASES:
         rows.append(measure(*case))
         print(rows[-1], flush=True)
-    heads = ["size in block 0", "in later ones", "first token", "loss", "KL left", "with block 0's norms kept", "with a bound of 1.5"]
+    heads = ["size in block 0", "in later ones", "first token", "loss", "KL left", "with block 0's norms kept"]
+    heads.append("with a bound of 1.5")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hfpatch {hfpatch.__version__}"
     lines = [
         "# Attention sinks at norms with a constant scale",
