@@ -33,7 +33,7 @@ class FixedNorm(AffineNorm):
     shift: nn.Parameter | None
 
     def __init__(self, *norm: Any, mean: bool = True, bound: float | None = None, like: Tensor):
-        super().__init__(*norm, like=like)
+        super().__init__(*norm)
         self.mean, self.bound = mean, bound
         if bound is not None:
             self.size = self.new_scalar(1.0, like)

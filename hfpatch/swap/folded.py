@@ -146,7 +146,7 @@ class _Folder:
         assert facts is not None
         if (reason := self.reason_to_keep(change, facts, named)) is not None:
             return Change(replace(row, becomes=None, why_exact=None, reason=reason))
-        gone = isinstance(norm, FixedNorm) and norm.bound is None
+        gone = norm if isinstance(norm, FixedNorm) and norm.bound is None else None
         found = list(self._readers_of(names))
         biases, new_biases, edits = [], [], list(change.edits)
         if facts.shift:
@@ -159,9 +159,9 @@ class _Folder:
                     new_biases.append(WeightChange(f"{name}.bias", "value", constant))
                 else:
                     biases.append(WeightChange(f"{name}.bias", "add", constant))
-        weights = list(self._weights(row.module, facts, found, gone and norm.mean))
+        weights = list(self._weights(row.module, facts, found, gone is not None and gone.mean))
         without = " and ".join(what for what in ("gain", "shift") if getattr(facts, what))
-        becomes = "(gone)" if gone else f"{norm_text(norm, facts)} without {without}"
+        becomes = "(gone)" if gone is not None else f"{norm_text(norm, facts)} without {without}"
         into = ", ".join(dict.fromkeys(name.removeprefix(_common(row.module, name)) for name, _ in found))
         row = replace(row, becomes=becomes, why_exact=_WHY_EXACT, reason=f"folded into {into}{self.note(change)}")
         return Change(row, tuple(edits), (*biases, *weights), (*change.starts, *new_biases, *_own_values(row, norm)))
