@@ -34,7 +34,7 @@ from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
-from ..schemes.request import Record, Request
+from ..schemes.request import AUTO, Record, Request
 from ..schemes.verdicts import EXACT, MEASUREMENT_NOTE, outcome_table
 from ..verification import verify as verification
 from ..verification.report import Report
@@ -179,9 +179,12 @@ def patch(
     torch.manual_seed(seed)
     built = open_model(model, head, trust_remote_code, stored=True)
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
+    globs = [glob for glob in keep or () if not glob.startswith(AUTO)]
     with unload_after_forward(built):
-        planned = plan_patch(built, **request)
+        planned = plan_patch(built, **request | {"keep": globs})
     typer.echo(str(planned))
+    if len(globs) < len(keep or ()):
+        typer.echo("Of these norms as many change as the budget in --keep allows, which is measured first.")
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     data = data_of_repair(calibration, built, processor, sequences, length, seed)
     longest = Request.of(kinds, only, keep, init).length

@@ -57,7 +57,7 @@ Pos = Annotated[Schemes, option(f"New positions, with options as in rope:theta=5
 Mlp = Annotated[Schemes, option(f"New MLPs, with options as in swiglu:d_ff=2048. {one_of(MLPS)}")]
 Placement = Annotated[str | None, option(f"Where norms stand, for training from scratch. {one_of(PLACEMENTS)}")]
 Only = Annotated[list[str] | None, option("Change only modules whose names match this pattern (*.ln_1). Repeatable.")]
-Keep = Annotated[list[str] | None, option("Don't change modules whose names match this pattern. Repeatable.")]
+Keep = Annotated[list[str] | None, option("Keep modules of this pattern, or norms by a budget (auto:0.3). Repeatable.")]
 Init = Annotated[Literal["auto", "exact", "copy", "reset"], option(_INIT)]
 Head = Annotated[str | None, option("Auto class to open it with (AutoModel). Default: the class that was saved.")]
 Trust = Annotated[bool, option("Run Python code from the model's repository.", "--trust-remote-code")]

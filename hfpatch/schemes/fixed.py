@@ -36,8 +36,8 @@ class Fixed(Elementwise):
     Args:
         bound: the constant is for tokens whose size at the norm is at most so many times the median (1 or more); larger
             ones are divided by their own size, as before. Language models of over 100M parameters need it: a sink is
-            100 times as large as other tokens there, and a gated MLP squares what is too large. With 1.5 the norm is
-            linear for 99 % of the tokens. None: no bound.
+            100 times as large as other tokens there, and a gated MLP squares what is too large. With 1.5 SmolLM2-135M's
+            norms are linear for 98 % of the tokens. None: no bound.
         shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
             had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
 

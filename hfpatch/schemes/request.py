@@ -26,7 +26,7 @@ KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "pl
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
 MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
-_AUTO = "auto:"  # among the globs of `keep`: a budget follows
+AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
@@ -107,17 +107,13 @@ class Request:
         parts = {kind: _parts(by_glob, only, keep, init) for kind, by_glob in resolved.items() if any(by_glob.values())}
         mapped = {kind: resolved[kind] for kind in parts if isinstance(schemes.get(kind), Mapping)}
         if budget is not None and "norm" not in parts:
-            raise OptionError(f"keep='{_AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
+            raise OptionError(f"keep='{AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
         return cls(parts, only, keep, mapped, budget)
 
-    def keeping(self, names: Iterable[str]) -> Request:
+    def keeping(self, names: Sequence[str]) -> Request:
         """Return the request with more modules kept, and no budget."""
-        more = tuple(names)
-        parts = {
-            kind: tuple(replace(one, keep=(*one.keep, *more)) if kind == "norm" else one for one in several)
-            for kind, several in self.parts.items()
-        }
-        return replace(self, parts=parts, budget=None)
+        norms = tuple(replace(one, keep=(*one.keep, *names)) for one in self.parts["norm"])
+        return replace(self, parts={**self.parts, "norm": norms}, budget=None)
 
     @property
     def length(self) -> int | None:
@@ -132,16 +128,16 @@ def _budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
     Raises:
         OptionError: there is no number above 0 behind it, or there are several.
     """
-    texts = [glob.removeprefix(_AUTO) for glob in keep if glob.startswith(_AUTO)]
+    texts = [glob.removeprefix(AUTO) for glob in keep if glob.startswith(AUTO)]
     try:
         (budget,) = map(float, texts) if texts else (None,)
         if budget is not None and not 0 < budget < math.inf:
             raise ValueError
     except ValueError:
         raise OptionError(
-            f"keep={_AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
+            f"keep={AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
         ) from None
-    return tuple(glob for glob in keep if not glob.startswith(_AUTO)), budget
+    return tuple(glob for glob in keep if not glob.startswith(AUTO)), budget
 
 
 def kind_of(scheme: Scheme) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, set_seed
+from typer.testing import CliRunner
 
 from hfpatch import outcomes, patch_model, plan_patch, repair_report
+from hfpatch.cli import app
 from hfpatch.errors import OptionError
 from hfpatch.repairs.report import RepairReport
 
@@ -89,3 +92,16 @@ def test_it_needs_data() -> None:
         patch_model(made(), norm="fixed", keep="auto:1")
     with pytest.raises(OptionError, match="patch_model takes it"):
         plan_patch(made(), norm="fixed", keep="auto:1")
+
+
+def test_the_command_line_takes_a_budget(tmp_path: Path) -> None:
+    made().save_pretrained(tmp_path / "model")
+    data = ["--calibration", "self", "--sequences", "8", "--length", "12"]
+    found = CliRunner().invoke(
+        app, ["patch", str(tmp_path / "model"), str(tmp_path / "out"), "--norm", "fixed", "--keep", "auto:10", *data]
+    )
+    assert found.exit_code == 0, found.output
+    assert "as many change as the budget in --keep allows" in found.output
+    assert "price: distance of the outputs" in found.output
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(opened.transformer.h[2].ln_2).__name__ == "FixedNorm"
