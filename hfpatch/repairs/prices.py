@@ -65,7 +65,7 @@ def within_budget(
             prices = found.alone()
             cheapest = sorted(prices, key=lambda name: prices[name])
             count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
-    if not count:
+    if prices and not count:  # norms that keep the function have no price
         raise OptionError(
             f"keep='auto:{budget:g}' keeps all {len(prices)} norms: the cheapest, {cheapest[0]}, costs "
             f"{prices[cheapest[0]]:.2g} if it alone is replaced. Allow more, or patch without it."

@@ -87,6 +87,12 @@ def test_what_is_refused(request_: dict[str, Any], message: str) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_norms_that_keep_the_function_have_no_price() -> None:
+    model = patch_model(made(), norm="rms", keep="auto:0.1", calibration=data())
+    assert {type(model.get_submodule(name)).__name__ for name in NORMS} == {"RMSNormExtended"}
+    assert "exact" in str(outcomes(model))
+
+
 def test_it_needs_data() -> None:
     with pytest.raises(OptionError, match="calibration="):
         patch_model(made(), norm="fixed", keep="auto:1")
