@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from hfpatch.checkpoint import sentence_modules
 from hfpatch.checkpoint.sentence_modules import text_length_of, with_modules
 from hfpatch.cli import app
-from hfpatch.export import holders
 from hfpatch.hub.folder import checkpoint_of, read_checkpoint
 from hfpatch.runtime.errors import CheckpointError
 
@@ -73,7 +72,7 @@ def test_the_command_line_patches_an_encoder(plain: Path, tmp_path: Path) -> Non
     assert opened(tmp_path / "norms").max_seq_length == 20
 
 
-def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path) -> None:
     called("patch", plain, tmp_path / "out", "--pos", "rope")
     called("export", tmp_path / "out", tmp_path / "native", "--to", "native")
     assert "hfpatch" not in json.loads((tmp_path / "native/config.json").read_text())
@@ -86,8 +85,7 @@ def test_an_export_and_a_push_take_them_along(plain: Path, tmp_path: Path, monke
     assert exported.record is None
     assert exported.files.keys() >= names
     encoder = patch(opened(plain), pos="rope")
-    monkeypatch.setattr(holders, "_compare", lambda *_: None)
-    in_memory = checkpoint_of(encoder, None, False, None, tmp_path / "scratch2", None)
+    in_memory = checkpoint_of(encoder, None, None, tmp_path / "scratch2", None)
     assert in_memory.files.keys() >= {*names, "README.md", "hfpatch_weights.json"}
 
 
