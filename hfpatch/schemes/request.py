@@ -224,16 +224,16 @@ class Record:
         return replace(self, **found)  # type: ignore[arg-type]
 
     def with_repair(self, original: Record, result: Outcome) -> Record:
-        """Return the record with a repair's result as the outcome of the kinds that it repaired."""
-        found = {}
+        """Return the record with a repair's result as the outcome of what it repaired, or started from data."""
+        found: dict[str, list[Outcome]] = {}
         for kind in KINDS:
             parts, before = getattr(self, kind), getattr(original, kind)
             if parts in ((), before):
                 continue
-            planned = [part.outcome or Outcome("") for part in self.newest(kind, max(len(parts) - len(before), 1))]
-            found[kind] = [
-                one if one.verdict == EXACT else replace(result, lost=one.lost, kept=one.kept) for one in planned
-            ]
+            for part in self.newest(kind, max(len(parts) - len(before), 1)):
+                one, started = part.outcome or Outcome(""), getattr(part.scheme, "needs_calibration", False)
+                stays = one.verdict == EXACT and not started
+                found.setdefault(kind, []).append(one if stays else replace(result, lost=one.lost, kept=one.kept))
         return self.with_outcomes(found)
 
     @property

@@ -103,6 +103,15 @@ def test_without_a_bound_such_a_model_is_farther_off_and_the_advice_is_a_bound()
     assert bounded.advice == ""
 
 
+def test_the_outcome_is_that_of_the_constants() -> None:
+    """Before they are measured every token of such a stream is beyond the bound, and has its norm."""
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30)
+    patch_model(model, norm="fixed:bound=1.5", calibration=texts())
+    assert [one.verdict for one in outcomes(model).found.values()] != ["exact"]
+
+
 def test_a_bound_stays_when_norms_are_folded_later() -> None:
     model = patch_model(llama(), norm="fixed:bound=1.5", calibration=texts())
     ids = texts()[0]["input_ids"]
