@@ -1,5 +1,6 @@
 """One thread, no network, no progress bars."""
 
+import contextlib
 import gc
 import os
 import random
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 
 # before torch reads it, whatever the shell says; also of the processes that tests start
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+with contextlib.suppress(ImportError):  # torch's benchmarks import it, which fails once a test loaded distutils
+    import setuptools  # noqa: F401
 
 import hypothesis
 import numpy
