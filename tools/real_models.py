@@ -42,6 +42,7 @@ from hfpatch.errors import PatchError
 from hfpatch.schemes.mlps import MLP
 from hfpatch.schemes.norms import Norm
 from hfpatch.schemes.positions import Position
+from hfpatch.schemes.request import budget_in
 
 OUT = Path(__file__).resolve().parents[1] / "tests/sweeps/real_models.jsonl"
 KINDS: dict[str, Any] = {"norm": Norm, "pos": Position, "mlp": MLP}
@@ -196,7 +197,7 @@ def measure(request: Request) -> Row:
 
 def norm_modules(model: Any, request: Request) -> dict[str, str]:
     """The norms that a request names, changed or kept, as they are printed."""
-    keep = [glob for glob in request.keep if not glob.startswith("auto:")]  # a budget is settled by measuring
+    keep, _ = budget_in(request.keep)  # which is settled by measuring
     kinds = {row.module: row.kind for row in hfpatch.plan_patch(model, **request.options | {"keep": keep}).rows}
     return {name: repr(module) for name, module in model.named_modules() if kinds.get(name) == "norm"}
 

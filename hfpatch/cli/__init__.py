@@ -34,7 +34,7 @@ from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
-from ..schemes.request import AUTO, Record, Request
+from ..schemes.request import Record, Request, budget_in
 from ..schemes.verdicts import EXACT, MEASUREMENT_NOTE, outcome_table
 from ..verification import verify as verification
 from ..verification.report import Report
@@ -179,11 +179,11 @@ def patch(
     torch.manual_seed(seed)
     built = open_model(model, head, trust_remote_code, stored=True)
     request: dict[str, Any] = {**kinds, "only": only, "keep": keep, "init": init}
-    globs = [glob for glob in keep or () if not glob.startswith(AUTO)]
+    globs, budget = budget_in(tuple(keep or ()))
     with unload_after_forward(built):
         planned = plan_patch(built, **request | {"keep": globs})
     typer.echo(str(planned))
-    if len(globs) < len(keep or ()):
+    if budget is not None:
         typer.echo("Of these norms as many change as the budget in --keep allows, which is measured first.")
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     data = data_of_repair(calibration, built, processor, sequences, length, seed)

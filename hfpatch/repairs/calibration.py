@@ -88,9 +88,9 @@ class Batches:
             for name, value in inputs.items():
                 if isinstance(value, Tensor) and "mask" not in name:  # a mask that is added may be infinite
                     _require_finite(value, index, name)
-            count = count_sequences(inputs, main_input(model))
+            count = count_sequences(inputs, self._main)
             self.sequences += count
-            found = self._keys(inputs, count, main_input(model))
+            found = self._keys(inputs, count, self._main)
             keys += found
             parts.append(len(found))
             if self.sequences > _MOST:
@@ -98,7 +98,7 @@ class Batches:
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, parts, main_input(model), model.device.type == "cpu")
+        self._divide(keys, parts, self._main, model.device.type == "cpu")
 
     def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""

@@ -39,7 +39,7 @@ class FixedNorm(AffineNorm):
             self.size = self.new_scalar(1.0, like)
 
     def normalise(self, h: Tensor) -> Tensor:
-        axes = tuple(range(-len(self.normalised_shape(h)), 0))
+        axes = tuple(range(-len(self.normalised_shape(h)), 0)) if self.mean or self.bound is not None else ()
         if self.mean:
             h = h - h.mean(axes, keepdim=True)
         if self.bound is None:

@@ -155,12 +155,12 @@ class Folded(Norm):
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of a norm of the same kind, without gain and shift; of a fixed one without a bound, `NoNorm`."""
-        scheme, facts = NORMS[facts.kind](), replace(facts, gain=None, shift=None, offset=0.0)
+        kept = replace(facts, gain=None, shift=None, offset=0.0)
         if not isinstance(old, FixedNorm):
-            return scheme.call_with(facts, old)
+            return NORMS[facts.kind]().call_with(kept, old)
         if old.bound is None:
             return Call.of(NoNorm)
-        return _fixed_call(Fixed(bound=old.bound).call_with(facts, old), old.mean)
+        return _fixed_call(Fixed(bound=old.bound).call_with(kept, old), old.mean)
 
     def reason_to_keep(self, facts: NormFacts) -> str | None:
         if facts.kind not in NORMS or facts.kind == "batch":

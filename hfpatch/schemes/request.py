@@ -26,7 +26,7 @@ KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "pl
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
 MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
-AUTO = "auto:"  # among the globs of `keep`: a budget follows
+_AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
@@ -103,11 +103,11 @@ class Request:
             )
         if init not in INITS:
             raise OptionError(f"init must be one of {', '.join(INITS)}, not {init!r}.")
-        only, (keep, budget) = as_globs("only", only), _budget_in(as_globs("keep", keep))
+        only, (keep, budget) = as_globs("only", only), budget_in(as_globs("keep", keep))
         parts = {kind: _parts(by_glob, only, keep, init) for kind, by_glob in resolved.items() if any(by_glob.values())}
         mapped = {kind: resolved[kind] for kind in parts if isinstance(schemes.get(kind), Mapping)}
         if budget is not None and "norm" not in parts:
-            raise OptionError(f"keep='{AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
+            raise OptionError(f"keep='{_AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
         return cls(parts, only, keep, mapped, budget)
 
     def keeping(self, names: Sequence[str]) -> Request:
@@ -122,22 +122,22 @@ class Request:
         return min((length for length in lengths if length is not None), default=None)
 
 
-def _budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
-    """The globs of `keep`, and the budget that "auto:0.05" among them sets.
+def budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
+    """Return the globs of `keep`, and the budget that "auto:0.05" among them sets.
 
     Raises:
         OptionError: there is no number above 0 behind it, or there are several.
     """
-    texts = [glob.removeprefix(AUTO) for glob in keep if glob.startswith(AUTO)]
+    texts = [glob.removeprefix(_AUTO) for glob in keep if glob.startswith(_AUTO)]
     try:
         (budget,) = map(float, texts) if texts else (None,)
         if budget is not None and not 0 < budget < math.inf:
             raise ValueError
     except ValueError:
         raise OptionError(
-            f"keep={AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
+            f"keep={_AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
         ) from None
-    return tuple(glob for glob in keep if not glob.startswith(AUTO)), budget
+    return tuple(glob for glob in keep if not glob.startswith(_AUTO)), budget
 
 
 def kind_of(scheme: Scheme) -> str:
