@@ -30,11 +30,11 @@ import pandas as pd
 import torch
 import transformers
 from accelerate import Accelerator
-from hfrecipes.bootstrap import paired_bootstrap
 from hfrecipes.command import run_recipe
 from hfrecipes.corpus import RecipeError
 from hfrecipes.lengths import draw_lengths, length_sweep, longest
 from hfrecipes.methods import agreement
+from hfrecipes.paired import paired_bootstrap
 from hfrecipes.report import paragraphs, show, table, words
 from hfrecipes.results import OutputFolder
 from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out

@@ -1,20 +1,27 @@
-"""Statistics of a grid against its control: pairs of equal seed and budget, with an interval and a verdict."""
+"""Statistics of pairs: a grid's models against the controls of their seed and budget, and two models item by item."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 from scipy import stats
 
+from .corpus import RecipeError
 from .settings import CONTROL
+from .tasks import Terms
 
 LEVEL = 0.95  # of every interval
 BETTER, SAME, WORSE, UNDECIDED, ONE_SEED, FAILED = "better", "same", "worse", "undecided", "one seed", "failed"
 AT_ONCE = "at once"  # a schedule: before the training
 KIND = ["variant", "start", "method", "schedule", "steps"]  # everything about a model of the grid but its seed
 
+RESAMPLES = 2000  # of a bootstrap
+
 Results = dict[str, Any]
+Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
 
 
 class Cell(NamedTuple):
@@ -171,3 +178,22 @@ def sign_test(differences: pd.Series) -> float:
     """Two-sided p that as many of the differences lie to one side by chance; zeros don't count."""
     above, below = (differences > 0).sum(), (differences < 0).sum()
     return float(stats.binomtest(above, above + below).pvalue) if above + below else 1.0
+
+
+def resample(statistic: Callable[..., Any], *samples: np.ndarray) -> Interval:
+    """A statistic (with `axis`, as numpy's) of samples whose items belong together, and its bootstrap interval."""
+    options = {"paired": True, "method": "percentile", "n_resamples": RESAMPLES, "batch": 100, "random_state": 0}
+    interval = stats.bootstrap(samples, statistic, **options).confidence_interval
+    return float(statistic(*samples)), float(interval.low), float(interval.high)
+
+
+def paired_bootstrap(one: Terms, other: Terms) -> Interval:
+    """The difference of two means, one - other, over the same items."""
+    four = [torch.as_tensor(x).double().cpu().numpy() for x in (*one, *other)]
+    if len(four[0]) < 2:
+        raise RecipeError("--against needs two held-out items (of embed: pairs) or more: its interval resamples them")
+
+    def difference(sums: Any, counts: Any, other_sums: Any, other_counts: Any, axis: int = -1) -> Any:
+        return sums.sum(axis) / counts.sum(axis) - other_sums.sum(axis) / other_counts.sum(axis)
+
+    return resample(difference, *four)

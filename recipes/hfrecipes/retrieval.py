@@ -25,11 +25,11 @@ from accelerate import Accelerator
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from transformers import PreTrainedModel
 
-from .bootstrap import paired_bootstrap, resample
 from .corpus import Document, RecipeError, fingerprint
 from .curves import COLOURS, DASHES
 from .embed import MINILM, open_encoder
 from .lengths import refusal
+from .paired import paired_bootstrap, resample
 from .report import paragraphs, show, table
 from .settings import COUNT, NOT_NEGATIVE, option
 from .tasks import longest_input

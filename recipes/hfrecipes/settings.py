@@ -83,6 +83,9 @@ class RunConfig:
         "copied: gains and shifts as they were, nothing else touched; reset: fresh, for training from scratch",
         STARTS,
     )
+    keep: list[str] = option(
+        [], "modules that stay, by name; auto:0.25: as many norms go as leave 0.25 nats, by prices on --calibration"
+    )
     calibration: int = option(64, "training items that a repair takes", at_least(2))
     batch_size: int = option(16, "items in a batch, over all processes", COUNT)
     learning_rate: float = option(2e-3, "peak of AdamW's learning rate", POSITIVE)

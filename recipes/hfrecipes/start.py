@@ -17,6 +17,7 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.errors import PatchError
+from hfpatch.schemes.request import budget_in
 
 from .corpus import RecipeError
 from .methods import switch_off_dropout
@@ -46,9 +47,12 @@ class Baseline:
             switch_off_dropout(self.model)
         if config.compile:
             uncompile_model(compile_model(self.model))  # refused before anything is trained
+        globs, budget = budget_in(tuple(config.keep))
         for variant, start in product(variants, getattr(config, "starts", [config.start])):
             if variant != CONTROL:
-                plan_patch(self.model, **parse_variant(variant), **INIT.get(start, {}))
+                if budget and start != "repaired":
+                    raise RecipeError(f"--keep auto:{budget:g} measures on a repair's data: --start repaired")
+                plan_patch(self.model, **parse_variant(variant), **INIT.get(start, {}), keep=globs)
 
     def train(self, run: Run, name: str = "baseline") -> None:
         model, self.model = self.model, None
@@ -73,7 +77,7 @@ class Baseline:
         """
         if schedule == 1:
             return partial(self.patched, variant, start), {}
-        plan = plan_patch(self.copy(), **parse_variant(variant))
+        plan = plan_patch(self.copy(), **parse_variant(variant), keep=self.config.keep)
         norms = [row.module for row in plan.rows if row.kind == "norm" and row.action == "replace"]
         most = max(1, min(len(norms), steps))
         parts = [list(part) for part in np.array_split(norms, min(schedule or most, most))]
@@ -97,7 +101,7 @@ class Baseline:
         model, start, config = model or self.copy(), start or self.config.start, self.config
         if variant == CONTROL:
             return model
-        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {}), "only": only}
+        options: dict[str, Any] = {**parse_variant(variant), **INIT.get(start, {}), "only": only, "keep": config.keep}
         if start == "repaired":
             items = Drawn(self.task, self.seed, 0, config.calibration)
             batches = DataLoader(items, config.batch_size, collate_fn=self.task.collate)
@@ -130,7 +134,7 @@ def check_schedule(run: Run, variants: list[str], schedules: list[int]) -> None:
     told = f"a schedule of {next(one for one in schedules if one != 1)} changes norms one after another"
     if other := [variant for variant in variants if set(parse_variant(variant)) != {"norm"}]:
         raise RecipeError(f"{told}: it takes a norm alone, not {other[0]}")
-    for name in ("compile", "lora_rank"):
+    for name in ("compile", "lora_rank", *(["keep"] if budget_in(tuple(run.config.keep))[1] else ())):
         if getattr(run.config, name):
             raise RecipeError(f"{told}, while the model is trained: leave out --{name}")
     if run.accelerator.num_processes > 1:

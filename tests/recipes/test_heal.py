@@ -58,6 +58,30 @@ class TestFigures:
         assert report.recovered({"stages": stages, "main": "main", "higher_is_better": higher}) == share
 
 
+class TestKeep:
+    FLAGS = "--layers 2 --baseline_steps 4 --steps 1 --calibration 16 --patch none --no_control --keep"
+
+    def test_what_stays(self, text, tmp_path):
+        """With a budget as many norms go as it allows; a name stays in any case."""
+        assert heal.main(tiny(tmp_path, text, self.FLAGS, "auto:0.004 *.1.ln_2", "--start repaired", variants="")) == 0
+        blocks = AutoModelForCausalLM.from_pretrained(tmp_path / "healed").transformer.h
+        kept = [type(norm).__name__ == "LayerNorm" for block in blocks for norm in (block.ln_1, block.ln_2)]
+        assert kept[-1]
+        assert 1 < sum(kept) < 4
+
+    @pytest.mark.parametrize(
+        ("flags", "told"),
+        [
+            ("auto:0.1 --start copied", "--keep auto:0.1 measures on a repair's data: --start repaired"),
+            ("auto:0.1 --start repaired --schedule 0", "leave out --keep"),
+            ("auto:x", "give one number above 0"),
+        ],
+    )
+    def test_refusals(self, flags, told, text, tmp_path, capsys):
+        assert heal.main(tiny(tmp_path, text, self.FLAGS, flags, variants="")) == 2
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_a_repair_and_resuming_gives_the_same(finished, text, tmp_path, capsys, monkeypatch):
     def interrupted(*args):
