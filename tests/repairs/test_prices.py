@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, set_seed
 from typer.testing import CliRunner
 
 from hfpatch import outcomes, patch_model, plan_patch, repair_report
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
+from hfpatch.repairs.prices import within_budget
 from hfpatch.repairs.report import RepairReport
 
 NORMS = [f"transformer.h.{i}.ln_{j}" for i in range(3) for j in (1, 2)]
@@ -111,3 +113,27 @@ def test_the_command_line_takes_a_budget(tmp_path: Path) -> None:
     assert "price: distance of the outputs" in found.output
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(opened.transformer.h[2].ln_2).__name__ == "FixedNorm"
+
+
+@pytest.mark.parametrize(
+    ("kind", "costs"),
+    [
+        ("gemma4_text", {"input_layernorm": False, "post_attention_layernorm": True}),
+        (
+            "deepseek_v3",
+            {"input_layernorm": True, "kv_a_layernorm": True},
+        ),  # it rotates a part of the key without a norm
+    ],
+)
+def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, costs: dict[str, bool]) -> None:
+    """RMSNorm, a linear map, RMSNorm: the second takes out what the first did (arXiv:2407.09577). DeepSeek isn't so."""
+    model = zoo.tiny(kind)[0].double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    words = model.config.get_text_config().vocab_size
+    batches = [{"input_ids": one["input_ids"] % words} for one in data()]
+    prices, _ = within_budget(model, plan_patch(model, norm="fixed"), 100.0, batches)
+    found = {name.rpartition(".")[2]: price for name, price in prices.items() if name.startswith("layers.0.")}
+    for name, cost in costs.items():
+        assert found[name] > 1e-4 if cost else found[name] < 1e-12, (name, found[name])
