@@ -20,7 +20,7 @@ from .plan import Plan
 from .runtime.errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import Record
-from .schemes.verdicts import APPROXIMATE, DIFFERENCE, EXACT, NOT_MEASURED, Outcome
+from .schemes.verdicts import APPROXIMATE, EXACT, NOT_MEASURED, Metric, Outcome
 from .swap.native_rope import require_same_frequencies
 from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
 
@@ -86,7 +86,7 @@ def measure_outcomes(
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
     if verdict is not None:
-        checked = replace(checked, measured=verdict.figures, metric=DIFFERENCE, copied=verdict.error)
+        checked = replace(checked, measured=verdict.figures, metric=Metric.DIFFERENCE, copied=verdict.error)
         checked = replace(checked, elsewhere=verdict.elsewhere)
     judged = [verdict is not None and found.kind == "norm" and not found.losses for found in plan.planned]
     if not all(judged):
@@ -182,18 +182,17 @@ def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor],
     found, basis = before.deviations(after), _basis(model, before.inputs)
     error, rms = max(one.max_error for one in found), max(one.rms_error for one in found)
     # A difference of 0 doesn't count: on these inputs what changed may not have run.
-    differ = partial(Outcome, metric=DIFFERENCE, copied=rms or None)
+    differ = partial(Outcome, metric=Metric.DIFFERENCE, copied=rms or None)
+    measured = f"outputs differ by {rms:.2g}"
     if lossy and not 0 < rms <= FACTOR * torch.finfo(torch.float32).eps:
-        return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
+        return differ(APPROXIMATE, measured, basis)
     verdict = before.within_rounding(model, error)
-    if lossy and verdict.holds:
-        measured = f"outputs differ by {rms:.2g}"
-        return differ(EXACT, measured, basis or "on the inputs measured", elsewhere=verdict.elsewhere)
+    if not verdict.holds:
+        return differ(APPROXIMATE, measured if lossy else f"planned as exact, but {verdict.figures}", basis)
+    differ = partial(differ, EXACT, elsewhere=verdict.elsewhere)
     if lossy:
-        return differ(APPROXIMATE, f"outputs differ by {rms:.2g}", basis)
-    if verdict.holds:
-        return differ(EXACT, verdict.figures, basis, copied=error, elsewhere=verdict.elsewhere)
-    return differ(APPROXIMATE, f"planned as exact, but {verdict.figures}", basis)
+        return differ(measured, basis or "on the inputs measured")
+    return differ(verdict.figures, basis, copied=error)
 
 
 def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
@@ -210,7 +209,7 @@ def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Sequence[Outco
     """
     measurable = has_weights(model)
     for outcome in (one for of_kind in outcomes.values() for one in of_kind):
-        unmeasured = measurable and outcome.verdict == EXACT and outcome.basis.startswith(NOT_MEASURED)
+        unmeasured = measurable and outcome.verdict == EXACT and not outcome.metric
         if init == "exact" and (unmeasured or outcome.lost or outcome.verdict != EXACT):
             advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""
             text = f"{type(model).__name__}: {outcome}.{advice} The model was left unchanged."

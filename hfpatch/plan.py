@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from .checkpoint.sentence_modules import text_length_of
 from .core.bare import require_bare, require_outermost, require_unquantized
 from .core.holders import unwrap_holders
-from .core.plan_table import ALREADY_DONE, Change, HostStep, Row, group_rows
+from .core.plan_table import Change, HostStep, Kept, Row, group_rows
 from .core.results import Result, Table, to_json_value
 from .core.scheme import Scheme
 from .core.transaction import Transaction
@@ -80,7 +80,7 @@ class Phase:
             free_unused_memory()
         apply(self.edits, model, transaction)
         for value in self.starts:
-            transaction.write(model, value, anew=value.op == "fill")
+            transaction.write(model, value)
         for step in self.then:
             step.apply(model, transaction)
 
@@ -199,7 +199,7 @@ class Plan(Result):
 
         A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
         """
-        rows = [{**asdict(row), "action": row.action, "expected": row.expected} for row in self.rows]
+        rows = [{**asdict(row), "loss": row.loss, "action": row.action, "expected": row.expected} for row in self.rows]
         weights = [one.to_json() for one in self.weights]
         about = {"version": 1, "model": self.model_name, "record": self.record.to_json()}
         return to_json_value({**about, "rows": rows, "weights": weights})
@@ -369,7 +369,7 @@ def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigD
 
 def _is_patched_already(changes: list[Change]) -> bool:
     """Whether the model already is what the request asks for, though its record doesn't say so."""
-    done = any(change.row.reason == ALREADY_DONE for change in changes)
+    done = any(change.row.reason is Kept.DONE for change in changes)
     return not changes or (done and not any(change.changes for change in changes))
 
 

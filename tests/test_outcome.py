@@ -31,7 +31,7 @@ from hfpatch.measure.snapshot import Forward, Snapshot, run
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs.repair import repair
-from hfpatch.repairs.report import LONGER
+from hfpatch.repairs.report import Fresh
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.verdicts import Outcome
@@ -460,7 +460,7 @@ def test_a_repair_is_told_with_what_it_left_and_a_checkpoint_and_its_card_say_th
     norm, mlp = outcomes(model).values()
     figures = f"KL divergence {report.before:.3g} -> {report.after:.3g} on 2 held-out sequences"
     figures += f" (worst token {report.worst_before:.3g} -> {report.worst_after:.3g})"
-    figures += "".join(f", and {one}" for one in report.fresh if one.kind == LONGER or one in report.farther)
+    figures += "".join(f", and {one}" for one in report.fresh if one.kind == Fresh.LONGER or one in report.farther)
     assert norm.startswith(f"repaired: {figures}; not preserved: DynamicTanh: the scale of its input isn't removed")
     assert mlp == "exact as planned, not measured apart from norm"
     again = reload(model, tmp_path / "first", LM)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import NoMatchError, OptionError
-from .plan_table import Row
+from .plan_table import Kept, Row
 from .registry import did_you_mean
 
 AND = " & "  # between globs that must all match; no name holds a space
@@ -82,9 +82,9 @@ class Names:
     def reason_to_keep(self, names: Sequence[str], only: Sequence[str], keep: Sequence[str]) -> str | None:
         """Return why the request's globs keep a module of these names; None if they let it change."""
         if any(self.matches(glob, names) for glob in keep):
-            return "keep"
+            return Kept.BY_KEEP
         if only and not any(self.matches(glob, names) for glob in only):
-            return "not in only"
+            return Kept.NOT_IN_ONLY
         return None
 
     def explicitly_selected(self, only: Sequence[str], special: Mapping[tuple[str, ...], bool]) -> set[tuple[str, ...]]:

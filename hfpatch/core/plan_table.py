@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -18,8 +19,17 @@ from ..runtime.lens import host_class
 from .transaction import Transaction
 from .weight_change import WeightChange
 
-ALREADY_DONE = "already as requested"  # reason of a row whose module is what the request makes of it
 R = TypeVar("R", bound=Any)  # a row about one module or Parameter
+
+
+class Kept(StrEnum):
+    """Reasons to keep a module that the code tells apart. All others are free texts, which only people read."""
+
+    BY_KEEP = "keep"
+    NOT_IN_ONLY = "not in only"
+    WITHOUT_TABLE = "not in only: sees no positions unless its table is kept"
+    DONE = "already as requested"
+    WITH_ITS_ATTENTIONS = "its attentions are kept"
 
 
 @dataclass
@@ -30,8 +40,8 @@ class Row:
         kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
         module: its name in the model.
         now, becomes: what it is, and what it will be (None where it is kept).
-        reason: why it is kept, or a note on the replacement.
-        loss: what the replacement doesn't preserve; None where the function stays the same.
+        reason: why it is kept (`Kept`, or a text), or a note on the replacement.
+        losses: what the replacement doesn't preserve; empty if the function stays the same.
         why_exact: why the function stays the same; None where it doesn't.
         aliases: further names of the same module.
     """
@@ -41,19 +51,20 @@ class Row:
     now: str
     becomes: str | None = None
     reason: str | None = None
-    loss: str | None = None
+    losses: tuple[str, ...] = ()
     why_exact: str | None = None
     aliases: tuple[str, ...] = ()
 
-    def replace_by(self, becomes: str, *, loss: str | None = None, why_exact: str | None = None) -> Row:
-        """Return the row of a replaced module, with what is lost, or (None) with why nothing is.
+    def replace_by(self, becomes: str, *losses: str | None, why_exact: str | None = None) -> Row:
+        """Return the row of a replaced module, with what is lost (None doesn't count), or with why nothing is.
 
         Raises:
             ValueError: neither is given. No replacement is exact by default.
         """
-        if loss is None and why_exact is None:
+        self.becomes, self.losses = becomes, tuple(filter(None, losses))
+        self.why_exact = None if self.losses else why_exact
+        if not self.losses and why_exact is None:
             raise ValueError(f"{self.module}: say what the replacement loses, or why it is exact")
-        self.becomes, self.loss, self.why_exact = becomes, loss, why_exact if loss is None else None
         return self
 
     @property
@@ -67,16 +78,16 @@ class Row:
         return "" if self.becomes is None else "exact" if self.why_exact else "approximate"
 
     @property
-    def losses(self) -> list[str]:
-        """The losses as full texts: those of a new norm or MLP begin with its name.
+    def loss(self) -> str | None:
+        """The losses as one text; None if there is none."""
+        return "; ".join(self.losses) or None
 
-        Those of positions are taken apart, since stacks that lose the same may differ in what else they lose.
-        """
-        if self.loss is None or self.becomes is None:
-            return []
-        if self.kind in ("position", "placement"):
-            return self.loss.split("; ")
-        return [f"{self.becomes.partition('(')[0]}: {self.loss}"]
+    @property
+    def full_losses(self) -> Iterable[str]:
+        """The losses as they are said without the row: those of a new norm or MLP begin with its name."""
+        if self.becomes is None or self.kind in ("position", "placement"):
+            return self.losses
+        return [f"{self.becomes.partition('(')[0]}: {loss}" for loss in self.losses]
 
 
 class HostStep(Protocol):
@@ -114,7 +125,7 @@ class Change:
         """
         if self.otherwise is None or not self.changes:
             return self
-        return replace(self, row=replace(self.row, loss=f"{self.otherwise} ({measured})", why_exact=None))
+        return replace(self, row=replace(self.row, losses=(f"{self.otherwise} ({measured})",), why_exact=None))
 
     @property
     def changes(self) -> bool:

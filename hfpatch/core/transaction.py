@@ -106,7 +106,7 @@ class Transaction:
             self._record_item(target, key)
             del target[key]
 
-    def write(self, root: nn.Module, change: WeightChange, anew: bool = False) -> None:
+    def write(self, root: nn.Module, change: WeightChange) -> None:
         """Change a Parameter's values; tensors that share the old memory keep the old values.
 
         It is the same object, unless its shape changes.
@@ -114,7 +114,6 @@ class Transaction:
         Args:
             root: the module in which the change's names are names.
             change: what to do.
-            anew: put a new Parameter there, since another module may hold the old one and keep its values.
         """
         path, _, name = change.parameter.rpartition(".")
         module, operand = root.get_submodule(path), change.operand
@@ -123,7 +122,7 @@ class Transaction:
         disk = self._disk if old.nbytes >= _LARGE and is_storable(old) else None
         copy = disk.store if disk is not None and self._from_files else Tensor.clone
         new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
-        if anew or new.shape != old.shape:
+        if change.anew or new.shape != old.shape:
             with torch.inference_mode(new.is_inference()):  # outside, such a Parameter can't require gradients
                 self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return

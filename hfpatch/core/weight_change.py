@@ -26,12 +26,14 @@ class WeightChange:
         operand: a number, a tensor that broadcasts against x, or the name of a Parameter: a vector along `axis` with
             the values that it has at that time. Of "rows" a function of x whose `str` says what it does.
         axis: of "centre", or of an operand that is a name; else None.
+        anew: put a new Parameter there, since another module may hold the present one and keep its values.
     """
 
     parameter: str
     op: str
     operand: float | Tensor | str | Callable[[Tensor], Tensor] | None = None
     axis: int | None = None
+    anew: bool = False
 
     def __str__(self) -> str:
         match self.op:

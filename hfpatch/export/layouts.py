@@ -274,7 +274,7 @@ class Target:
     Attributes:
         model_type: transformers' name of it.
         variant: which of the family's layouts.
-        positions: what it does with them: "rope", "part of it" (rotate a part of a head), "scaling" (as its
+        positions: what it does with them: "rope", "partial" (rotate a part of a head), "scaling" (as its
             `rope_parameters` say), "theta" (other than 10,000), "alibi", "none".
         norm: its kind of norm; shift, gain: whether it has one.
         groups: whether it may have fewer heads of keys and values than of queries.
@@ -300,7 +300,7 @@ class Target:
         return LAYOUTS[self.model_type][self.variant]
 
 
-_PARTIAL = ("rope", "part of it", "scaling")
+_PARTIAL = ("rope", "partial", "scaling")
 TARGETS = (  # in the order in which they are tried
     # decoders with LayerNorm, MLPs without a gate
     Target("gpt_neox", positions=_PARTIAL),

@@ -100,7 +100,7 @@ def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
     if isinstance(scheme, RoPE):
         if (scheme.axes or 1) > 1:
             yield "its positions have one axis"
-        if _rotary_share(anatomy, scheme) != 1 and "part of it" not in possible:
+        if _rotary_share(anatomy, scheme) != 1 and "partial" not in possible:
             yield "it rotates whole heads"
         if _scaling_of(anatomy) != "default" and "scaling" not in possible:
             yield "its RoPE takes no scaling"

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..measure.outputs import Outputs
 from ..runtime.errors import UnsupportedError
 from ..runtime.float64 import in_float64
-from ..schemes.verdicts import KL, SQUARED_ERROR
+from ..schemes.verdicts import Metric
 from .block_replay import BlockReplay
 
 _ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large
@@ -70,7 +70,7 @@ def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
     """
     logits = logits_of(old)
     if logits is not None and logits.dim() >= 2 and logits.shape[-1] > 1:
-        return KL, _divergence(logits, new["logits"])
+        return Metric.KL, _divergence(logits, new["logits"])
     a, b = (next(x for x in Outputs.of(out).floats.values() if x.dim()).float() for out in (old, new))
     if a.shape != b.shape:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
@@ -79,7 +79,7 @@ def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
             "(VITS chooses how long its speech is). Patch it without calibration."
         )
     size = a.square().mean().clamp_min(1e-30)
-    return SQUARED_ERROR, (a - b.to(a.device)).square().mean(-1) / size
+    return Metric.SQUARED_ERROR, (a - b.to(a.device)).square().mean(-1) / size
 
 
 def logits_of(output: Any) -> Tensor | None:

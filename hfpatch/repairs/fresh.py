@@ -23,12 +23,12 @@ from ..measure.quiet_forward import cast, device_of
 from .calibration import Batches, rows_of
 from .distance import comparable, mean_and_worst, token_distances
 from .reference import refusing_failures
-from .report import LONGER, OWN, RANDOM, Judgement, is_short
+from .report import Fresh, Judgement, is_short
 from .sample import generates, sample_batches
 from .scratch import Scratch
 
 _LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and times those of the calibration
-_SEQUENCES = {LONGER: 4, OWN: 16, RANDOM: 32}  # at most, of each kind
+_SEQUENCES = {Fresh.LONGER: 4, Fresh.OWN: 16, Fresh.RANDOM: 32}  # at most, of each kind
 _TOKENS = 2048  # at most, of each kind
 _NUMBERS = 2**26  # outputs of the original that are stored, for each kind
 _SIDES = ("", "decoder_")  # of an encoder-decoder
@@ -57,16 +57,16 @@ class FreshSequences:
             return
         held_out = [_tensors(batches.inputs(i)) for i in batches.held_out_batches()]
         limit = min(longest_text(one) or 0 for one in (reference, model))  # 0 if a config sets none
-        kinds = {LONGER: _longer(batches, held_out, limit)}
-        kinds[RANDOM] = ({**row, **_redrawn(row, reference, i)} for i, row in enumerate(_rows(plain)))
+        kinds = {Fresh.LONGER: _longer(batches, held_out, limit)}
+        kinds[Fresh.RANDOM] = ({**row, **_redrawn(row, reference, i)} for i, row in enumerate(_rows(plain)))
         if writes and generates(reference):
-            length = max(2, min(batches.longest or 2, _TOKENS // _SEQUENCES[OWN]))
+            length = max(2, min(batches.longest or 2, _TOKENS // _SEQUENCES[Fresh.OWN]))
             with contextlib.suppress(OptionError):  # its generate() fails
-                kinds[OWN] = _rows(sample_batches(reference, _SEQUENCES[OWN], length))
+                kinds[Fresh.OWN] = _rows(sample_batches(reference, _SEQUENCES[Fresh.OWN], length))
         for kind, rows in kinds.items():
             self._store(kind, rows, reference)
 
-    def _store(self, kind: str, rows: Iterator[dict[str, Tensor]], reference: PreTrainedModel) -> None:
+    def _store(self, kind: Fresh, rows: Iterator[dict[str, Tensor]], reference: PreTrainedModel) -> None:
         """Run the original on some sequences of a kind, those of one shape at once, and store its outputs."""
         by_shape: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}
         tokens = 0
@@ -117,7 +117,7 @@ def _longer(batches: Batches, held_out: list[dict[str, Tensor]], limit: int) -> 
         return
     tokens = torch.cat([row["input_ids"][0] for row in _rows(held_out)])
     length = min(limit, _TIMES * batches.longest, _LONG)
-    count = min(_SEQUENCES[LONGER], max(1, len(tokens) // length))
+    count = min(_SEQUENCES[Fresh.LONGER], max(1, len(tokens) // length))
     for ids in tokens.repeat(-(-count * length // len(tokens)))[: count * length].view(count, 1, length):
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..core.results import SavedResult, Table
-from ..schemes.verdicts import APPROXIMATE, KL, REPAIRED, Outcome
+from ..schemes.verdicts import APPROXIMATE, REPAIRED, Metric, Outcome
 
 # What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
-_MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {KL: 0.1}, 0.01, 0.5
+_MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {str(Metric.KL): 0.1}, 0.01, 0.5
 _NOTHING_LEFT = 1e-6  # a distance that always goes without
 _LEGEND = (
     "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
@@ -24,8 +25,15 @@ _PRICES = "price: distance of the outputs if this norm alone is replaced."
 _FRESH = "fresh: sequences that nobody calibrated on. They decide nothing, unless outputs aren't finite there."
 _UNDONE = "undone, since it didn't help by more than noise"
 _BROKE = "undone, since it made outputs NaN or infinite"
-LONGER, OWN, RANDOM = "longer sequences", "sequences that it writes", "random tokens"  # kinds of fresh sequences
 _SHORT = 4  # calibration that is shorter than one part in so many of the model's positions is said to be
+
+
+class Fresh(StrEnum):
+    """Kinds of sequences that nobody calibrated on."""
+
+    LONGER = "longer sequences"
+    OWN = "sequences that it writes"
+    RANDOM = "random tokens"
 
 
 def is_short(longest: int, positions: int) -> bool:
@@ -61,7 +69,7 @@ class Judgement:
     """Distance from the original on fresh sequences of one kind, which nobody calibrated on.
 
     Attributes:
-        kind: LONGER, OWN or RANDOM.
+        kind: of sequences (`Fresh`).
         sequences, length: how many, and the most tokens that one has.
         before, after: mean distance over their tokens, before and after the repair; infinite if an output isn't finite.
         worst_before, worst_after: that of the token where it is largest.
@@ -79,7 +87,7 @@ class Judgement:
     broken_after: int
 
     def __str__(self) -> str:
-        where = f"at {self.length} tokens" if self.kind == LONGER else f"on {self.kind}"
+        where = f"at {self.length} tokens" if self.kind == Fresh.LONGER else f"on {self.kind}"
         return f"{self.before:.3g} -> {self.after:.3g} {where}"
 
 
@@ -151,10 +159,11 @@ class RepairReport(SavedResult):
     @property
     def suffices(self) -> bool:
         """Whether what is left of the distance to the original goes without a warning (see NotPreservedWarning)."""
-        found = [(self.before, self.after), *((one.before, one.after) for one in self.fresh if one.kind == LONGER)]
+        judged: list[RepairReport | Judgement] = [self, *(one for one in self.fresh if one.kind == Fresh.LONGER)]
         enough = all(
-            (after if self.kept else before) <= max(_NOTHING_LEFT, min(self._most, _MOST_SHARE_LEFT * before))
-            for before, after in found
+            (one.after if self.kept else one.before)
+            <= max(_NOTHING_LEFT, min(self._most, _MOST_SHARE_LEFT * one.before))
+            for one in judged
         )
         return enough and not (self.kept and self.farther)
 
@@ -195,7 +204,7 @@ class RepairReport(SavedResult):
     def _figures(self) -> str:
         on = f"on {self.held_out} held-out sequence{'s' * (self.held_out != 1)}"
         worst = f" (worst token {self.worst_before:.3g} -> {self.worst_after:.3g})" * (not math.isnan(self.worst_after))
-        shown = [f", and {one}" for one in self.fresh if one.kind == LONGER or one in self.farther]
+        shown = [f", and {one}" for one in self.fresh if one.kind == Fresh.LONGER or one in self.farther]
         return f"{self.measure} {self.before:.3g} -> {self.after:.3g} {on}{worst}{''.join(shown)}"
 
     def parts(self) -> Iterable[Sequence[str | Table]]:

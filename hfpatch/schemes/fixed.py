@@ -10,7 +10,6 @@ from torch import nn
 
 from ..core.registry import NORMS
 from ..core.scheme import require_number
-from ..errors import OptionError
 from ..runtime.edits import Call
 from ..runtime.fixed import FixedNorm, NoNorm
 from ..runtime.norms import AffineNorm, NormFacts
@@ -42,7 +41,7 @@ class Fixed(Elementwise):
             had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
 
     Raises:
-        OptionError: `shift` is no bool; or, when a model is patched, there is no calibration data.
+        OptionError: `bound` is below 1; or, when a model is patched, there is no calibration data.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -63,8 +62,6 @@ class Fixed(Elementwise):
     needs_calibration: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shift, bool):
-            raise OptionError(f"{type(self).__name__}: shift must be True or False, not {self.shift!r}.")
         if self.bound is not None:
             require_number(type(self).__name__, "bound", self.bound, above=math.nextafter(1.0, 0.0))
 

@@ -96,14 +96,10 @@ class MLP(Scheme):
         owner = type(self).__name__
         if self.d_ff is not None:
             require_number(owner, "d_ff", self.d_ff, above=0)
-            if not isinstance(self.d_ff, int):
-                raise OptionError(f"{owner}: d_ff must be a whole number of channels, not {self.d_ff!r}.")
         if self.ratio is not None:
             require_number(owner, "ratio", self.ratio, above=0.0)
             if self.d_ff is not None:
                 raise OptionError(f"{owner}: give d_ff or ratio, not both.")
-        if not isinstance(self.bias, bool | None):
-            raise OptionError(f"{owner}: bias must be True, False or None, not {self.bias!r}.")
 
     def with_defaults(self: M, init: str) -> M:
         fresh, ratio = init == "reset", self.ratio

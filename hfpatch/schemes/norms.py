@@ -127,9 +127,6 @@ class Layer(Norm):
     Args:
         bias: keep the shift. Without it the swap is exact only where the shift was zero or absent.
 
-    Raises:
-        OptionError: `bias` is no bool.
-
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16))
@@ -141,10 +138,6 @@ class Layer(Norm):
     also_called: ClassVar[tuple[str, ...]] = ("ln",)
     bias: bool = True
     component: ClassVar[type[AffineNorm]] = LayerNorm
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.bias, bool):
-            raise OptionError(f"Layer: bias must be True or False, not {self.bias!r}.")
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
         return replace(facts, shift=facts.shift if self.bias else None)
@@ -345,8 +338,6 @@ class DeepNorm(Norm):
             require_number("DeepNorm", "alpha", self.alpha, above=0.0)
         if self.beta is not None:
             require_number("DeepNorm", "beta", self.beta, above=0.0)
-        if not isinstance(self.preserve, bool):
-            raise OptionError(f"DeepNorm: preserve must be True or False, not {self.preserve!r}.")
 
     def gains(self, depth: Depth) -> tuple[float, float]:
         """(a, b) of a stack; depths are counted in branches, since not all layers have the same number of them."""

@@ -5,25 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any
 
 from ..core.results import Result, Table
+from ..runtime.declared import declared_types, is_of_type
+
+
+class Metric(StrEnum):
+    """What the distance of an outcome is measured in, as the table of outcomes and config.json say it."""
+
+    DIFFERENCE = "difference"
+    KL = "KL divergence"
+    SQUARED_ERROR = "relative squared error of the outputs"
+
 
 EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
 NOT_MEASURED = "as planned, not measured"  # basis of an outcome
 _LONGEST_OUTCOME = 4_000  # characters
-DIFFERENCE, KL, SQUARED_ERROR = "difference", "KL divergence", "relative squared error of the outputs"  # metrics
 ENOUGH = 0.99  # of the original's quality, from which on a patched model needs no training
 HEADINGS = ("request", "outcome", "copied", "repaired", "kept", "training required?", "metric")
-_NUMBERS = ("copied", "repaired", "samples")  # fields of an outcome
 COLUMNS = (  # what a table of outcomes shows, for people
-    f"copied, repaired: distance from the model before the patch. kept: 1 - {DIFFERENCE}^2, exp(-KL), or 1 - squared "
-    f"error. training required?: no from {ENOUGH:.0%} on."
+    f"copied, repaired: distance from the model before the patch. kept: 1 - {Metric.DIFFERENCE}^2, exp(-KL), or 1 - "
+    f"squared error. training required?: no from {ENOUGH:.0%} on."
 )
 MEASUREMENT_NOTE = (  # and by what it was measured
-    f"{COLUMNS} {DIFFERENCE}: the root mean square of the outputs' difference (where exact, the largest difference), "
-    "divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL divergence in nats a "
-    "token, or the outputs' squared error relative to their mean square, on held-out sequences."
+    f"{COLUMNS} {Metric.DIFFERENCE}: the root mean square of the outputs' difference (where exact, the largest "
+    "difference), divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL divergence "
+    "in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
 )
 
 
@@ -41,7 +50,7 @@ class Outcome:
         elsewhere: what is another function nevertheless, of models inside, which other classes than the saved one open:
             "LlamaModel's last_hidden_state".
         by_repair: whether a repair came to it, also one that was undone.
-        metric: what `copied` and `repaired` are: DIFFERENCE, KL or SQUARED_ERROR.
+        metric: what `copied` and `repaired` are (`Metric`); "" if nothing was measured.
         copied, repaired: distance from the model before the patch, before a repair and after one that was kept.
         samples: held-out sequences behind these; 0 for random inputs.
     """
@@ -77,9 +86,9 @@ class Outcome:
         distance = self.copied if self.repaired is None else self.repaired
         if distance is None:
             return None
-        if self.metric == KL:
+        if self.metric == Metric.KL:
             return math.exp(-max(distance, 0.0))
-        return max(0.0, 1 - (distance**2 if self.metric == DIFFERENCE else distance))
+        return max(0.0, 1 - (distance**2 if self.metric == Metric.DIFFERENCE else distance))
 
     def cells(self) -> tuple[str, ...]:
         """Return its row of a table, under HEADINGS; the request aside."""
@@ -100,18 +109,14 @@ class Outcome:
         Raises:
             ValueError: it is something else, or a text of it is no line of a bounded length.
         """
-        names = [one.name for one in fields(cls)]
-        if not isinstance(stored, dict) or not stored.keys() <= {*names} or stored.get("verdict") not in VERDICTS:
-            raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(names)}")
+        types = declared_types(cls)
+        if not isinstance(stored, dict) or not stored.keys() <= types.keys() or stored.get("verdict") not in VERDICTS:
+            raise ValueError(f"its outcome isn't one of {', '.join(VERDICTS)} with {', '.join(types)}")
         for name, value in stored.items():
-            if name == "by_repair":
-                if not isinstance(value, bool):
-                    raise ValueError(f"its outcome's {name} isn't true or false")
-            elif name in _NUMBERS:
-                if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-                    raise ValueError(f"its outcome's {name} isn't a number of at least 0")
-            elif not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_OUTCOME:
-                raise ValueError(f"its outcome's {name} isn't a line of at most {_LONGEST_OUTCOME} characters")
+            is_line = not isinstance(value, str) or (value.isprintable() and len(value) <= _LONGEST_OUTCOME)
+            in_range = not isinstance(value, int | float) or 0 <= value < math.inf
+            if not (is_of_type(value, types[name]) and is_line and in_range):
+                raise ValueError(f"its outcome's {name} can't be {value!r:.40}")
         return cls(**stored)
 
     def printable(self) -> Outcome:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.globs import Names
-from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_foreign_forward, refuse_private_forward
+from ..core.plan_table import Change, Kept, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.registry import by_class
 from ..errors import OptionError
 from ..runtime.attention import BIAS, POSITION_IDS, ROTARY, AttentionLens
@@ -31,19 +31,15 @@ from ..sites.stacks import FoundStack, max_positions, names_of, require_settings
 from .native_rope import NO_ROTATION, OWN_ROTATION_KEPT
 from .score_bias import bias_for, require_bias
 
-ALL_ATTENTIONS_KEPT = "its attentions are kept"
-
 
 def reasons_to_keep(
     item: FoundStack, part: SchemeRequest[Position], names: Names
 ) -> tuple[dict[str, str | None], str | None]:
     """Return why globs leave out each of a stack's attentions, and its table or biases; None if they don't."""
     reasons = {name: names.reason_to_keep([name], part.only, part.keep) for name in item.attentions}
-    for name, reason in reasons.items():
-        if reason == "not in only":
-            reasons[name] = f"{reason}: sees no positions unless its table is kept"
+    reasons = {name: Kept.WITHOUT_TABLE if why is Kept.NOT_IN_ONLY else why for name, why in reasons.items()}
     by_name = any(names.matches(glob, [item.table_name]) for glob in part.keep)
-    return reasons, ALL_ATTENTIONS_KEPT if all(reasons.values()) else "keep" if by_name else None
+    return reasons, Kept.WITH_ITS_ATTENTIONS if all(reasons.values()) else Kept.BY_KEEP if by_name else None
 
 
 def attention_changes(
@@ -84,7 +80,7 @@ def _attention_change(
     new = scheme.rotation(head_dim, start)
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
-        row.reason = ALREADY_DONE
+        row.reason = Kept.DONE
         return Change(row)
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
@@ -96,11 +92,11 @@ def _attention_change(
     new_bias = bias_for(name, module, scheme, _has_biases(item))
     refuse_private_forward(name, module)
     refuse_foreign_forward(name, module, item.owner)
-    loss: str | None = None
+    loss, caching = None, None
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
         if isinstance(scheme, RoPE) and (stack.causal or getattr(item.owner, "is_decoder", False)):
-            loss = "; ".join(filter(None, (loss, caching_loss(scheme.scaling, scheme.original_max_positions))))
+            caching = caching_loss(scheme.scaling, scheme.original_max_positions)
     elif new_bias is not None:
         loss = scheme.attends
     elif rotary is not None:
@@ -110,7 +106,7 @@ def _attention_change(
     else:
         row.reason = "its causal mask serves any length"
     why_exact = "it neither rotates nor has a bias; the mask alone changes"
-    row.replace_by(scheme.describe(head_dim), loss=loss, why_exact=why_exact)
+    row.replace_by(scheme.describe(head_dim), loss, caching, why_exact=why_exact)
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
@@ -145,7 +141,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     if row.reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
         row.reason = OWN_ROTATION_KEPT
     if row.reason is None and scheme.name == "nope" and hidden and rotary is None:
-        row.reason = ALREADY_DONE
+        row.reason = Kept.DONE
     if row.reason is not None:
         return Change(row)
     if isinstance(scheme, RoPE) and rotary is None:
@@ -157,7 +153,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     change = _attention_change(path, module, item, scheme)
     change.row.now = row.now
     if scheme.name == "nope":
-        change.row.replace_by("no rotation", loss=NO_ROTATION).reason = None
+        change.row.replace_by("no rotation", NO_ROTATION).reason = None
     return change
 
 

@@ -51,7 +51,7 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
             change.edits += tuple(_padding(model, names, stacks))
         elif change.changes:
             why = "its stack is causal, or gets no padding mask"
-            kept = replace(row, becomes=None, loss=None, why_exact=None, reason=why)
+            kept = replace(row, becomes=None, losses=(), why_exact=None, reason=why)
             change.row, change.edits, change.starts = kept, (), ()
     return PlannerResult(part, changes)
 

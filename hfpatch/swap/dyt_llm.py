@@ -205,5 +205,5 @@ def _scales(sites: Sites, unscaled: set[str]) -> Iterator[Change]:
         refuse_private_forward(name, module)
         row = Row("stream", name, module._get_name())
         row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
-        row.replace_by(f"{module._get_name()} x {SCALE}", loss="parameters are reinitialised")
+        row.replace_by(f"{module._get_name()} x {SCALE}", "parameters are reinitialised")
         yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))

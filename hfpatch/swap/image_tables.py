@@ -73,7 +73,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
         return Change(row)
     loss = f"its {order.rows} x {order.columns} positions are stretched over {rows} x {columns}"
     loss = "its rows start afresh" if fresh else loss
-    row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss=loss)
+    row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss)
     row.reason = f"{IMAGE_SIZE}={size}"
 
     patches = slice(order.before, order.before + order.frames * rows * columns)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_foreign_forward, refuse_private_forward
+from ..core.plan_table import Change, Kept, Row, refuse_foreign_forward, refuse_private_forward
 from ..core.transaction import Transaction
 from ..measure.outputs import max_error, outputs_of
 from ..measure.twin import twin
@@ -139,11 +139,11 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
     if isinstance(scheme, RoPE):
         return _settings_change(sites, rotation, scheme, row)
     if scheme.name != "nope" or rotation.is_dropped:
-        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else ALREADY_DONE
+        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else Kept.DONE
         return Change(row)
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)
-    row.replace_by("no rotation", loss=NO_ROTATION)
+    row.replace_by("no rotation", NO_ROTATION)
     of_module = [one for one in sites.rotations if one.module is rotation.module]
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(
@@ -183,9 +183,7 @@ def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: 
         alike = not derive(model, _settings_in_config(model, rotation, replace(after, length=None)), [edit]).attributes
     loss = None if alike else OTHER_ANGLES
     why = "it rotates like this already" if same else "it turns by the same angles"
-    row.replace_by(str(after), loss=loss, why_exact=why)
-    if loss is not None and (caching := _caching_loss(model, rotation, after)) is not None:
-        row.loss = f"{loss}; {caching}"
+    row.replace_by(str(after), loss, loss and _caching_loss(model, rotation, after), why_exact=why)
     if same and loss is None:
         row.reason = "its own settings" if length is None else f"its own settings, which don't go by {LENGTH}"
     elif same:

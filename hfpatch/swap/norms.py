@@ -206,7 +206,7 @@ def _change(model: nn.Module, site: _NormSite, part: SchemeRequest[Norm], why_ex
     refuse_private_forward(name, site.module)
     assert facts is not None
     row.replace_by(
-        scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), loss=site.loss, why_exact=why_exact
+        scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), site.loss, why_exact=why_exact
     )
     row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
@@ -227,4 +227,4 @@ def starting_values(
         return ()
     new = calls[-1].make_module(model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]))
     own = [parameter for parameter, value in new._parameters.items() if value is not None]
-    return tuple(WeightChange(f"{name}.{one}", "fill", float(new.initial_value(one))) for one in own)
+    return tuple(WeightChange(f"{name}.{one}", "fill", float(new.initial_value(one)), anew=True) for one in own)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..core.globs import Names, no_match, require_all_match
-from ..core.plan_table import Change, Row
+from ..core.plan_table import Change, Kept, Row
 from ..core.scheme import Scheme
 from ..errors import NoMatchError
 from ..exact.request import Conversion
@@ -19,7 +19,10 @@ from ..runtime.errors import UnsupportedError
 from ..schemes.request import KINDS, Request, SchemeRequest, kind_of
 from ..sites.sites import Sites
 
-_KEPT, _UNMATCHED = "keep", "not in only"  # reasons by globs: see core/globs.py
+_IN_MAPPING: dict[str | None, str] = {  # what is said of modules that no glob of a mapping matches
+    Kept.NOT_IN_ONLY: "no glob matches it",
+    Kept.WITHOUT_TABLE: "no glob matches it: sees no positions unless its table is kept",
+}
 
 
 @dataclass
@@ -58,7 +61,7 @@ class PlannerResult:
     @property
     def losses(self) -> list[str]:
         """What it doesn't preserve, without repetition; empty if exact."""
-        return list(dict.fromkeys(text for row in self.rows for text in row.losses))
+        return list(dict.fromkeys(text for row in self.rows for text in row.full_losses))
 
     def inexact(self, measured: str) -> PlannerResult:
         """Return the result without its exact conversion, which failed its check: only norms change.
@@ -133,17 +136,12 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
             if owner == index:
                 own.append(change)
             elif change.changes and first.changes:
-                first.row.loss = _common_loss(first.row, change.row)
+                both = tuple(loss for loss in first.row.losses if loss in change.row.losses)
+                first.row.losses = both  # under NoPE alone a stack can't tell the order
                 shared.append(first.row)
         by_globs = found.kind in request.mapped and not request.only
         joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own, shared=shared))
     return joined
-
-
-def _common_loss(one: Row, other: Row) -> str | None:
-    """What two schemes both lose by the change of one module: under NoPE alone a stack can't tell the order."""
-    texts = (other.loss or "").split("; ")
-    return "; ".join(text for text in (one.loss or "").split("; ") if text in texts) or None
 
 
 def require_matches(names: Names, request: Request, results: Sequence[PlannerResult]) -> None:
@@ -188,16 +186,15 @@ def _texts(change: Change) -> tuple[Any, ...]:
 
 def _rank(change: Change) -> int:
     """How little a row says of its module: a change, why none is possible, that a glob keeps it, that none names it."""
-    reason = change.row.reason or ""
-    return 0 if change.changes else 3 if reason.startswith(_UNMATCHED) else 2 if reason == _KEPT else 1
+    reason = change.row.reason
+    return 0 if change.changes else 3 if reason in _IN_MAPPING else 2 if reason is Kept.BY_KEEP else 1
 
 
 def _worded(change: Change) -> Change:
     """A change whose row doesn't speak of `only` where a mapping's globs are meant."""
-    reason = change.row.reason or ""
-    if change.changes or not reason.startswith(_UNMATCHED):
+    if change.changes or change.row.reason not in _IN_MAPPING:
         return change
-    return replace(change, row=replace(change.row, reason=reason.replace(_UNMATCHED, "no glob matches it", 1)))
+    return replace(change, row=replace(change.row, reason=_IN_MAPPING[change.row.reason]))
 
 
 def _require_one_centring(results: Sequence[PlannerResult]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..core.globs import Names
-from ..core.plan_table import ALREADY_DONE, Change, Row
+from ..core.plan_table import Change, Kept, Row
 from ..core.registry import ARCHITECTURES, by_class
 from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
@@ -21,7 +21,7 @@ from ..sites.architectures.biases import KEPT_BIAS_PARTS, KEPT_BIASES
 from ..sites.architectures.refused import REFUSED
 from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
-from .attentions import ALL_ATTENTIONS_KEPT, attention_changes, own_change, reasons_to_keep
+from .attentions import attention_changes, own_change, reasons_to_keep
 from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
@@ -123,7 +123,7 @@ def _bias_changes(
     reasons, why = reasons_to_keep(item, part, names)
     row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
-        row.now, row.reason = "no biases", why or ALREADY_DONE
+        row.now, row.reason = "no biases", why or Kept.DONE
     change = Change(row)
     left = {path: module for path, module in item.attentions.items() if path not in covered}
     if scheme.keeps_table and not left:
@@ -132,14 +132,14 @@ def _bias_changes(
     needs = "a table of absolute ones" if scheme.keeps_table else ""
     if scheme.attends and item.stack.projections is None:  # it would rotate instead
         needs = f"others, which {type(item.owner).__name__} doesn't take"
-    if needs and why != ALL_ATTENTIONS_KEPT:
+    if needs and why is not Kept.WITH_ITS_ATTENTIONS:
         raise UnsupportedError(f"{name}: its positions are relative biases, and pos={scheme.name!r} needs {needs}.")
     if row.reason is None:
-        row.replace_by("removed", loss="relative biases are removed" + loses_order(item, scheme))
+        row.replace_by("removed", "relative biases are removed", loses_order(item, scheme))
         change.edits, _ = removal(model, item)
     if item.stack.projections is None or not left:
         return [change]
-    if why != ALL_ATTENTIONS_KEPT:
+    if why is not Kept.WITH_ITS_ATTENTIONS:
         require_settings(item)
     return [change, *attention_changes(item, left, part, reasons)]
 

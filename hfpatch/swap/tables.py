@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.plan_table import ALREADY_DONE, Change, Row, refuse_private_forward
+from ..core.plan_table import Change, Kept, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..runtime.constants import ZERO_MEAN_ROW, ConstantPositions, MeanRow
 from ..runtime.edits import LENS_SLOT, Call, Edit
@@ -21,7 +21,6 @@ from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import SchemeRequest
 from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, max_positions, table_size
-from .attentions import ALL_ATTENTIONS_KEPT
 from .config_diff import Setting, host_with
 from .image_tables import grid_table_change, resize_table
 
@@ -33,8 +32,8 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
         UnsupportedError: the scheme needs a table of another kind.
     """
     table, scheme, gone = item.table(), part.scheme, item.removed_rows() is not None
-    if gone and (why == ALL_ATTENTIONS_KEPT or not scheme.keeps_table):
-        return Change(Row("position", item.table_name, "a constant", reason=why or ALREADY_DONE))
+    if gone and (why is Kept.WITH_ITS_ATTENTIONS or not scheme.keeps_table):
+        return Change(Row("position", item.table_name, "a constant", reason=why or Kept.DONE))
     row = Row("position", item.table_name, _table_text(table, item.stack.computes or gone), reason=why)
     if why and not gone:
         return Change(row)
@@ -44,11 +43,11 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
         return grid_table_change(item, scheme, row, fresh=part.init == "reset")
     if scheme.keeps_table:
         return _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
-    loss = "absolute positions are removed" + loses_order(item, scheme)
-    row.replace_by(NOTHING if item.stack.computes else MEAN_ROW, loss=loss)
+    becomes = NOTHING if item.stack.computes else MEAN_ROW
+    row.replace_by(becomes, "absolute positions are removed", loses_order(item, scheme))
     row.reason = "inputs of any length"
     edits, constants = removal(model, item, fresh=part.init == "reset")
-    return Change(row, edits, starts=tuple(WeightChange(path, "fill", 0.0) for path in constants))
+    return Change(row, edits, starts=tuple(WeightChange(path, "fill", 0.0, anew=True) for path in constants))
 
 
 def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
@@ -59,11 +58,11 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
     return f"{kind}({rows}, {width})"
 
 
-def loses_order(item: FoundStack, scheme: Position) -> str:
-    """Return a note for the plan if a stack can't tell the order of its tokens without positions."""
+def loses_order(item: FoundStack, scheme: Position) -> str | None:
+    """Return what a stack loses that can't tell the order of its tokens without positions; None for another."""
     if scheme.name != "nope" or item.stack.causal or getattr(item.owner, "is_decoder", False):
-        return ""
-    return "; without a causal mask the stack can't tell the order of its tokens"
+        return None
+    return "without a causal mask the stack can't tell the order of its tokens"
 
 
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
@@ -146,15 +145,15 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
         same = _follows(table, scheme, first)
         loss, row.reason = None if same else "learned positions are replaced", "inputs of any length"
         row.reason += " (the table's own rule)" if same else ""
-        row.replace_by(scheme.describe(0), loss=loss, why_exact="its rows follow this rule already")
+        row.replace_by(scheme.describe(0), loss, why_exact="its rows follow this rule already")
         edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
     elif scheme.image_size is not None:
         row.reason = "image_size is for tables of image patches"
     elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row.reason = ALREADY_DONE if new else "needs max_positions, the number of rows to resize it to"
+        row.reason = Kept.DONE if new else "needs max_positions, the number of rows to resize it to"
     else:
         loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
-        row.replace_by(scheme.describe(0), loss=loss, why_exact="every position keeps its row")
+        row.replace_by(scheme.describe(0), loss, why_exact="every position keeps its row")
 
         edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new

@@ -129,7 +129,7 @@ def require_moved(model: Any, original: Any, changes: Iterable[Change], what: st
     probes = [inputs] if last is None else [inputs, last[0]]
     if not whole and last is None:
         return
-    names = {change.row.module for change in changes if change.changes and change.row.loss}
+    names = {change.row.module for change in changes if change.changes and change.row.losses}
     names |= {one.rpartition(".")[0] for one in names}  # a type of its layers, or its table
     reached, ignored = False, ""
     for probe in probes:

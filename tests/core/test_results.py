@@ -26,8 +26,8 @@ EVIL = "<script>alert('1')</script> & \"x\""
 
 def plan() -> Plan:
     rows = [
-        Row("norm", "h.0.ln", "LayerNorm(4)", aliases=("a", "b")).replace_by("DynamicTanh(4)", loss="tanh is no norm"),
-        Row("norm", "h.1.ln", "LayerNorm(4)").replace_by("DynamicTanh(4)", loss="tanh is no norm"),
+        Row("norm", "h.0.ln", "LayerNorm(4)", aliases=("a", "b")).replace_by("DynamicTanh(4)", "tanh is no norm"),
+        Row("norm", "h.1.ln", "LayerNorm(4)").replace_by("DynamicTanh(4)", "tanh is no norm"),
         Row("norm", "ln_f", "LayerNorm(4)", reason=EVIL),
         Row("norm", "ln_g", "LayerNorm(4)").replace_by("RMSNorm(4)", why_exact="its input has no mean"),
     ]
@@ -88,7 +88,7 @@ def test_a_replacement_says_what_it_loses_or_why_it_is_exact() -> None:
     row = Row("norm", "ln_f", "LayerNorm(4)")
     with pytest.raises(ValueError, match="ln_f"):
         row.replace_by("RMSNorm(4)")
-    row.replace_by("RMSNorm(4)", loss="a", why_exact="why, if nothing were lost")
+    row.replace_by("RMSNorm(4)", "a", why_exact="why, if nothing were lost")
     assert (row.loss, row.why_exact, row.expected) == ("a", None, "approximate")
 
 

@@ -14,7 +14,7 @@ from hfpatch.errors import NotPreservedWarning, OptionError
 from hfpatch.measure.inputs import redrawn_tokens
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.distinct import divide, key_of, names_of
-from hfpatch.repairs.report import LONGER, OWN, RANDOM, Judgement, RepairReport
+from hfpatch.repairs.report import Fresh, Judgement, RepairReport
 
 LM = "AutoModelForCausalLM"
 
@@ -106,7 +106,7 @@ def test_short_calibration_is_judged_on_longer_sequences() -> None:
     with pytest.warns(NotPreservedWarning, match="at 64 tokens") as caught:
         model = patch_model(copy.deepcopy(original), norm="dyt", calibration=[{"input_ids": ids}])
     report = repair_report(model)
-    longer = judgement(report, LONGER)
+    longer = judgement(report, Fresh.LONGER)
     assert (report.longest, report.positions, longer.length) == (8, 64, 64)
     assert report.kept
     assert longer.after > longer.before  # farther than unrepaired
@@ -123,7 +123,7 @@ def test_short_calibration_is_judged_on_longer_sequences() -> None:
 
 def test_calibration_as_long_as_the_model_is_judged_on_no_longer_ones() -> None:
     report = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration=[{"input_ids": draw(16, 20)}]))
-    assert judgement(report, LONGER) is None
+    assert judgement(report, Fresh.LONGER) is None
     assert "positions" not in report.summary()
     assert report.tokens == 14 * 20
 
@@ -142,7 +142,7 @@ def test_which_models_are_judged_on_fresh_sequences(family: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPreservedWarning)
         patch_model(model, norm="dyt", calibration=[inputs(model, seed) for seed in range(8)])
-    assert {one.kind for one in repair_report(model).fresh} == ({RANDOM} if family != "vit" else set())
+    assert {one.kind for one in repair_report(model).fresh} == ({Fresh.RANDOM} if family != "vit" else set())
 
 
 @pytest.mark.slow
@@ -155,16 +155,16 @@ def test_fresh_sequences_are_of_the_calibrations_kind() -> None:
     model = patch(copy.deepcopy(original), norm="dyt", calibration=[{"input_ids": ids, "attention_mask": mask}])
     report = repair_report(model)
     kinds = {one.kind: one for one in report.fresh}
-    assert set(kinds) == {RANDOM, OWN, LONGER}
-    assert (kinds[RANDOM].sequences, kinds[RANDOM].length) == (24, 12)
-    assert (kinds[OWN].sequences, kinds[OWN].length) == (16, 12)
+    assert set(kinds) == {Fresh.RANDOM, Fresh.OWN, Fresh.LONGER}
+    assert (kinds[Fresh.RANDOM].sequences, kinds[Fresh.RANDOM].length) == (24, 12)
+    assert (kinds[Fresh.OWN].sequences, kinds[Fresh.OWN].length) == (16, 12)
     random = torch.stack([redrawn_tokens(original, row) for row in ids])
     assert (random[:, 0] == 1).all()
     assert (random != ids)[:, 1:].any()
     found = divergence(original, model, random)
-    assert 0.5 * found < kinds[RANDOM].after < 2 * found
+    assert 0.5 * found < kinds[Fresh.RANDOM].after < 2 * found
     shown = str(report)
     assert "random tokens" in shown
     assert "worst before" in shown
     written = repair_report(patch(tiny("gpt2", LM), norm="dyt", calibration="self"))
-    assert OWN not in {one.kind for one in written.fresh}  # what it wrote was calibrated on
+    assert Fresh.OWN not in {one.kind for one in written.fresh}  # what it wrote was calibrated on

@@ -111,8 +111,8 @@ def test_options_and_names() -> None:
         with pytest.raises(PatchError, match=f"Did you mean '{scheme.name}'"):
             Norm.resolve(other)
     for make in (Fixed, WithoutNorms):
-        with pytest.raises(OptionError, match="shift must be True or False"):
-            make("yes")
+        with pytest.raises(OptionError, match="shift must be bool, not 'yes'"):
+            Norm.resolve(make("yes"))
 
 
 # Which norms

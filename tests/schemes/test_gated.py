@@ -21,10 +21,10 @@ from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
     ("text", "message"),
     [
         ("swiglu:d_ff=0", r"SwiGLU: d_ff must be a number in \(0, inf\), not 0"),
-        ("swiglu:d_ff=10.5", r"d_ff must be a whole number of channels, not 10\.5"),
+        ("swiglu:d_ff=10.5", r"d_ff must be int \| None, not 10\.5"),
         ("geglu:ratio=-1", "GeGLU: ratio must be a number"),
         ("geglu:ratio=0.5,d_ff=8", "give d_ff or ratio, not both"),
-        ("reglu:bias=1", "ReGLU: bias must be True, False or None, not 1"),
+        ("reglu:bias=1", r"ReGLU: bias must be bool \| None, not 1"),
         ("reglu:beta=1", r"mlp 'reglu' has no option 'beta'\. Options: d_ff, ratio, bias"),
         ("swiglue", r"'swiglue'.*'swiglu'"),
     ],

@@ -184,7 +184,7 @@ def test_refused(make_model: Callable[[], Any], request_: dict[str, Any], messag
 @pytest.mark.parametrize("options", [{"alpha": 0}, {"alpha": "2"}, {"beta": -1.0}, {"preserve": 1}])
 def test_options_are_checked(options: dict) -> None:
     with pytest.raises(OptionError):
-        DeepNorm(**options)
+        DeepNorm.resolve(DeepNorm(**options))
 
 
 # --- it lives like any patch ------------------------------------------------------------------------------------------
