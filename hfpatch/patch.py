@@ -25,7 +25,7 @@ from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
-from .repairs.calibration import calibration_for, require_calibration_fits, require_data
+from .repairs.calibration import Calibration, calibration_for, require_calibration_fits, require_data
 from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .runtime.gated import GatedLinear
@@ -118,20 +118,18 @@ def patch_model(
     new_lengths = _new_lengths(tokenizer, request, calibration)
     plan, prices = make_plan(model, request, example_inputs), dict[str, float]()
     require_weights(plan, model)
-    kept = _undo_state_for(model) if reversible else None
+    kept, data = _undo_state_for(model) if reversible else None, None
     if compile:
         from .compile import compile_model, require_blocks
 
         require_blocks(model)
     if calibration is not None:
         _require_changes(plan)
-        calibration = calibration_for(model, calibration, tokenizer)
+        data = calibration_for(model, calibration, tokenizer)
         if request.budget is not None:
             from .repairs.prices import within_budget  # others need none of it
 
-            if not isinstance(calibration, str) and not callable(calibration):
-                calibration = list(calibration)  # type: ignore[arg-type]  # it is read twice
-            prices, staying = within_budget(model, plan, request.budget, calibration)
+            prices, staying = within_budget(model, plan, request.budget, data)
             plan = make_plan(model, request.keeping(staying), example_inputs)
     elif request.budget is not None:
         raise OptionError(f"keep='auto:{request.budget:g}' is settled by measuring on calibration=: pass it.")
@@ -142,7 +140,7 @@ def patch_model(
     with transaction.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
-            plan, report = _carry_out(plan, model, transaction, init, calibration, fit, example_inputs)
+            plan, report = _carry_out(plan, model, transaction, init, data, fit, example_inputs)
             if report is not None:
                 report.prices = prices
             fold_fixed_norms(plan, model, transaction, example_inputs)
@@ -162,7 +160,7 @@ def _carry_out(
     model: PreTrainedModel,
     transaction: Transaction,
     init: str,
-    calibration: Any,
+    calibration: Calibration | None,
     fit: str,
     inputs: Mapping[str, Any] | None,
 ) -> tuple[Plan, RepairReport | None]:

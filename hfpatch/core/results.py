@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -111,7 +112,8 @@ def to_json_value(value: Any) -> Any:
         return {name: to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    odd = isinstance(value, StrEnum) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if odd else value
 
 
 def _read(expected: Any, value: Any) -> Any:

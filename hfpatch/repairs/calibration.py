@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from ..measure.randomness import keep_random_state
 from ..schemes.norms import Norm
 from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, divide, key_of, names_of
-from .sample import SELF, require_generates
+from .sample import SELF, require_generates, sample_batches
 from .scratch import Scratch
 
 _GRIDS = "grid_thw"  # argument of vision towers that take the patches of several images in one tensor
@@ -58,9 +57,8 @@ class Batches:
     its sequences (images packed into one tensor) counts as one sequence.
 
     Args:
-        calibration: what `read_batches` takes. Labels are dropped.
+        batches: keyword arguments of forwards, as `read_calibration` returns them.
         model: the model that takes them.
-        tokenizer: for texts.
 
     Attributes:
         sequences, distinct: how many were passed, and how many of them differ.
@@ -68,11 +66,10 @@ class Batches:
         longest: the most tokens that a sequence has; 0 if the main input isn't token ids.
 
     Raises:
-        OptionError: there are fewer than two distinct sequences, too many, or the data isn't of a form that can be
-            read.
+        OptionError: there are fewer than two distinct sequences, or too many.
     """
 
-    def __init__(self, calibration: Any, model: PreTrainedModel, tokenizer: Any = None):
+    def __init__(self, batches: Iterable[dict[str, Any]], model: PreTrainedModel):
         self.sequences = self.distinct = self.tokens = self.longest = 0
         self._inputs, self._main = Scratch(), main_input(model)
         self._stored: list[StoredBatch] = []
@@ -82,7 +79,7 @@ class Batches:
             self._always["return_dict"] = True
         keys: list[Key] = []
         parts: list[int] = []  # how many sequences of each batch can be told apart
-        for index, batch in enumerate(read_calibration(calibration, model, tokenizer)):
+        for index, batch in enumerate(batches):
             self._inputs.put(("given", index), batch)
             inputs = self._inputs.get(("given", index))
             for name, value in inputs.items():
@@ -203,13 +200,14 @@ class Batches:
         return valid
 
     def row_pieces(self, index: int, decoder: bool, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield activations (B, T, ..., d) as rows (n, d) without padding, in chunks, in float32 or wider."""
+        """Yield activations (B, T, ..., d) as rows (n, d) without padding, in float32 or wider; last, which judge."""
         device = values[0].device  # of a model in bfloat16, all rows of a wide layer would take much room in float32
         valid = self.rows(index, values[0].shape, decoder).to(device)
         flat = [value.to(device).flatten(0, -2) for value in values]
         for chosen, *parts in zip(*(one.split(_ROWS) for one in (valid, *flat)), strict=True):
             rows = parts if bool(chosen.all()) else [part[chosen] for part in parts]
-            yield tuple(row if row.dtype == torch.float64 else row.float() for row in rows)
+            judge = torch.full((len(rows[0]),), self._stored[index].judges, device=device)
+            yield *(row if row.dtype == torch.float64 else row.float() for row in rows), judge
 
 
 def _require_finite(value: Tensor, batch: int, what: str) -> None:
@@ -231,22 +229,14 @@ def _sequences_at_once(first: Any) -> int:
     return max(1, _TOKENS // first.shape[1]) if tokens else _MOST
 
 
-def read_calibration(
-    calibration: Any, model: PreTrainedModel, tokenizer: Any = None
-) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
-    """Return a repair's inputs from data, as `read_batches` does, without labels; a decoder reads them instead.
+def read_calibration(calibration: Any, model: PreTrainedModel, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
+    """Yield a repair's inputs from data, as `read_batches` does, without labels; a decoder reads them instead.
 
     Raises:
-        OptionError: as in `read_batches`; of a list also if it holds one sequence.
+        OptionError: as in `read_batches`.
     """
     batches = read_batches(calibration, model, tokenizer, option="calibration")
-    inputs = (_without_labels(batch, index, model) for index, batch in enumerate(batches))
-    if not isinstance(batches, list):
-        return inputs
-    listed = list(inputs)
-    count = sum(count_sequences(batch, main_input(model)) for batch in listed)
-    require_distinct(min(count, 2), count)  # the rest is known when all are stored
-    return listed
+    return (_without_labels(batch, index, model) for index, batch in enumerate(batches))
 
 
 def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
@@ -285,32 +275,56 @@ def require_data(model: PreTrainedModel, schemes: Iterable[Scheme], generates: b
             )
 
 
-def calibration_for(model: PreTrainedModel, calibration: Any, tokenizer: Any) -> Any:
-    """Return the repair inputs for `patch_model`'s `calibration=`; "self" samples them from the model.
+class Calibration:
+    """Data of a repair, read once: when the repair, or prices of norms, first ask for it.
 
-    "self", or a function that draws them, is returned as it is: nothing is drawn before something needs a repair.
+    Args:
+        data: what `read_batches` takes, "self", or a function that draws such data from the original.
+        tokenizer: for texts.
+
+    Attributes:
+        drawn: whether the original writes it.
+    """
+
+    def __init__(self, data: Any, tokenizer: Any = None):
+        draw = sample_batches if isinstance(data, str) and data == SELF else data
+        self.drawn = callable(draw)
+        self._read = lambda model: read_calibration(draw(model) if self.drawn else data, model, tokenizer)
+        self._batches: Batches | None = None
+
+    def batches(self, original: PreTrainedModel) -> Batches:
+        """Return the data as batches that the original takes.
+
+        Raises:
+            OptionError: as in `read_batches` and `Batches`; or the original can't write any.
+        """
+        self._batches = self._batches or Batches(self._read(original), original)
+        return self._batches
+
+
+def calibration_for(model: PreTrainedModel, data: Any, tokenizer: Any) -> Calibration:
+    """Return the calibration of `patch_model(calibration=data)`, read; "self" waits until something needs a repair.
 
     Raises:
         OptionError: there are none, or the model can't run them; it has no weights; or "self", and it can't generate.
     """
     if not has_weights(model):
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
-    if callable(calibration) or (isinstance(calibration, str) and calibration == SELF):
+    found = Calibration(data, tokenizer)
+    if found.drawn:
         require_generates(model)
-        return calibration
-    batches = read_calibration(calibration, model, tokenizer)
-    rest = iter(batches)
-    with keep_random_state():  # a shuffling loader draws its order when its iterator is made
-        first = next(rest)
+        return found
+    with keep_random_state():  # a shuffling loader draws its order
+        batches = found.batches(model)
     takes = inspect.signature(model.forward).parameters
-    few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
+    few = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     with inference_state(model):
         try:
-            model(**cast_for_model(model, first), **few)
+            model(**cast_for_model(model, batches.inputs(0)), **few)
         except Exception as error:
             raise OptionError(f"{type(model).__name__} doesn't take calibration batch 0: {error}") from error
     free_unused_memory()
-    return batches if isinstance(batches, list) else itertools.chain([first], rest)
+    return found
 
 
 def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -> dict[str, Any]:

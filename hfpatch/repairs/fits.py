@@ -80,12 +80,10 @@ class Fitter:
             if ("out", name) in seen:
                 judge.see(i, {name: seen["out", name]})
 
-        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def rows() -> Iterator[tuple[Tensor, ...]]:
             for i in range(len(self.batches)):
-                for u, y in self.batches.row_pieces(
-                    i, decoder, self.new.load_saved(name, i), self.old.load_saved(output, i)
-                ):
-                    yield u, y, self.judge_rows(i, u)
+                pair = self.new.load_saved(name, i), self.old.load_saved(output, i)
+                yield from self.batches.row_pieces(i, decoder, *pair)
 
         fit = fit_norm(module, rows)
         if name in self.scales:
@@ -243,7 +241,7 @@ class Fitter:
         outputs = {*outputs} if reads else {*outputs, name}
         inputs = {name, point} - outputs
 
-        def rows() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        def each() -> Iterator[tuple[Tensor, ...]]:
             for i in range(len(self.batches)):
                 run, held_out = self.new.observe, self.batches[i].judges
                 seen = run(i, inputs | judge.inputs, outputs | judge.outputs) if held_out else run(i, inputs, outputs)
@@ -255,16 +253,12 @@ class Fitter:
                 del seen, x, now, target
                 if i == 0:
                     free_unused_memory()  # before the sums are made
-                for x, missing, target in self.batches.row_pieces(i, decoder, *values):
-                    yield x, missing, target, self.judge_rows(i, x)
-                    del x, missing, target
+                for rows in self.batches.row_pieces(i, decoder, *values):
+                    yield rows
+                    del rows
                 del values
 
-        return fit_ridge(rows(), bias)
-
-    def judge_rows(self, index: int, rows: Tensor) -> Tensor:
-        """Return whether each of some rows of a batch is for judging."""
-        return torch.full((len(rows),), self.batches[index].judges, device=rows.device)
+        return fit_ridge(each(), bias)
 
     def keep_if_nearer(
         self,
@@ -350,7 +344,7 @@ class _Judge:
         for name, saved in self.targets.items():
             y = channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
             pair = y, fitter.old.load_saved(saved, index)
-            for y, target in fitter.batches.row_pieces(index, self.decoder, *map(_some, pair)):
+            for y, target, _ in fitter.batches.row_pieces(index, self.decoder, *map(_some, pair)):
                 self.moments[name].add(y, target)
 
     def share(self) -> float:

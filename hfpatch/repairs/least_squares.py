@@ -188,7 +188,7 @@ def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bia
     return float(total) / max(count, 1)
 
 
-def fit_ridge(rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], bias: bool) -> FittedValues | None:
+def fit_ridge(rows: Iterable[tuple[Tensor, ...]], bias: bool) -> FittedValues | None:
     """Fit `Ridge` on streamed rows (x, residual, target, held_out); errors are shares of the target's variance."""
     ridge: Ridge | None = None
     count, total, squares = 0, torch.zeros(()), torch.zeros(())

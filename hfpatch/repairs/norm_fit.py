@@ -17,7 +17,7 @@ from .report import FittedValues
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _SEARCH_ROWS, _SEARCH_NUMBERS = 1024, 3 * 2**17  # that a search of scalars looks at: whichever is more
 
-Rows = Callable[[], Iterable[tuple[Tensor, Tensor, Tensor]]]
+Rows = Callable[[], Iterable[tuple[Tensor, ...]]]
 
 
 def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:

@@ -28,19 +28,18 @@ from ..measure.randomness import process_state
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import AffineNorm
 from .block_replay import BlockReplay, segments_of
-from .calibration import Batches
+from .calibration import Batches, Calibration
 from .distance import comparable, mean_and_worst, token_distances, without_padding
 from .fits import channels_last
 from .input_scale import start_fixed_norms
 from .linear_roles import Roles
 from .norm_fit import fit_norm
-from .sample import drawn
 
 _FITTED, _JUDGED = 4096, 1024  # at most about so many tokens fit a norm, and judge
 
 
 def within_budget(
-    model: PreTrainedModel, plan: Any, budget: float, calibration: Any
+    model: PreTrainedModel, plan: Any, budget: float, calibration: Calibration
 ) -> tuple[dict[str, float], list[str]]:
     """Return the price of each norm that a plan replaces, and those that have to stay so that the others fit a budget.
 
@@ -49,10 +48,10 @@ def within_budget(
         plan: of the patch (`Plan`).
         budget: how far the outputs may be from the original's before a repair: nats of KL divergence, or what
             `token_distances` says.
-        calibration: as in `patch_model`.
+        calibration: what prices are measured on.
 
     Raises:
-        OptionError: not even the cheapest norm fits; or as in `Batches`.
+        OptionError: not even the cheapest norm fits; or as in `Calibration.batches`.
     """
     exact, norms, _ = plan.phases
     with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
@@ -61,7 +60,7 @@ def within_budget(
         patched = copy_of(base, share=True)
         norms.apply(patched, Transaction())
         with inference_state(base), inference_state(patched):
-            found = _NormPrices(base, patched, drawn(calibration, model)[0])
+            found = _NormPrices(base, patched, calibration.batches(model))
             prices = found.alone()
             cheapest = sorted(prices, key=lambda name: prices[name])
             count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
@@ -79,11 +78,11 @@ class _NormPrices:
     Args:
         model: the original; it is only run.
         patched: a patched copy, whose norms get fitted values.
-        data: calibration inputs, as `Batches` takes them.
+        batches: of the calibration.
     """
 
-    def __init__(self, model: PreTrainedModel, patched: PreTrainedModel, data: Any):
-        self.batches = Batches(data, model)
+    def __init__(self, model: PreTrainedModel, patched: PreTrainedModel, batches: Batches):
+        self.batches = batches
         self.old, self.new = BlockReplay(model, self.batches), BlockReplay(patched, self.batches)
         self.names = [
             name
@@ -126,11 +125,10 @@ class _NormPrices:
                     transaction.write(module, WeightChange(parameter, "value", value))
         self.old.delete_saved()
 
-    def _rows(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _rows(self, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
         """The original norm's inputs and outputs, and which rows judge."""
         for i in batches:
-            for u, y in self.batches.row_pieces(i, self.in_decoder(name), *self.old.load_saved(name, i)):
-                yield u, y, torch.full((len(u),), self.batches[i].judges, device=u.device)
+            yield from self.batches.row_pieces(i, self.in_decoder(name), *self.old.load_saved(name, i))
 
     def alone(self) -> dict[str, float]:
         """Return the price of each norm: the mean distance of the outputs if it alone is replaced."""

@@ -45,7 +45,7 @@ from ..schemes.request import Record
 from ..sites.norms import describe
 from .attention_maps import require_fit
 from .block_replay import BlockReplay, Segment, segments_of
-from .calibration import Batches, require_enough
+from .calibration import Calibration, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
 from .fresh import FreshSequences
@@ -53,7 +53,6 @@ from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
 from .report import RepairReport
-from .sample import drawn
 from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"
@@ -119,7 +118,7 @@ def repair(
     require_fit(fit)
     require_repairable(model, reference)
     by_itself = transaction is None
-    data, was_drawn = drawn(calibration, reference)
+    data = calibration if isinstance(calibration, Calibration) else Calibration(calibration, tokenizer)
     with (
         torch.inference_mode(False),
         torch.autocast(model.device.type, enabled=False),
@@ -128,10 +127,10 @@ def repair(
         inference_state(model),
         inference_state(reference),
     ):
-        batches = Batches(data, model, tokenizer)
+        batches = data.batches(reference)
         new = BlockReplay(model, batches)
         old = BlockReplay(reference, batches)
-        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not was_drawn)
+        repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not data.drawn)
         repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
         transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())

@@ -69,12 +69,6 @@ def sample_batches(
     return batches
 
 
-def drawn(calibration: Any, model: PreTrainedModel) -> tuple[Any, bool]:
-    """Return calibration data, and whether it was drawn: "self" and functions draw it from the original."""
-    draw = sample_batches if isinstance(calibration, str) and calibration == SELF else calibration
-    return (draw(model), True) if callable(draw) else (draw, False)
-
-
 def require_generates(model: PreTrainedModel) -> None:
     """Refuse a model that can't generate calibration data.
 

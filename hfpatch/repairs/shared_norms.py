@@ -73,13 +73,12 @@ def _save_calls(fitter: Fitter, names: Collection[str]) -> dict[str, list[int]]:
     return found
 
 
-def _rows(fitter: Fitter, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _rows(fitter: Fitter, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
     """The original's inputs and outputs of all calls as rows, and which of them are held out."""
     for i in batches:
         inputs, outputs = (fitter.old.load_saved(f"{name} {side}", i) for side in ("input", "output"))
         for pair in zip(inputs, outputs, strict=True):
-            for u, target in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair):
-                yield u, target, fitter.judge_rows(i, u)
+            yield from fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair)
 
 
 def _errors(fitter: Fitter, names: Collection[str]) -> dict[str, float]:
@@ -88,8 +87,8 @@ def _errors(fitter: Fitter, names: Collection[str]) -> dict[str, float]:
     for i in fitter.batches.held_out_batches():
         for name, (_, outputs) in _calls(fitter, fitter.new, i, names).items():
             for pair in zip(outputs, fitter.old.load_saved(f"{name} output", i), strict=True):
-                for rows in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair):
-                    moments[name].add(*rows)
+                for y, target, _ in fitter.batches.row_pieces(i, fitter.roles.in_decoder(name), *pair):
+                    moments[name].add(y, target)
     return {name: one.share() for name, one in moments.items()}
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hfpatch import outcomes, patch_model, plan_patch, repair_report
 from hfpatch.cli import app
 from hfpatch.errors import OptionError
+from hfpatch.repairs.calibration import Calibration
 from hfpatch.repairs.prices import within_budget
 from hfpatch.repairs.report import RepairReport
 
@@ -133,7 +134,7 @@ def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, cos
             parameter.mul_(4 if parameter.dim() > 1 else 1)
     words = model.config.get_text_config().vocab_size
     batches = [{"input_ids": one["input_ids"] % words} for one in data()]
-    prices, _ = within_budget(model, plan_patch(model, norm="fixed"), 100.0, batches)
+    prices, _ = within_budget(model, plan_patch(model, norm="fixed"), 100.0, Calibration(batches))
     found = {name.rpartition(".")[2]: price for name, price in prices.items() if name.startswith("layers.0.")}
     for name, cost in costs.items():
         assert found[name] > 1e-4 if cost else found[name] < 1e-12, (name, found[name])

@@ -578,7 +578,7 @@ NOT_PATCHED = "GPT2LMHeadModel isn't patched, so there is nothing to repair"
 def test_refused_before_anything_changes_or_is_drawn(
     work: Callable, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfpatch.repairs.sample.sample_batches", lambda *a: pytest.fail("sequences were drawn"))
+    monkeypatch.setattr("hfpatch.repairs.calibration.sample_batches", lambda *a: pytest.fail("sequences were drawn"))
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match=message):

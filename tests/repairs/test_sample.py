@@ -142,7 +142,7 @@ def test_what_doesnt_write_text_is_refused_before_anything_changes(
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hfpatch.repairs.sample, "sample_batches", lambda model: sample_batches(model, 12, 8))
+    monkeypatch.setattr(hfpatch.repairs.calibration, "sample_batches", lambda model: sample_batches(model, 12, 8))
 
 
 @pytest.mark.sample(1)

@@ -17,7 +17,7 @@ from hfpatch.errors import OptionError
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
-from hfpatch.repairs.calibration import Batches, calibration_for, read_calibration
+from hfpatch.repairs.calibration import Calibration, calibration_for, read_calibration
 from hfpatch.repairs.distance import token_distances
 from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
@@ -29,7 +29,7 @@ def norms_in(model: nn.Module) -> list[str]:
 
 def walk_of(model: PreTrainedModel, data: list[Any] | None = None) -> BlockReplay:
     data = [inputs(model), inputs(model, 1)] if data is None else data
-    return BlockReplay(model, Batches(data, model))
+    return BlockReplay(model, Calibration(data).batches(model))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "bart", "whisper", "vit", "t5", "gptj", "mixtral"])
@@ -216,7 +216,7 @@ def test_sequences_held_out() -> None:
     model = tiny("gpt2")
     for sizes, held in (((2,), [1]), ((1, 1), [1]), ((3, 2), [1, 3]), ((8,), [3, 7]), ((5, 12), [7, 15])):
         ids = torch.randint(5, 90, (sum(sizes), 6))
-        data = Batches(list(ids.split(sizes)), model)
+        data = Calibration(list(ids.split(sizes))).batches(model)
         sides: dict[bool, list[Tensor]] = {True: [], False: []}
         for i in range(len(data)):
             sides[data[i].judges].append(data.inputs(i)["input_ids"])
@@ -228,7 +228,7 @@ def test_sequences_held_out() -> None:
 def test_many_sequences_are_run_some_at_a_time() -> None:
     model = tiny("gpt2", n_positions=512)
     ids = torch.randint(5, 90, (40, 300))
-    data = Batches([ids], model)
+    data = Calibration([ids]).batches(model)
     assert [data[i].sequences for i in range(len(data))] == [3] * 11 + [2] + [3, 2]
     assert torch.equal(torch.cat([data.inputs(i)["input_ids"] for i in data.held_out_batches()]), ids[7::8])
 
@@ -237,7 +237,7 @@ def test_an_endless_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(calibration, "_MOST", 10)
     endless = iter(lambda: torch.ones(3, 4).long(), None)
     with pytest.raises(OptionError, match="generator"):
-        Batches(endless, tiny("gpt2"))
+        Calibration(endless).batches(tiny("gpt2"))
 
 
 def test_rows_of_activations() -> None:
@@ -245,7 +245,7 @@ def test_rows_of_activations() -> None:
     given = {"input_ids": torch.arange(12).view(3, 4), "decoder_input_ids": torch.ones(3, 3).long()}
     given |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])}
     given |= {"decoder_attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])}
-    data = Batches([given], model)  # the third judges, in a batch of its own
+    data = Calibration([given]).batches(model)  # the third judges, in a batch of its own
     valid = data.rows(0, torch.Size([2, 4, 7]), decoder=False)
     assert valid.tolist() == [False, True, True, True, True, True, True, False]
     assert data.rows(0, torch.Size([2, 3, 7]), decoder=True).tolist() == [True, True, False, True, True, True]
