@@ -56,7 +56,7 @@ class Request:
     Attributes:
         folder, text: of the models, and of WikiText-2 (None: from the Hub).
         model, patch: their names.
-        keep, init: as `patch_model` takes them.
+        only, keep, init: as `patch_model` takes them.
         sequences, tokens: of the calibration.
         judged: how many windows, clips or passages judge; None: the judge's own number.
         version: of hfpatch.
@@ -66,6 +66,7 @@ class Request:
     text: Path | None
     model: str
     patch: str
+    only: tuple[str, ...]
     keep: tuple[str, ...]
     init: str
     sequences: int
@@ -78,7 +79,8 @@ class Request:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**asked(self.patch), "init": self.init, **({"keep": list(self.keep)} if self.keep else {})}
+        globs = {"only": list(self.only), "keep": list(self.keep)}
+        return {**asked(self.patch), "init": self.init, **{name: value for name, value in globs.items() if value}}
 
     @property
     def command(self) -> str:
@@ -86,6 +88,7 @@ class Request:
         words = ["python", "tools/real_models.py", "FOLDER", "--models", self.model, "--patches", self.patch]
         words += ["--sequences", str(self.sequences), "--tokens", str(self.tokens)]
         words += ["--text", "WIKITEXT2"] if self.text else []
+        words += ["--only", *self.only] if self.only else []
         words += ["--keep", *self.keep] if self.keep else []
         words += ["--init", self.init] if self.init != "auto" else []
         words += ["--judged", str(self.judged)] if self.judged else []
@@ -93,7 +96,7 @@ class Request:
 
     def key(self) -> Row:
         """What tells its row from others."""
-        settings = {"init": self.init, "keep": list(self.keep)}
+        settings = {"init": self.init, "keep": list(self.keep), **({"only": list(self.only)} if self.only else {})}
         weights = digest(self.folder / self.model / "model.safetensors")
         calibration = f"{self.sequences} x {self.tokens}"
         told = {"calibration": calibration, "judged": self.judge().judged, "hfpatch": self.version}
@@ -327,8 +330,8 @@ def _cells(row: Row, columns: dict[str, tuple[str, str]]) -> list[str]:
 def _asked(row: Row) -> str:
     """The patch and its settings, where they aren't the usual ones."""
     settings = row["settings"]
-    kept = [f"keep={' '.join(settings['keep'])}"] if settings["keep"] else []
-    return " ".join([row["patch"], *kept, *([f"init={settings['init']}"] if settings["init"] != "auto" else [])])
+    globs = [f"{name}={' '.join(settings[name])}" for name in ("only", "keep") if settings.get(name)]
+    return " ".join([row["patch"], *globs, *([f"init={settings['init']}"] if settings["init"] != "auto" else [])])
 
 
 def shown(value: float | None) -> str:
@@ -343,7 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--patches", nargs="+", default=["rms", "dyt", "none", "rope"])
     parser.add_argument("--text", type=Path, help="folder with WikiText-2's valid.txt and test.txt; none: from the Hub")
-    parser.add_argument("--keep", nargs="+", default=[], help="patterns of modules that stay")
+    parser.add_argument("--only", nargs="+", default=[], help="patterns of the modules that change")
+    parser.add_argument("--keep", nargs="+", default=[], help="patterns of modules that stay, or auto:0.25")
     parser.add_argument("--init", default="auto")
     parser.add_argument("--sequences", type=int, help="of the calibration; the default goes by the model")
     parser.add_argument("--tokens", type=int, help="of each of them, at most; likewise")
@@ -359,7 +363,13 @@ def main(arguments: list[str] | None = None) -> None:
         sizes = (given.sequences or judge.SEQUENCES, given.tokens or judge.TOKENS)
         for patch in given.patches:
             places = {"folder": given.folder, "text": given.text, "model": name, "patch": patch}
-            settings = {"keep": tuple(given.keep), "init": given.init, "judged": given.judged, "version": given.version}
+            settings = {
+                "only": tuple(given.only),
+                "keep": tuple(given.keep),
+                "init": given.init,
+                "judged": given.judged,
+                "version": given.version,
+            }
             row = add(Request(**places, **settings, sequences=sizes[0], tokens=sizes[1]), given.out)
             print(name, patch, "is there already" if row is None else json.dumps(row), flush=True)
 

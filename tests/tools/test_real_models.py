@@ -115,7 +115,7 @@ def request_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / f"{split}.txt").write_text("\n".join(plays[i * 200 : i * 200 + 200]))
 
     def make(model: str, patch: str, **options: Any) -> real_models.Request:
-        settings: dict[str, Any] = {"keep": (), "init": "auto", "sequences": 12, "tokens": 24, "judged": 6}
+        settings: dict[str, Any] = {"only": (), "keep": (), "init": "auto", "sequences": 12, "tokens": 24, "judged": 6}
         places = {"folder": tmp_path, "text": tmp_path, "version": "0.1"}
         return real_models.Request(model=model, patch=patch, **places, **{**settings, **options})
 
@@ -133,12 +133,14 @@ def test_a_row_is_measured_once(request_of: Any, tmp_path: Path) -> None:
     assert row["said"]["norm='dyt'"].startswith("repaired: ")
     assert real_models.add(request, out) is None
     other = real_models.add(replace(request, keep=("*.0.*",), version="0.2"), out)  # control
+    part = real_models.add(replace(request, only=("*.0.*",)), out)
     assert other is not None
     assert other["norms"] == {"replaced": 3, "kept": 2}
-    assert real_models.read(out) == [row, other]
+    assert real_models.read(out) == [row, other, part]
     page = out.with_suffix(".md").read_text()
-    assert page == real_models.to_markdown([row, other])
+    assert page == real_models.to_markdown([row, other, part])
     assert "| `dyt keep=*.0.*` | 12 x 24 | 6 passages in halves of 10 words | 3 of 5 |" in page
+    assert "| `dyt only=*.0.*` | 12 x 24 | 6 passages in halves of 10 words | 2 of 5 |" in page
 
 
 @pytest.mark.slow
