@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Requ
 from .sites.sites import Sites
 from .swap.config_diff import ConfigDiff, Setting, derive, require_valid_config
 from .swap.planners import PlannerResult, join, planner_of, require_matches
+from .swap.tables import takes_any_length
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Plan(Result):
 
     Attributes:
         model_name: the model's class.
-        old_record: the patch record that the model's config holds now.
+        old_record: the patch record that the model's config holds now, but for `any_length`, which is the plan's.
         planned: what each requested scheme changes; one that is in place already isn't there.
         phases: the changes in the order in which they are carried out.
         derived: attributes and buffers that the model's class computes from new lengths.
@@ -333,7 +334,9 @@ def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[
         require_matches(sites.names, request, joined)
     for one in itertools.compress(results, new):
         _require_change(model, one)
-    plan = Plan.of(model, record, itertools.compress(joined, new))
+    planned = list(itertools.compress(joined, new))
+    record = replace(record, any_length=takes_any_length(record, sites.tables, planned))
+    plan = Plan.of(model, record, planned)
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()
     return plan

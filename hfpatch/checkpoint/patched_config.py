@@ -21,7 +21,6 @@ from ..schemes.request import Record
 from ..sites.rotations import configs_of_parts
 from ..swap.config_diff import Setting
 from ..swap.image_tables import IMAGE_SIZE
-from ..swap.tables import takes_any_length
 from .classes import registered_config_class
 
 # settings that a forward changes in the model and not in its config: BigBird's, at the first short input
@@ -46,8 +45,7 @@ def give_patched_config(
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
-    unlimited = bool(record.pos) and record.pos[-1].scheme.max_positions is None and takes_any_length(model)
-    setattr(config, KEY, replace(record, any_length=unlimited, foreign=foreign_classes(model)).to_json())
+    setattr(config, KEY, replace(record, foreign=foreign_classes(model)).to_json())
     stored, held = configs_of_parts(model), defaultdict[int, list[Any]](list)
     for name, module in model.named_modules():
         own, part = vars(module).get("config"), id(stored[name])

@@ -14,6 +14,7 @@ from ..errors import OptionError
 from ..runtime.constants import ConstantPositions, ZeroBiases
 from ..runtime.errors import UnsupportedError
 from ..runtime.rotary import LENGTH
+from ..runtime.tables import ComputedPositions
 from ..schemes.learned import ALL, KEEPS, METHODS, Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
@@ -26,7 +27,7 @@ from .config_diff import Setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .planners import PlannerResult
-from .tables import is_grid, loses_order, removal, table_change, tables_beside, with_trained_rows
+from .tables import is_grid, loses_order, removal, table_change, tables_beside
 
 OF_TEXT = "rows of a sequence are asked for, and this is a grid of patches: image_size= resizes it"
 
@@ -204,7 +205,7 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
 
 
 def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
-    """The request with the rows that a longer table repeats, if not all: those of an earlier patch, or trained ones."""
+    """The request with the rows that a longer table repeats, if not all: an earlier patch's, or an encoder's texts'."""
     scheme = part.scheme
     if not isinstance(scheme, Learned) or scheme.rows is not None or scheme.method not in (None, METHODS[0]):
         return part
@@ -217,7 +218,12 @@ def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Pos
         of_the_same = (earlier.only, earlier.keep) == (part.only, part.keep)
         if of_the_same and rows is not None and (rows == ALL or rows <= min(lengths)):
             return replace(part, scheme=replace(scheme, rows=rows))
-    return replace(part, scheme=with_trained_rows(affected, scheme, sites.text_length()))
+    tables = {one.table_name: (one.table(), first_row(one)) for one in affected if not is_grid(one)}
+    stored = {name: one for name, one in tables.items() if not isinstance(one[0], ComputedPositions)}
+    learned = {name: len(one.weight) - first for name, (one, first) in stored.items() if isinstance(one, nn.Embedding)}
+    length = sites.text_length() if len(learned) == 1 else None
+    shorter = length is not None and length < min(learned.values())
+    return replace(part, scheme=replace(scheme, rows=length)) if shorter else part
 
 
 def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from ..runtime.length_lenses import MEAN_ROW, NOTHING, CountedLength, limit_besi
 from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
-from ..schemes.request import SchemeRequest
-from ..sites.stacks import REMOVED_ROWS, FoundStack, find_stacks, first_row, max_positions, table_size
+from ..schemes.request import Record, SchemeRequest
+from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, max_positions, table_size
 from .config_diff import Setting, host_with
 from .image_tables import grid_table_change, resize_table
+from .planners import PlannerResult
 
 
 def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Position], why: str | None) -> Change:
@@ -217,24 +218,6 @@ class _Resize:
         return f"rows of x by {self.scheme}"
 
 
-def with_trained_rows(tables: list[FoundStack], scheme: Learned, text_length: int | None) -> Learned:
-    """Return the scheme with the rows that it repeats: those of the texts that a model with one table was trained for.
-
-    Args:
-        tables: of the stacks that it changes; those of images are left out.
-        scheme: that says nothing of it.
-        text_length: of the longest of these texts, in tokens; None if it isn't known, and the scheme stays as it is.
-    """
-    learned = {
-        item.table_name: len(table.weight) - first_row(item)
-        for item in tables
-        if isinstance(table := item.table(), nn.Embedding)
-        and not (isinstance(table, ComputedPositions) or is_grid(item))
-    }
-    shorter = text_length is not None and len(learned) == 1 and text_length < min(learned.values())
-    return replace(scheme, rows=text_length) if shorter else scheme
-
-
 def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:
     """Why a table can't be computed or resized in its place, None if it can."""
     stack = item.stack
@@ -265,8 +248,17 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=tolerance, rtol=0)
 
 
-def takes_any_length(model: nn.Module) -> bool:
-    """Return whether no position table limits the length, in a model that has or had one."""
-    tables = [None if item.removed_rows() is not None else item.table() for item in find_stacks(model)]
-    ending = [isinstance(table, Tensor | nn.Module) and not isinstance(table, ComputedPositions) for table in tables]
-    return bool(tables) and not any(ending)
+def takes_any_length(record: Record, tables: Sequence[FoundStack], planned: Sequence[PlannerResult]) -> bool:
+    """Return whether no table limits the length of inputs after a plan; False of a model that never had a table.
+
+    The record and the tables are the model's as it is now.
+    """
+    new = [one for one in planned if one.kind == "pos"]
+    if not new:
+        return record.any_length
+    schemes = {change.row.module: one.part.scheme for one in new for change in one.changes if change.changes}
+    left = [one for one in tables if one.table_name not in schemes and one.removed_rows() is None]
+    found = [one.table() for one in left]
+    ending = [isinstance(one, Tensor | nn.Module) and not isinstance(one, ComputedPositions) for one in found]
+    ending += [not schemes[one.table_name].any_length for one in tables if one.table_name in schemes]
+    return new[-1].part.scheme.max_positions is None and bool(tables) and not any(ending)
