@@ -8,9 +8,9 @@ and dear together. So norms go together, cheapest first, as many as keep their c
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..core.transaction import Transaction
 from ..core.weight_change import WeightChange
 from ..errors import OptionError
 from ..measure.copies import copy_of
-from ..measure.hooks import CallArguments, first_tensor
+from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import inference_state
 from ..measure.randomness import process_state
 from ..runtime.fixed import FixedNorm
@@ -60,7 +60,7 @@ def within_budget(
         patched = copy_of(base, share=True)
         norms.apply(patched, Transaction())
         with inference_state(base), inference_state(patched):
-            found = _NormPrices(base, patched, calibration.batches(model))
+            found = NormPrices(base, patched, calibration.batches(model))
             prices = found.alone()
             cheapest = sorted(prices, key=lambda name: prices[name])
             count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
@@ -72,7 +72,7 @@ def within_budget(
     return prices, [name for name in prices if name in cheapest[count:]]
 
 
-class _NormPrices:
+class NormPrices:
     """Measures prices of a patched model's norms.
 
     Args:
@@ -147,22 +147,18 @@ class _NormPrices:
     def together(self, names: Sequence[str]) -> float:
         """Return the mean distance of the outputs if these norms are replaced."""
         found = []
-        with self._replaced(names):
+        with self.replaced(names):
             for i in self.judged:
                 with self.old.replaying(i):
                     output = comparable(self.old.forward(i))
                 found.append(without_padding(self.old, i, None, token_distances(self.outputs[i], output)[1]))
         return mean_and_worst(torch.cat(found))[0]
 
-    @contextlib.contextmanager
-    def _replaced(self, names: Sequence[str]) -> Iterator[None]:
+    def replaced(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Context in which these norms of the original are replaced."""
         given: dict[str, Tensor] = {}
-
-        def on_call(name: str, call: CallArguments) -> None:
-            given[name] = first_tensor(call)
-
-        def on_result(name: str, output: Tensor) -> Tensor:
-            return self.new.modules[name](given.pop(name))
-
-        with self.old.observe_calls(names, on_call, on_result):
-            yield
+        return self.old.observe_calls(
+            names,
+            lambda name, call: given.__setitem__(name, first_tensor(call)),
+            lambda name, _: self.new.modules[name](given.pop(name)),
+        )
