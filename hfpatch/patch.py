@@ -25,7 +25,7 @@ from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
 from .outcome import measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
-from .repairs.calibration import Calibration, calibration_for, require_calibration_fits, require_data
+from .repairs.calibration import Calibration, calibration_for, require_data
 from .repairs.repair import repair
 from .repairs.report import RepairReport
 from .runtime.gated import GatedLinear
@@ -113,10 +113,11 @@ def patch_model(
         >>> patch_model(model, norm="rms", pos="rope:theta=500000").transformer.ln_f
         RMSNorm(16, eps=1e-05)
     """
-    request = Request.of({"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}, only, keep, init)
-    require_calibration_fits(calibration, fit, init)
-    new_lengths = _new_lengths(tokenizer, request, calibration)
-    plan, prices = make_plan(model, request, example_inputs), dict[str, float]()
+    schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
+    others = {"example_inputs": example_inputs, "calibration": calibration, "tokenizer": tokenizer, "fit": fit}
+    request = Request.of(schemes, only, keep, init, **others)
+    new_lengths = _new_lengths(request)
+    plan, prices = make_plan(model, request), dict[str, float]()
     require_weights(plan, model)
     kept, data = _undo_state_for(model) if reversible else None, None
     if compile:
@@ -130,9 +131,7 @@ def patch_model(
             from .repairs.prices import within_budget  # others need none of it
 
             prices, staying = within_budget(model, plan, request.budget, data)
-            plan = make_plan(model, request.keeping(staying), example_inputs)
-    elif request.budget is not None:
-        raise OptionError(f"keep='auto:{request.budget:g}' is settled by measuring on calibration=: pass it.")
+            plan = make_plan(model, request.keeping(staying))
     elif init != "reset":
         require_data(model, plan.schemes, plan.generates)
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
@@ -140,7 +139,7 @@ def patch_model(
     with transaction.all_or_nothing():
         if plan.planned:
             _keep_on_model(model, UNDO_STATE, kept, transaction)  # first in the log, so that it is undone last
-            plan, report = _carry_out(plan, model, transaction, init, data, fit, example_inputs)
+            plan, report = _carry_out(plan, request, model, transaction, data)
             if report is not None:
                 report.prices = prices
             fold_fixed_norms(plan, model, transaction, example_inputs)
@@ -156,19 +155,14 @@ def patch_model(
 
 
 def _carry_out(
-    plan: Plan,
-    model: PreTrainedModel,
-    transaction: Transaction,
-    init: str,
-    calibration: Calibration | None,
-    fit: str,
-    inputs: Mapping[str, Any] | None,
+    plan: Plan, request: Request, model: PreTrainedModel, transaction: Transaction, calibration: Calibration | None
 ) -> tuple[Plan, RepairReport | None]:
     """Carry out a plan: what is exact, checked before anything else; then the rest, measured and repaired.
 
     Returns:
         The plan that was carried out, without its exact conversion where the check failed, and the repair's report.
     """
+    init, inputs = request.init, request.example_inputs
     before = snapshot_of(model, plan, inputs)
     with keep_random_state(), torch.inference_mode(False):
         plan, verdict = _convert_exactly(plan, model, before, init, transaction)
@@ -185,7 +179,7 @@ def _carry_out(
         write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs, finite), init)
         if not repairs:
             return plan, None
-        return plan, repair(model, original, calibration, transaction, fit)
+        return plan, repair(model, original, calibration, transaction, request.fit)
 
 
 def _convert_exactly(
@@ -330,14 +324,14 @@ def _undo_state_for(model: PreTrainedModel) -> UndoState:
     return undo_state or UndoState(Transaction(), model.dtype, {})
 
 
-def _new_lengths(processor: Any, request: Request, calibration: Any) -> list[tuple[Any, str, int]]:
+def _new_lengths(request: Request) -> list[tuple[Any, str, int]]:
     """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
 
     Raises:
-        OptionError: `processor` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
+        OptionError: `tokenizer` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
             max_positions, and nothing calibrates. A holder's module may be both.
     """
-    if processor is None:
+    if (processor := request.tokenizer) is None:
         return []
     tokenizer, of_holder = tokenizer_of(processor), isinstance(processor, nn.Module)
     targets = [(tokenizer, "model_max_length")] if hasattr(tokenizer, "model_max_length") else []
@@ -347,7 +341,7 @@ def _new_lengths(processor: Any, request: Request, calibration: Any) -> list[tup
         targets.append((processor, "max_seq_length"))
     if request.length is not None:
         return [(*target, request.length) for target in targets]
-    if calibration is None and not of_holder:
+    if request.calibration is None and not of_holder:
         raise OptionError(
             "tokenizer= reads the texts of calibration=, and is given the length that pos= sets "
             "(pos='rope:max_positions=8192', for example). This request has neither."

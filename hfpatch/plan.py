@@ -35,7 +35,7 @@ from .core.results import Result, Table, to_json_value
 from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
-from .errors import NothingToPatchError, OptionError
+from .errors import NothingToPatchError
 from .exact.request import Conversion
 from .measure.batches import require_example
 from .measure.quiet_forward import free_unused_memory
@@ -306,26 +306,20 @@ def plan_patch(
         ...
     """
     schemes = {"placement": placement, "norm": norm, "pos": pos, "mlp": mlp}
-    request = Request.of(schemes, only, keep, init)
-    if request.budget is not None:
-        raise OptionError(
-            f"keep='auto:{request.budget:g}' is settled by measuring on calibration=, which a plan has none of. Plan "
-            "without it for the norms that it chooses from; patch_model takes it."
-        )
-    return make_plan(model, request, example_inputs)
+    return make_plan(model, Request.of(schemes, only, keep, init, example_inputs=example_inputs))
 
 
-def make_plan(model: PreTrainedModel, request: Request, example_inputs: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     """Plan a request; arguments and errors as in `plan_patch`."""
     require_bare(model)
     require_unquantized(model)
     require_outermost(model)
-    require_example(example_inputs, model)
+    require_example(request.example_inputs, model)
     record = Record.of(model.config)
     requested = {kind: parts for kind, parts in request.parts.items() if not record.has(kind, parts)}
     require_same_init(request.parts, record)
     require_order(requested, record)
-    sites, results = Sites(model, example_inputs, partial(text_length_of, model)), list[PlannerResult]()
+    sites, results = Sites(model, request.example_inputs, partial(text_length_of, model)), list[PlannerResult]()
     for kind, parts in requested.items():
         found = [planner_of(part.scheme)(sites, part) for part in parts]
         results += [] if record.has(kind, tuple(one.part for one in found)) else found  # as planners complete them

@@ -187,7 +187,7 @@ def patch(
         typer.echo("Of these norms as many change as the budget in --keep allows, which is measured first.")
     processor = None if is_config(model) else processor_of(model, trust_remote_code)
     data = data_of_repair(calibration, built, processor, sequences, length, seed)
-    longest = Request.of(kinds, only, keep, init).length
+    longest = Request.of(kinds, only, globs, init).length
     saved = built if is_config(model) else with_modules(built, model, longest)
     tokenizer = None if longest is None else tokenizer_of(processor)
     with unload_after_forward(built):

@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import OptionError
 from ..measure.copies import copy_of
 from ..measure.hooks import CallArguments, first_tensor
 from ..measure.quiet_forward import use_attention
 from ..sites.linear_maps import is_linear_map
 from .report import FittedValues
 
-FITS = ("qk", "bias")
 STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
 RATE = 2.0  # of Adam, divided by the width of what is projected
 _LITTLE, _PATIENCE = 0.005, 2  # after so many looks that found no value lower by this share, it stops
@@ -61,16 +59,6 @@ class Example:
         logarithm = present.float().clamp_min(_LEAST).log()
         divergence = self.information - (self.target * logarithm).sum(-1)  # (B, H, T)
         return divergence.transpose(1, 2)[rows].mean()
-
-
-def require_fit(fit: Any) -> None:
-    """Refuse a value that isn't one of `FITS`.
-
-    Raises:
-        OptionError: it isn't.
-    """
-    if fit not in FITS:
-        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
 
 
 def map_of(module: nn.Module, call: CallArguments) -> Tensor | None:

@@ -19,7 +19,6 @@ from ..measure.inputs import main_input
 from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
 from ..schemes.norms import Norm
-from .attention_maps import FITS, require_fit
 from .distinct import HELD_OUT, Key, divide, key_of, names_of
 from .sample import SELF, require_generates, sample_batches
 from .scratch import Scratch
@@ -237,22 +236,6 @@ def read_calibration(calibration: Any, model: PreTrainedModel, tokenizer: Any = 
     """
     batches = read_batches(calibration, model, tokenizer, option="calibration")
     return (_without_labels(batch, index, model) for index, batch in enumerate(batches))
-
-
-def require_calibration_fits(calibration: Any, fit: str, init: str) -> None:
-    """Refuse options that `calibration=` can't be combined with.
-
-    Raises:
-        OptionError: `fit` is unknown, or set where nothing is repaired; or init="reset", whose starting values a repair
-            would overwrite.
-    """
-    require_fit(fit)
-    if calibration is None and fit != FITS[0]:
-        raise OptionError(f"fit={fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither.")
-    if calibration is not None and init == "reset":
-        raise OptionError(
-            "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
-        )
 
 
 def require_data(model: PreTrainedModel, schemes: Iterable[Scheme], generates: bool) -> None:

@@ -41,9 +41,8 @@ from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import AffineNorm
 from ..runtime.record import KEY, REPAIR
-from ..schemes.request import Record
+from ..schemes.request import Record, require_fit
 from ..sites.norms import describe
-from .attention_maps import require_fit
 from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Calibration, require_enough
 from .distance import helps, mean_and_worst, output_distance

@@ -29,6 +29,7 @@ MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
 _AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
+FITS = ("qk", "bias")  # of attentions whose positions changed
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
 
 
@@ -67,7 +68,7 @@ class SchemeRequest(Generic[S]):
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of one `patch_model` call: schemes, where, and how new Parameters are initialised.
+    """Arguments of one `patch_model` call, as far as they can be checked without the model.
 
     Attributes:
         parts: those of each kind of scheme, in the order of planning. There are several where a mapping has several
@@ -76,6 +77,7 @@ class Request:
         mapped: by kind, the globs of a mapping in their order, those that keep modules included.
         budget: how far the outputs may be from the original's, for as many norms as that allows; the others are kept.
             None: there is no limit.
+        init, example_inputs, calibration, tokenizer, fit: as in `patch_model`.
     """
 
     parts: dict[str, tuple[SchemeRequest, ...]]
@@ -83,17 +85,22 @@ class Request:
     keep: tuple[str, ...] = ()
     mapped: Mapping[str, Mapping[str, Scheme | None]] = field(default_factory=dict)
     budget: float | None = None
+    init: str = "auto"
+    example_inputs: Mapping[str, Any] | None = None
+    calibration: Any = None
+    tokenizer: Any = None
+    fit: str = FITS[0]
 
     @classmethod
-    def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str) -> Request:
-        """Return the request that arguments of `plan_patch` make.
+    def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str, **others: Any) -> Request:
+        """Return the request that arguments of `patch_model` make.
 
         Args:
             schemes: scheme, its name, a mapping of globs to such, or None, by kind.
-            only, keep, init: as in `plan_patch`.
+            only, keep, init, others: as in `patch_model`.
 
         Raises:
-            OptionError, UnknownNameError: one of them is invalid.
+            OptionError, UnknownNameError: one of them is invalid, or they can't be combined.
         """
         resolved = {kind: _resolve(kind, schemes.get(kind)) for kind in KINDS}
         if not any(scheme for by_glob in resolved.values() for scheme in by_glob.values()):
@@ -106,9 +113,29 @@ class Request:
         only, (keep, budget) = as_globs("only", only), budget_in(as_globs("keep", keep))
         parts = {kind: _parts(by_glob, only, keep, init) for kind, by_glob in resolved.items() if any(by_glob.values())}
         mapped = {kind: resolved[kind] for kind in parts if isinstance(schemes.get(kind), Mapping)}
-        if budget is not None and "norm" not in parts:
-            raise OptionError(f"keep='{_AUTO}{budget:g}' chooses among norms, and norm= asks for none.")
-        return cls(parts, only, keep, mapped, budget)
+        request = cls(parts, only, keep, mapped, budget, init, **others)
+        request._require_combined()
+        return request
+
+    def _require_combined(self) -> None:
+        """Refuse arguments that can't be combined."""
+        told, repairs = f"keep='{_AUTO}{self.budget:g}'" if self.budget else "", self.calibration is not None
+        require_fit(self.fit)
+        if told and "norm" not in self.parts:
+            raise OptionError(f"{told} chooses among norms, and norm= asks for none.")
+        if told and not repairs:
+            raise OptionError(
+                f"{told} is settled by measuring on calibration=: pass that to patch_model. A plan has none: ask it "
+                "without a budget for the norms that are chosen from."
+            )
+        if not repairs and self.fit != FITS[0]:
+            raise OptionError(
+                f"fit={self.fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither."
+            )
+        if repairs and self.init == "reset":
+            raise OptionError(
+                "init='reset' reinitialises parameters, and calibration= fits them to the original model: choose one."
+            )
 
     def keeping(self, names: Sequence[str]) -> Request:
         """Return the request with more modules kept, and no budget."""
@@ -138,6 +165,16 @@ def budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
             f"keep={_AUTO + texts[0]!r}: give one number above 0, as in keep='auto:0.05' (nats)."
         ) from None
     return tuple(glob for glob in keep if not glob.startswith(_AUTO)), budget
+
+
+def require_fit(fit: Any) -> None:
+    """Refuse a value that isn't one of `FITS`.
+
+    Raises:
+        OptionError: it isn't.
+    """
+    if fit not in FITS:
+        raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
 
 
 def kind_of(scheme: Scheme) -> str:

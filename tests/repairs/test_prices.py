@@ -99,7 +99,7 @@ def test_norms_that_keep_the_function_have_no_price() -> None:
 def test_it_needs_data() -> None:
     with pytest.raises(OptionError, match="calibration="):
         patch_model(made(), norm="fixed", keep="auto:1")
-    with pytest.raises(OptionError, match="patch_model takes it"):
+    with pytest.raises(OptionError, match="A plan has none"):
         plan_patch(made(), norm="fixed", keep="auto:1")
 
 
