@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from hfpatch import outcomes, patch_model, plan_patch, repair_report
 from hfpatch.cli import app
+from hfpatch.core.transaction import Transaction
 from hfpatch.errors import OptionError
+from hfpatch.repairs import calibration
 from hfpatch.repairs.calibration import Calibration
 from hfpatch.repairs.prices import within_budget
 from hfpatch.repairs.report import RepairReport
@@ -138,3 +140,25 @@ def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, cos
     found = {name.rpartition(".")[2]: price for name, price in prices.items() if name.startswith("layers.0.")}
     for name, cost in costs.items():
         assert found[name] > 1e-4 if cost else found[name] < 1e-12, (name, found[name])
+
+
+def test_data_is_read_once_and_whole_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices, the trial and the repair share it, also what the model writes; a bad batch at the end is found before."""
+    reads: list[str] = []
+
+    class Loader:
+        def __iter__(self) -> Any:
+            reads.append("loader")
+            return iter(data())
+
+    def write(model: Any) -> Any:
+        reads.append("self")
+        return data()
+
+    monkeypatch.setattr(calibration, "sample_batches", write)
+    for given in (Loader(), "self"):
+        patch_model(made(), norm="fixed", keep="auto:10", calibration=given)
+    assert reads == ["loader", "self"]
+    monkeypatch.setattr(Transaction, "_record", lambda *_: pytest.fail("the model was changed"))
+    with pytest.raises(OptionError, match="tokens 64 to 64"):
+        patch_model(made(), norm="fixed", calibration=iter([*data(), {"input_ids": torch.full((1, 24), 64)}]))
