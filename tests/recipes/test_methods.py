@@ -206,6 +206,6 @@ def test_agreement():
 
 @pytest.mark.parametrize(("start", "init"), [("auto", "auto"), ("copied", "copy"), ("reset", "reset")])
 def test_patched_copies_start_as_asked(start, init):
-    config = SimpleNamespace(model=None, baseline_steps=0, compile=False, start=start)
+    config = SimpleNamespace(model=None, baseline_steps=0, compile=False, start=start, keep=[])
     model = Baseline(Tiny(), config, 0, ["dyt"]).patched("dyt")
     assert model.config.hfpatch["request"][0].get("init", "auto") == init
