@@ -329,7 +329,7 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     for one in itertools.compress(results, new):
         _require_change(model, one)
     planned = list(itertools.compress(joined, new))
-    record = replace(record, any_length=takes_any_length(record, sites.tables, planned))
+    record = replace(record, any_length=takes_any_length(record, sites, planned))
     plan = Plan.of(model, record, planned)
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()

@@ -61,10 +61,10 @@ class Row:
         Raises:
             ValueError: neither is given. No replacement is exact by default.
         """
-        self.becomes, self.losses = becomes, tuple(filter(None, losses))
-        self.why_exact = None if self.losses else why_exact
-        if not self.losses and why_exact is None:
+        lost = tuple(filter(None, losses))
+        if not lost and why_exact is None:
             raise ValueError(f"{self.module}: say what the replacement loses, or why it is exact")
+        self.becomes, self.losses, self.why_exact = becomes, lost, None if lost else why_exact
         return self
 
     @property

@@ -20,6 +20,7 @@ from ..runtime.tables import ComputedPositions
 from ..schemes.learned import Learned
 from ..schemes.positions import Position
 from ..schemes.request import Record, SchemeRequest
+from ..sites.sites import Sites
 from ..sites.stacks import REMOVED_ROWS, FoundStack, first_row, max_positions, table_size
 from .config_diff import Setting, host_with
 from .image_tables import grid_table_change, resize_table
@@ -248,17 +249,16 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
     return rows is not None and torch.allclose(table.weight[first:].to(rows.dtype), rows, atol=tolerance, rtol=0)
 
 
-def takes_any_length(record: Record, tables: Sequence[FoundStack], planned: Sequence[PlannerResult]) -> bool:
+def takes_any_length(record: Record, sites: Sites, planned: Sequence[PlannerResult]) -> bool:
     """Return whether no table limits the length of inputs after a plan; False of a model that never had a table.
 
-    The record and the tables are the model's as it is now.
+    The record and the sites are the model's as it is now.
     """
     new = [one for one in planned if one.kind == "pos"]
     if not new:
         return record.any_length
     schemes = {change.row.module: one.part.scheme for one in new for change in one.changes if change.changes}
-    left = [one for one in tables if one.table_name not in schemes and one.removed_rows() is None]
-    found = [one.table() for one in left]
-    ending = [isinstance(one, Tensor | nn.Module) and not isinstance(one, ComputedPositions) for one in found]
-    ending += [not schemes[one.table_name].any_length for one in tables if one.table_name in schemes]
-    return new[-1].part.scheme.max_positions is None and bool(tables) and not any(ending)
+    left = [one.table() for one in sites.tables if one.table_name not in schemes and one.removed_rows() is None]
+    ending = [isinstance(one, Tensor | nn.Module) and not isinstance(one, ComputedPositions) for one in left]
+    ending += [not schemes[one.table_name].any_length for one in sites.tables if one.table_name in schemes]
+    return new[-1].part.scheme.max_positions is None and bool(sites.tables) and not any(ending)

@@ -122,10 +122,8 @@ def test_the_command_line_takes_a_budget(tmp_path: Path) -> None:
     ("kind", "costs"),
     [
         ("gemma4_text", {"input_layernorm": False, "post_attention_layernorm": True}),
-        (
-            "deepseek_v3",
-            {"input_layernorm": True, "kv_a_layernorm": True},
-        ),  # it rotates a part of the key without a norm
+        # it rotates a part of the key without a norm
+        ("deepseek_v3", {"input_layernorm": True, "kv_a_layernorm": True}),
     ],
 )
 def test_a_norm_whose_scale_the_next_norms_take_out_costs_nothing(kind: str, costs: dict[str, bool]) -> None:
