@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .core.bare import has_weights
+from .core.transaction import Transaction
 from .errors import OptionError, VerificationError
 from .measure.media import missing_media
 from .measure.outputs import FACTOR
@@ -22,7 +23,7 @@ from .runtime.record import KEY
 from .schemes.request import Record
 from .schemes.verdicts import APPROXIMATE, EXACT, NOT_MEASURED, Metric, Outcome
 from .swap.native_rope import require_same_frequencies
-from .swap.trial import equal, makers_of_short_inputs, require_moved, require_runs_in_full
+from .swap.trial import makers_of_short_inputs, require_runs_in_full
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:
@@ -38,11 +39,8 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-    lengths = [found.part.scheme.max_positions for found in plan.planned if found.kind == "pos"]
-    length = min((length for length in lengths if length is not None), default=None)
-    makers = makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
     norms = None if plan.conversion is None else plan.conversion.to_check()
-    before = Snapshot(model, makers, norms)
+    before = Snapshot(model, _makers(model, plan, inputs), norms)
     if norms is None or before.forward is not None:
         return before
     where = f"{type(model).__name__}: the inputs ({', '.join(before.inputs)}) that the exact conversion is checked on"
@@ -54,6 +52,70 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
     raise OptionError(
         f"{where}: {before.why_not}: a weight is NaN, or its dtype overflows. Mend that, or pass {way_out}"
     )
+
+
+def _makers(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> list[Callable[[], Any]]:
+    """Functions that make inputs for a model before or after a patch: the user's, or short ones."""
+    lengths = [found.part.scheme.max_positions for found in plan.planned if found.kind == "pos"]
+    length = min((length for length in lengths if length is not None), default=None)
+    return makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
+
+
+def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel, way_out: str = "") -> Verdict | None:
+    """Return the verdict on the folded norms of a plan; None if it folds none, or nothing can be measured.
+
+    Args:
+        plan: of which a phase that keeps the function was carried out.
+        before: the model before it.
+        model: after it.
+        way_out: for a fold that isn't exact.
+
+    Raises:
+        VerificationError: the outputs differ by more than rounding.
+        UnsupportedError: the model ran before and no longer does.
+    """
+    if not any(one.part.scheme.folds for one in plan.planned) or before.forward is None:
+        return None
+    after = before.outputs_after(model)
+    if isinstance(after, Exception):
+        reason = describe_error(after).rstrip(".")
+        raise UnsupportedError(
+            f"{plan.model_name} doesn't run with folded norms: {reason}. The model was left unchanged."
+        ) from after
+    verdict = before.within_rounding(model, max(one.max_error for one in before.deviations(after)))
+    if not verdict.holds:
+        raise VerificationError(
+            f"{plan.model_name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
+            f"unchanged.{way_out}",
+            verdict.figures,
+        )
+    return verdict
+
+
+def fold_repaired(
+    plan: Plan, model: PreTrainedModel, transaction: Transaction, inputs: Mapping[str, Any] | None
+) -> None:
+    """Carry out the last phase of a plan, which folds the norms that a repair fitted, and check it on the model.
+
+    Raises:
+        VerificationError, UnsupportedError: as in `check_folded`.
+    """
+    folds = plan.phases[-1]
+    if not folds.edits:
+        return
+    before = Snapshot(model, _makers(model, plan, inputs))
+    folds.apply(model, transaction)
+    verdict = check_folded(plan, before, model, " Use norm='fixed' to leave them unfolded.")
+    if verdict is None or not verdict.elsewhere:
+        return
+    record, norms = Record.of(model.config), [found for found in plan.planned if found.kind == "norm"]
+    outcomes = [
+        replace(part.outcome or Outcome(""), elsewhere=verdict.elsewhere)
+        if found.folds
+        else part.outcome or Outcome("")
+        for found, part in zip(norms, record.newest("norm", len(norms)), strict=True)
+    ]
+    setattr(model.config, KEY, record.with_outcomes({"norm": outcomes}).to_json())
 
 
 def measure_outcomes(
@@ -68,7 +130,7 @@ def measure_outcomes(
     """Return the measured outcomes of a patch's schemes, by kind.
 
     Where positions change, the patched model also runs at the length and the image size that its config then says. What
-    ran before and doesn't run there is refused, and so is a change of positions that moves no output.
+    ran before and doesn't run there is refused.
 
     Args:
         plan: of the patch.
@@ -80,8 +142,7 @@ def measure_outcomes(
         finite: whether outputs have to be finite now; not if a repair or training follows.
 
     Raises:
-        UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't, or a change
-            of positions moved no output.
+        UnsupportedError: the model ran before and no longer does, or its outputs were finite and aren't.
     """
     lossy = list(dict.fromkeys(found.kind for found in plan.planned if found.losses))
     checked = Outcome(EXACT, basis=_basis(model, before.inputs))
@@ -95,16 +156,20 @@ def measure_outcomes(
             _require_finite(before.forward.outputs, after, model)
         runs = False
         if original is not None and "pos" in plan.kinds:
-            runs = _positions_run(plan, before, model, original, after, given)
+            changes = [change for one in plan.planned if one.kind == "pos" for change in one.changes]
+            require_same_frequencies(model, [change.row.module for change in changes if change.changes])
+            runs = require_runs_in_full(model, original, plan.lengths, given)
         whole = _of_whole(before, model, after, bool(lossy), runs)
         apart = Outcome(EXACT, basis=f"{NOT_MEASURED} apart from {', '.join(lossy)}")
     outcomes: dict[str, list[Outcome]] = {}
     for found, is_checked in zip(plan.planned, judged, strict=True):
         own = [row for row in found.rows if row.kind != "stream" or row.becomes is None]  # not what is centred
         reasons = [row.reason for row in own if row.becomes is None and row.reason]
-        kept = f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        kept = [f"{len(reasons)} of {len(own)} modules ({'; '.join(dict.fromkeys(reasons))})"] if reasons else []
+        if unfolded := [str(change.row.reason) for change in found.folds if not change.changes]:
+            kept.append(f"{len(unfolded)} fixed norms, not folded ({'; '.join(dict.fromkeys(unfolded))})")
         outcome = checked if is_checked else apart if lossy and not found.losses else whole
-        outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept=kept))
+        outcomes.setdefault(found.kind, []).append(replace(outcome, lost="; ".join(found.losses), kept="; ".join(kept)))
     return outcomes
 
 
@@ -120,31 +185,6 @@ def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], m
             f"{type(model).__name__}: after this patch its {broken} is NaN or infinite, and wasn't before. The model "
             "was left unchanged. Pass calibration= for a repair, keep= for norms that stay, or use a wider dtype."
         )
-
-
-def _positions_run(
-    plan: Plan,
-    before: Snapshot,
-    model: PreTrainedModel,
-    original: PreTrainedModel,
-    after: dict[str, Tensor] | Exception | None,
-    given: Mapping[str, Any] | None,
-) -> bool:
-    """Return whether a model with other positions runs at its full length and image size; False if nothing tells."""
-    found = [one for one in plan.planned if one.kind == "pos"]
-    require_same_frequencies(model, [one.row.module for part in found for one in part.changes if one.changes])
-    moved = before.forward is not None and isinstance(after, dict) and not equal(before.forward.outputs, after)
-    for one in found:
-        if one.losses and one.part.scheme.any_length and not moved and not _only_sets_length(plan.record):
-            require_moved(model, original, one.changes, f"pos={str(one.part.scheme)!r}")
-    return require_runs_in_full(model, original, plan.lengths, given)
-
-
-def _only_sets_length(record: Record) -> bool:
-    """Return whether the newest position scheme is the one before it with another length, said in the config alone."""
-    *earlier, newest = (part.scheme for part in record.pos)
-    lengths = {"max_positions": newest.max_positions, "original_max_positions": newest.original_max_positions}
-    return bool(earlier) and replace(earlier[-1], **lengths) == newest
 
 
 def _of_whole(

@@ -18,16 +18,16 @@ from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
 from .core.transaction import UNDO_STATE, Transaction, UndoState
 from .errors import NotPreservedWarning, NotReversibleError, OptionError, VerificationError
-from .folding import check_folded, fold_fixed_norms, require_weights
 from .measure.copies import copy_of
 from .measure.randomness import exclusive, keep_random_state
 from .measure.snapshot import Snapshot, Verdict
 from .measure.text_batches import tokenizer_of
-from .outcome import measure_outcomes, snapshot_of, write_outcomes
+from .outcome import check_folded, fold_repaired, measure_outcomes, snapshot_of, write_outcomes
 from .plan import Plan, make_plan
 from .repairs.calibration import Calibration, calibration_for, require_data
 from .repairs.repair import repair
 from .repairs.report import RepairReport
+from .runtime.errors import UnsupportedError
 from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
@@ -118,7 +118,7 @@ def patch_model(
     request = Request.of(schemes, only, keep, init, **others)
     new_lengths = _new_lengths(request)
     plan, prices = make_plan(model, request), dict[str, float]()
-    require_weights(plan, model)
+    _require_weights(plan, model)
     kept, data = _undo_state_for(model) if reversible else None, None
     if compile:
         from .compile import compile_model, require_blocks
@@ -142,7 +142,6 @@ def patch_model(
             plan, report = _carry_out(plan, request, model, transaction, data)
             if report is not None:
                 report.prices = prices
-            fold_fixed_norms(plan, model, transaction, example_inputs)
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:
@@ -166,7 +165,7 @@ def _carry_out(
     before = snapshot_of(model, plan, inputs)
     with keep_random_state(), torch.inference_mode(False):
         plan, verdict = _convert_exactly(plan, model, before, init, transaction)
-        _, norms, others = plan.phases
+        _, norms, others, _ = plan.phases
         original = _original_of(model, plan, calibration)
         norms.apply(model, transaction)
         if plan.conversion is not None:
@@ -177,9 +176,9 @@ def _carry_out(
         repairs = calibration is not None and original is not None and bool(plan.losses())
         finite = init != "reset" and not repairs
         write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs, finite), init)
-        if not repairs:
-            return plan, None
-        return plan, repair(model, original, calibration, transaction, request.fit)
+        report = repair(model, original, calibration, transaction, request.fit) if repairs else None
+        fold_repaired(plan, model, transaction, inputs)
+        return plan, report
 
 
 def _convert_exactly(
@@ -347,6 +346,18 @@ def _new_lengths(request: Request) -> list[tuple[Any, str, int]]:
             "(pos='rope:max_positions=8192', for example). This request has neither."
         )
     return []
+
+
+def _require_weights(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse to fold the norms of a model without weights, which a fold multiplies.
+
+    Raises:
+        UnsupportedError: it is on the meta device.
+    """
+    if (scheme := next((one for one in plan.schemes if one.folds), None)) and not has_weights(model):
+        raise UnsupportedError(
+            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+        )
 
 
 def _require_changes(plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """`plan_patch`: plans what a request changes in a model, and in which order, without changing it.
 
 Whatever can be foreseen to fail is raised here, before anything changes. For GPT-2 with norm="rms", pos="rope" the plan
-has three phases; edits name modules by patterns from the base model, values of Parameters by their full names:
+has four phases; edits name modules by patterns from the base model, values of Parameters by their full names:
 
 1. What keeps the function, which `patch_model` checks on the model before it goes on.
    values: transformer.wpe.weight, h.*.attn.c_proj and h.*.mlp.c_proj lose the mean over the channels of the stream
@@ -11,6 +11,7 @@ has three phases; edits name modules by patterns from the base model, values of 
 3. Positions, MLPs and placements.
    edits:  wpe = its mean row; h.*.attn gets a child `rotary_emb` and a lens, under which its own forward rotates;
            the base model gets a lens that hands on what depends on positions alone
+4. After a repair, folds of norms that it fitted: none here, but with norm="none".
 
 The record in config.json is the two requests with their outcomes, and the edits as text; values are in the weights.
 """
@@ -42,7 +43,7 @@ from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .schemes.fixed import Folded
+from .runtime.errors import UnsupportedError
 from .schemes.placements import Placement
 from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request, require_order, require_same_init
 from .sites.sites import Sites
@@ -329,11 +330,27 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     for one in itertools.compress(results, new):
         _require_change(model, one)
     planned = list(itertools.compress(joined, new))
+    _require_readers_stay(planned)
     record = replace(record, any_length=takes_any_length(record, sites, planned))
     plan = Plan.of(model, record, planned)
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()
     return plan
+
+
+def _require_readers_stay(planned: Sequence[PlannerResult]) -> None:
+    """Refuse to fold norms after a repair into layers that the same request replaces, or reads norms by otherwise.
+
+    Raises:
+        UnsupportedError: says which order works.
+    """
+    folding = next((found for found in planned if any(change.changes for change in found.folds)), None)
+    other = next((found for found in planned if found.kind in ("mlp", "placement")), None)
+    if folding is not None and other is not None:
+        raise UnsupportedError(
+            f"norm={str(folding.part.scheme)!r} folds norms into the layers that read them, and {other.kind}= changes "
+            f"these: patch with {other.kind}= first, and then with norm=."
+        )
 
 
 def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:
@@ -344,14 +361,15 @@ def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:
 
 
 def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigDiff) -> tuple[Phase, ...]:
-    """The three phases of a plan, in the order in which they are carried out.
+    """The four phases of a plan, in the order in which they are carried out.
 
     1. What keeps the function: centring of the stream, exact norm swaps, folds. `patch_model` checks it before phase 2.
     2. All other norm swaps.
     3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
+    4. After the repair: folds of what it fitted, which are checked like phase 1.
     """
-    groups: tuple[list[list[Change]], ...] = [], [], []
-    checked = any(found.conversion is not None or isinstance(found.part.scheme, Folded) for found in planned)
+    groups: tuple[list[list[Change]], ...] = [], [], [], []
+    checked = any(found.conversion is not None or found.part.scheme.folds for found in planned)
     for found in planned:
         changes = [change for change in found.changes if change.changes]
         streams = [change for change in changes if change.row.kind == "stream"]
@@ -359,8 +377,9 @@ def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigD
         groups[0].append([*streams, *(one for one in norms if checked and one.row.why_exact is not None)])
         groups[1].append([one for one in norms if not checked or one.row.why_exact is None])
         groups[2].append([one for one in changes if one.row.kind not in ("stream", "norm")])
+        groups[3].append([one for one in found.folds if one.changes])
     phases = tuple(Phase.of(model, group) for group in groups)
-    phases[-1].then.append(derived)
+    phases[2].then.append(derived)
     return phases
 
 

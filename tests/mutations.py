@@ -304,11 +304,11 @@ FAULTS = [
         ("test_outcome.py::test_the_users_text_is_said_to_be_without_images",),
     ),
     Fault(
-        "a change of a rotation that attentions ignore is accepted",
-        "swap/trial.py",
-        "        elif (readers := ",
-        "        elif False and (readers := ",
-        ("test_outcome.py::test_attentions_that_ignore_the_rotation_that_they_are_passed",),
+        "a fold after a repair isn't checked",
+        "outcome.py",
+        "    verdict = check_folded(",
+        "    verdict = None and check_folded(",
+        ("swap/test_folded.py::test_control_a_wrong_fold_is_refused",),
     ),
     Fault(
         "a folded norm's gain is lost",
@@ -333,9 +333,9 @@ FAULTS = [
     ),
     Fault(
         "a fold that isn't exact is accepted",
-        "folding.py",
-        "if not verdict.holds:",
-        "if False:",
+        "outcome.py",
+        "    if not verdict.holds:\n        raise",
+        "    if False:\n        raise",
         ("swap/test_folded.py::test_control_a_wrong_fold_is_refused",),
     ),
 ]

@@ -17,7 +17,7 @@ import hfpatch
 ROOT = Path(hfpatch.__file__).parent
 # From the top to the bottom: a folder (or a module that stands beside them) imports only what is below it, or in it.
 ORDER = (
-    *("__init__", "patch", "folding", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
+    *("__init__", "patch", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
     *("swap", "exact", "sites", "schemes", "measure", "core", "runtime"),
 )
 BESIDE = {"cli": "__init__", "extend": "__init__", "compile": "measure"}

@@ -341,19 +341,7 @@ def test_a_long_one_is_run_in_part(pos: str, monkeypatch: pytest.MonkeyPatch) ->
     assert max(position for _, position in seen) == length
 
 
-# A change that moves nothing
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("pos", ["rope", "nope", "alibi", "sinusoidal"])
-def test_a_request_that_moves_nothing_is_refused(pos: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its edits are lost on the way, as where a foreign attention is in the place of the host's."""
-    monkeypatch.setattr("hfpatch.plan.apply", lambda edits, model, changes: None)
-    model = tiny("gpt2", LM)
-    before = fingerprint(model)
-    with pytest.raises(UnsupportedError, match=f"pos='{pos}' would change nothing"):
-        patch_model(model, pos=pos)
-    assert not changes(before, fingerprint(model))
+# A change that moves nothing is said
 
 
 class OwnRotation(LlamaAttention):
@@ -377,21 +365,8 @@ def test_attentions_that_ignore_the_rotation_that_they_are_passed(pos: str) -> N
     model, other = tiny("llama", LM), tiny("llama", LM)
     for layer, of_other in zip(model.model.layers, other.model.layers, strict=True):
         layer.self_attn.__class__, of_other.self_attn.__class__ = OwnRotation, PassedRotation
-    before = fingerprint(model)
-    with pytest.raises(UnsupportedError, match=r"would change nothing.*OwnRotation is passed its rotation and"):
-        patch_model(model, pos=pos)
-    assert not changes(before, fingerprint(model))
+    assert outcome(patch(model, pos=pos)).startswith("approximate: outputs differ by 0; not preserved:")
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(patch(other, pos=pos)))
-
-
-def test_what_reaches_no_output_isnt_refused() -> None:
-    """Attentions behind gates that are closed: that nothing moves tells nothing then."""
-    model = tiny("llama", LM)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-    (outcome,) = outcomes(patch(model, pos="rope:theta=77")).values()
-    assert outcome.startswith("approximate: outputs differ by 0;")
 
 
 def test_frequencies_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ class Scheme:
         also_called: other names that people know it by, for suggestions where one is asked for.
         options_also_called: likewise of its options, by the other name.
         turn: when it is carried out, if one request has several schemes of a kind for different modules: 0 first (what
-            keeps the function, which is checked at once; what changes nothing but what others change as well), 2 last
-            (what waits for a repair).
+            keeps the function, which is checked at once; what changes nothing but what others change as well), then 1.
+        folds: whether Parameters of norms are multiplied into the layers that read them.
         planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
             points name it: "package.module:function".
     """
@@ -41,6 +41,7 @@ class Scheme:
     also_called: ClassVar[tuple[str, ...]] = ()
     options_also_called: ClassVar[Mapping[str, str]] = {}
     planner: ClassVar[str]
+    folds: ClassVar[bool] = False
 
     @property
     def turn(self) -> int:

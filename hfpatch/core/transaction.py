@@ -116,13 +116,16 @@ class Transaction:
             change: what to do.
         """
         path, _, name = change.parameter.rpartition(".")
-        module, operand = root.get_submodule(path), change.operand
-        parameter = module.get_parameter(name)
+        module, anew = root.get_submodule(path), change.anew
+        parameter = module._parameters[name]
+        if parameter is None:
+            weight: Any = module.weight
+            parameter, anew = nn.Parameter(weight.new_zeros(len(weight)), weight.requires_grad), True
         old = parameter.data
         disk = self._disk if old.nbytes >= _LARGE and is_storable(old) else None
         copy = disk.store if disk is not None and self._from_files else Tensor.clone
-        new = change.apply(old, root.get_parameter(operand).data if isinstance(operand, str) else None, copy)
-        if change.anew or new.shape != old.shape:
+        new = change.apply(old, change.operand_in(root), copy)
+        if anew or new.shape != old.shape:
             with torch.inference_mode(new.is_inference()):  # outside, such a Parameter can't require gradients
                 self.set_parameter(module, name, nn.Parameter(new, requires_grad=parameter.requires_grad))
             return

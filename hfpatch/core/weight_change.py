@@ -7,12 +7,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
-from ..runtime.float64 import float64_device
+from ..runtime.float64 import float64_device, in_float64
 
 _PIECE = 2**18  # elements converted to float64 at once
+_ROWS = 4096  # of a weight, multiplied at once
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operand: what a linear map makes of a vector, W v in float64; both are named, and have the values of that time.
+
+    Attributes:
+        weight: a matrix, whose last axis is that of its outputs if `transposed` (as in `Conv1D`).
+        vector: as long as its other axis.
+    """
+
+    weight: str
+    vector: str
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.weight}{'.T' if self.transposed else ''} @ {self.vector}"
+
+    def values(self, root: nn.Module) -> Tensor:
+        """Return it, from the Parameters of a model."""
+        weight, vector = root.get_parameter(self.weight).detach(), root.get_parameter(self.vector).detach()
+        rows = (weight.T if self.transposed else weight).split(_ROWS)
+        return torch.cat([in_float64(some) @ in_float64(vector) for some in rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,18 +44,18 @@ class WeightChange:
     """Change of one Parameter's values x, computed in float64 and rounded to its dtype.
 
     Attributes:
-        parameter: its name in the model.
+        parameter: its name in the model; the bias that a linear map doesn't have yet starts at 0.
         op: "centre": x - mean(x) over `axis`. "add": x + operand. "multiply": x * operand. "fill": the operand, a
             number, everywhere. "value": the operand. "rows": operand(x), a table of another number of rows.
-        operand: a number, a tensor that broadcasts against x, or the name of a Parameter: a vector along `axis` with
-            the values that it has at that time. Of "rows" a function of x whose `str` says what it does.
+        operand: a number, a tensor that broadcasts against x, a `Product`, or the name of a Parameter: a vector along
+            `axis` with the values that it has at that time. Of "rows" a function of x whose `str` says what it does.
         axis: of "centre", or of an operand that is a name; else None.
         anew: put a new Parameter there, since another module may hold the present one and keep its values.
     """
 
     parameter: str
     op: str
-    operand: float | Tensor | str | Callable[[Tensor], Tensor] | None = None
+    operand: float | Tensor | str | Product | Callable[[Tensor], Tensor] | None = None
     axis: int | None = None
     anew: bool = False
 
@@ -48,6 +72,12 @@ class WeightChange:
         operand = self.operand if isinstance(self.operand, int | float | None) else _text(self.operand)
         return {"parameter": self.parameter, "op": self.op, "operand": operand, "axis": self.axis}
 
+    def operand_in(self, root: nn.Module) -> Tensor | None:
+        """Return the values of the Parameters that the operand names; None if it names none."""
+        if isinstance(self.operand, Product):
+            return self.operand.values(root)
+        return root.get_parameter(self.operand).data if isinstance(self.operand, str) else None
+
     def apply(
         self, values: Tensor, operand: Tensor | None = None, copy: Callable[[Tensor], Tensor] = Tensor.clone
     ) -> Tensor:
@@ -57,7 +87,7 @@ class WeightChange:
 
         Args:
             values: the old ones.
-            operand: the values of the Parameter that the operand names.
+            operand: what `operand_in` returns.
             copy: copies a tensor to where the result is to be.
         """
         given = self.operand if operand is None else operand
@@ -75,7 +105,7 @@ class WeightChange:
                 by = given.detach()
             else:
                 by = torch.tensor(given or 0.0, dtype=torch.float64, device="cpu")
-            if operand is not None:
+            if operand is not None and self.axis is not None:
                 by = along_axis(by, values, self.axis)
             return self._rewrite(copy(values), by)
 

@@ -53,7 +53,7 @@ def within_budget(
     Raises:
         OptionError: not even the cheapest norm fits; or as in `Calibration.batches`.
     """
-    exact, norms, _ = plan.phases
+    exact, norms = plan.phases[:2]
     with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
         base = copy_of(model, share=True)
         exact.apply(base, Transaction())

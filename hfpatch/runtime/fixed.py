@@ -83,9 +83,11 @@ class BiasedLinear(nn.Linear):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module) -> nn.Linear:
-        """Return a plain `nn.Linear` in place of the one without a bias."""
+        """Return a plain `nn.Linear` in place of the one without a bias; the old one if it has got one meanwhile."""
         if not isinstance(old, nn.Linear):
             raise TypeError(f"a bias can be added to nn.Linear, not to {type(old).__name__}")
+        if old.bias is not None:
+            return old
         new = nn.Linear(1, 1, device="meta")
         new.in_features, new.out_features, new.weight = old.in_features, old.out_features, old.weight
         bias = torch.zeros(old.out_features, dtype=old.weight.dtype, device=old.weight.device)

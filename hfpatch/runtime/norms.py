@@ -130,6 +130,9 @@ class AffineNorm(NormInterface):
         new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
         if old is None:
             new.reset_parameters()
+        elif isinstance(old, cls):  # what it learned besides stays
+            own = new.own_names
+            new._parameters.update({name: value for name, value in old._parameters.items() if name in own})
         new.leave_out_of_decay(replaced=old)
         return new
 

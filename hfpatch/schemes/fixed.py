@@ -113,10 +113,7 @@ class WithoutNorms(Fixed):
 
     also_called: ClassVar[tuple[str, ...]] = ("normless", "identity")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_without_norms"
-
-    @property
-    def turn(self) -> int:
-        return 2
+    folds: ClassVar[bool] = True
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The call of the fixed norm that is folded afterwards."""
@@ -144,6 +141,7 @@ class Folded(Norm):
 
     also_called: ClassVar[tuple[str, ...]] = ("fold", "flashnorm", "weightless")
     planner: ClassVar[str] = "hfpatch.swap.folded:plan_folded"
+    folds: ClassVar[bool] = True
     label: ClassVar[str] = "norm"
 
     @property

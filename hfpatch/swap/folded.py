@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.globs import Names
 from ..core.plan_table import Change, refuse_private_forward
-from ..core.weight_change import WeightChange
+from ..core.weight_change import Product, WeightChange
 from ..measure.blocks import same_layer
 from ..runtime.edits import Call, Edit, pattern_of
 from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import BiasedLinear, FixedNorm
-from ..runtime.float64 import in_float64
 from ..runtime.norms import NormFacts
 from ..schemes.fixed import Folded
 from ..schemes.request import SchemeRequest
@@ -31,7 +28,6 @@ from .norms import norm_text, plan_norms
 from .planners import PlannerResult
 
 _WHY_EXACT = "the layers that read it compute with its gain and shift"
-_ROWS = 4096  # of a weight, multiplied at once
 
 
 def plan_fixed(sites: Sites, part: SchemeRequest) -> PlannerResult:
@@ -52,41 +48,34 @@ def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """
     if part.init == "reset":
         raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
-    return PlannerResult(part, _Folder.of(sites, part).fold_all(plan_norms(sites, part)))
+    found, folder = plan_norms(sites, part), _Folder.of(sites, part)
+    named = folder.named(found)
+    folded = [
+        folder.fold(one, sites.model.get_submodule(one.row.module), named) if one.changes else one for one in found
+    ]
+    return PlannerResult(part, folded)
 
 
 def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
-    """Plan fixed norms that are folded after the repair; `plan_fold_of_fixed` plans that, once they are in place.
+    """Plan fixed norms, and how they are folded once they are repaired.
 
     Raises:
         UnsupportedError: as in `plan_folded` and `plan_fixed`.
     """
-    folder, found = _Folder.of(sites, part), plan_fixed(sites, part)
+    found, folder, folds = plan_fixed(sites, part), _Folder.of(sites, part), list[Change]()
     named = folder.named(found.changes)
-    for change in found.changes:
-        if change.changes:
-            facts = describe(sites.model.get_submodule(change.row.module))
-            assert facts is not None
-            reason = folder.reason_to_keep(change, part.scheme.remaining_facts(facts), named)
-            change.row.reason = f"then folded{folder.note(change)}" if reason is None else f"not folded: {reason}"
-    return replace(found, readers=folder.readers)
-
-
-def plan_fold_of_fixed(
-    sites: Sites, part: SchemeRequest, names: Iterable[str], readers: Mapping[str, Any] | None
-) -> PlannerResult:
-    """Plan folding the fixed norms of these names, for a request that is in the record already.
-
-    Args:
-        sites: of the model with fixed norms.
-        part: the request.
-        names: of the fixed norms.
-        readers: what read the norms before they were fixed, if nothing else was changed. None finds them anew, on a
-            small model, which can't be made if the patch names some layers of many.
-    """
-    changes = plan_norms(sites, SchemeRequest(Folded(), tuple(names)))
-    folded = _Folder.of(sites, part, readers).fold_all(changes)
-    return PlannerResult(part, [new for new, old in zip(folded, changes, strict=True) if old.changes])
+    for change in (one for one in found.changes if one.changes):
+        (edit,), name = change.edits, change.row.module
+        old, parent = (sites.model.get_submodule(one) for one in (name, name.rpartition(".")[0]))
+        fixed = edit.value.make_module(old, parent)
+        row = replace(change.row, now=norm_text(fixed, fixed.facts), losses=())
+        if (reason := Folded().reason_to_keep(fixed.facts)) is None:
+            fold = folder.fold(Change(row, (Edit.of(name, Folded().call(fixed.facts, fixed)),)), fixed, named)
+        else:
+            fold = Change(replace(row, becomes=None, why_exact=None, reason=reason))
+        change.row.reason = f"then folded{folder.note(change)}" if fold.changes else f"not folded: {fold.row.reason}"
+        folds.append(fold)
+    return replace(found, folds=folds)
 
 
 @dataclass
@@ -112,19 +101,14 @@ class _Folder:
     maps: Mapping[str, list[tuple[int, str]]]
 
     @classmethod
-    def of(cls, sites: Sites, part: SchemeRequest, readers: Mapping[str, Any] | None = None) -> _Folder:
+    def of(cls, sites: Sites, part: SchemeRequest) -> _Folder:
         model = sites.model
         owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         maps: dict[str, list[tuple[int, str]]] = {}
         for place, (name, module) in enumerate(model.named_modules()):
             if is_linear_map(module) or holds_maps(module):  # and no norm beside one in a Sequential
                 maps.setdefault(pattern_of(name), []).append((place, name))
-        return cls(model, part, sites.names, readers or find_readers(*sites.twin), owners, maps)
-
-    def fold_all(self, changes: list[Change]) -> list[Change]:
-        """Return norms' changes with what their readers take over; without edits where one can't be folded."""
-        named = self.named(changes)
-        return [self._fold(one, named) if one.changes else one for one in changes]
+        return cls(model, part, sites.names, find_readers(*sites.twin), owners, maps)
 
     def named(self, changes: Iterable[Change]) -> set[tuple[str, ...]]:
         """The names of norms whose output a model inside returns, and that `only` names nevertheless."""
@@ -139,40 +123,43 @@ class _Folder:
         """Where a fold isn't exact, in words for the plan; "" if it is everywhere."""
         return f"; not in {returned}" if (returned := self._returned(change)) else ""
 
-    def _fold(self, change: Change, named: set[tuple[str, ...]]) -> Change:
+    def fold(self, change: Change, norm: nn.Module, named: set[tuple[str, ...]]) -> Change:
+        """Return a norm's change with what its readers take over; without edits if it can't be folded.
+
+        Args:
+            change: puts in what is left of the norm.
+            norm: as it is at that time.
+            named: those of its method.
+        """
         row, names = change.row, _names(change)
-        norm = self.model.get_submodule(row.module)
         facts = describe(norm)
         assert facts is not None
-        if (reason := self.reason_to_keep(change, facts, named)) is not None:
+        if (reason := self._reason_to_keep(change, facts, named)) is not None:
             return Change(replace(row, becomes=None, why_exact=None, reason=reason))
         gone = norm if isinstance(norm, FixedNorm) and norm.bound is None else None
         found = list(self._readers_of(names))
-        biases, new_biases, edits = [], [], list(change.edits)
-        if facts.shift:
-            shift = norm.get_parameter(facts.shift)
-            for name, _ in found:
-                reader = self.model.get_submodule(name)
-                constant = _product(reader, shift)
-                if reader._parameters.get("bias") is None:
-                    edits.append(Edit.of(name, Call.of(BiasedLinear)))
-                    new_biases.append(WeightChange(f"{name}.bias", "value", constant))
-                else:
-                    biases.append(WeightChange(f"{name}.bias", "add", constant))
+        biases, edits = [], list(change.edits)
+        for name, _ in found if facts.shift else ():
+            reader = self.model.get_submodule(name)
+            constant = Product(f"{name}.weight", f"{row.module}.{facts.shift}", isinstance(reader, Conv1D))
+            biases.append(WeightChange(f"{name}.bias", "add", constant))
+            edits += [Edit.of(name, Call.of(BiasedLinear))] if reader._parameters.get("bias") is None else []
         weights = list(self._weights(row.module, facts, found, gone is not None and gone.mean))
         without = " and ".join(what for what in ("gain", "shift") if getattr(facts, what))
         becomes = "(gone)" if gone is not None else f"{norm_text(norm, facts)} without {without}"
         into = ", ".join(dict.fromkeys(name.removeprefix(_common(row.module, name)) for name, _ in found))
         row = replace(row, becomes=becomes, why_exact=_WHY_EXACT, reason=f"folded into {into}{self.note(change)}")
-        return Change(row, tuple(edits), (*biases, *weights), (*change.starts, *new_biases, *_own_values(row, norm)))
+        return Change(row, tuple(edits), (*biases, *weights), change.starts)
 
-    def reason_to_keep(self, change: Change, facts: NormFacts, named: set[tuple[str, ...]]) -> str | None:
-        """Return why a norm with these facts isn't folded; None if it is. `named` are those of its method."""
+    def _reason_to_keep(self, change: Change, facts: NormFacts, named: set[tuple[str, ...]]) -> str | None:
+        """Why a norm with these facts isn't folded; None if it is."""
         names = _names(change)
         found = self.readers.get(pattern_of(names[0]), "it isn't in the small model")
         if isinstance(found, str):
             return found
         norm = self.model.get_submodule(names[0])
+        present = describe(norm)
+        new_shift = present is not None and present.shift is None
         if any(self.owners[id(p)] > 1 for p in norm._parameters.values() if p is not None):
             return "another module has the same parameters"
         for name, axes in self._readers_of(names):
@@ -185,7 +172,7 @@ class _Folder:
             if kinds := {type(value.data).__name__ for value in values} - {"Tensor"}:
                 return f"{name}, which reads it, has weights of the type {kinds.pop()}"
             if facts.shift and bias is None and not isinstance(reader, nn.Linear):
-                way_out = "; norm='none:shift=false' adds no shift" if facts.kind == "rms" else ""
+                way_out = "; norm='none:shift=false' adds no shift" if new_shift else ""
                 return f"its shift would need a bias in {name} ({type(reader).__name__}){way_out}"
         if (returned := self._returned(change)) and names not in named:
             return f"it is {returned}: only=['*', its name] folds it too"
@@ -223,19 +210,6 @@ class _Folder:
 
 def _names(change: Change) -> tuple[str, ...]:
     return (change.row.module, *change.row.aliases)
-
-
-def _product(reader: nn.Module, shift: Tensor) -> Tensor:
-    """What a linear map makes of a norm's shift, in float64."""
-    weight, vector = reader.get_parameter("weight").detach(), in_float64(shift.detach())
-    weight = weight.T if isinstance(reader, Conv1D) else weight
-    return torch.cat([in_float64(rows) @ vector for rows in weight.split(_ROWS)])
-
-
-def _own_values(row: Any, norm: nn.Module) -> Iterator[WeightChange]:
-    """The present values of a norm's Parameters besides gain and shift (DyT's alpha), for the norm in its place."""
-    for name in getattr(norm, "own_names", ()):
-        yield WeightChange(f"{row.module}.{name}", "value", norm.get_parameter(name).detach())
 
 
 def _common(norm: str, reader: str) -> str:

@@ -35,7 +35,7 @@ class PlannerResult:
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
         lengths: (config, attribute, new value) where the request sets max_positions or image_size.
         shared: rows of what another scheme of the same call changes for this one, too.
-        readers: what reads the model's norms, as `find_readers` returns it, of a scheme that folds norms later.
+        folds: how its norms are folded once they are repaired; without edits those that can't be.
 
     Raises:
         UnsupportedError: something isn't preserved, and the request is init="exact".
@@ -46,7 +46,7 @@ class PlannerResult:
     conversion: Conversion | None = None
     lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
     shared: list[Row] = field(default_factory=list)
-    readers: Mapping[str, Any] | None = None
+    folds: list[Change] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Trial run after a change of positions: the model runs at full length and image size, and its outputs changed.
+"""Trial run after a change of positions: the model runs at full length and image size.
 
 What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
 text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens
@@ -9,22 +9,16 @@ in full, since a model takes no others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from ..core.plan_table import Change
-from ..measure.copies import copy_of
-from ..measure.hooks import CallArguments, observe_calls
 from ..measure.inputs import Inputs, example_inputs
 from ..measure.media import with_media
-from ..measure.outputs import outputs_of
-from ..measure.quiet_forward import cast_for_model, inference_state
 from ..measure.shrink import TOKENS
 from ..measure.snapshot import MakeInputs, attempt
 from ..runtime.classes import is_unlimited
@@ -103,102 +97,6 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
         f"{type(model).__name__} doesn't run {f'with {changed}' if changed else usual} after this patch: "
         f"{describe_error(error).rstrip('.')}. The model was left unchanged."
     )
-
-
-def require_moved(model: Any, original: Any, changes: Iterable[Change], what: str) -> None:
-    """Refuse a change of positions that leaves all outputs bit-identical.
-
-    A few tokens say nothing: some rules change positions beyond the original length alone. Nor do forwards that don't
-    reach what was changed: shaking its outputs has to move those of the model, or, of a rotation, shaking those of the
-    attentions that it is passed to, which then make their own.
-
-    Args:
-        model: after a patch.
-        original: a copy from before.
-        changes: of positions, lossy ones.
-        what: the request, for the message.
-
-    Raises:
-        UnsupportedError: nothing moved.
-    """
-    longer = max(model, original, key=lambda one: full_length(one) or 0)  # where dynamic scaling acts
-    try:
-        (inputs, whole), last = full_inputs(longer), last_positions(longer)
-    except UnsupportedError:
-        return
-    probes = [inputs] if last is None else [inputs, last[0]]
-    if not whole and last is None:
-        return
-    names = {change.row.module for change in changes if change.changes and change.row.losses}
-    names |= {one.rpartition(".")[0] for one in names}  # a type of its layers, or its table
-    reached, ignored = False, ""
-    for probe in probes:
-        before, after = (attempt(one, partial(dict, probe)) for one in (original, model))
-        if isinstance(before, Exception) or isinstance(after, Exception) or not equal(before, after):
-            return
-
-        def reaches(disturbed: set[str], probe: Any = probe, after: Any = after) -> bool:
-            other = attempt(_disturb(copy_of(model, share=True), disturbed), partial(dict, probe))
-            return not isinstance(other, Exception) and not equal(after, other)
-
-        if reaches(names):
-            reached = True
-        elif (readers := _readers(model, names, probe)) and reaches(readers):
-            kinds = ", ".join(sorted({type(model.get_submodule(name)).__name__ for name in readers}))
-            ignored = f": {kinds} is passed its rotation and doesn't use it"
-    if reached or ignored:
-        raise UnsupportedError(
-            f"{type(model).__name__}: {what} would change nothing: with it all outputs are what they were, to the bit, "
-            f"at the model's full length{ignored}. The model was left unchanged."
-        )
-
-
-def _readers(model: Any, names: set[str], probe: Mapping[str, Any]) -> set[str]:
-    """Names of the innermost modules that are passed what rotations of these names return."""
-    rotations = {one.module_name: one.module for one in find_rotations(model) if one.module_name in names}
-    made, found = list[Tensor](), set[str]()
-
-    def on_result(name: str, output: Any) -> None:
-        made.extend(_tensors(output))
-
-    def on_call(name: str, call: CallArguments) -> None:
-        if any(value is one for value in _tensors(tuple(call)) for one in made):
-            found.add(name)
-
-    with (
-        inference_state(model),
-        observe_calls(rotations, on_result=on_result),
-        observe_calls(dict(model.named_modules()), on_call),
-    ):
-        outputs_of(model, cast_for_model(model, probe))
-    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def equal(outputs: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Return whether the outputs of two forwards are bit-identical."""
-    same = outputs.keys() == others.keys()
-    return same and all(torch.equal(value, others[name]) for name, value in outputs.items())
-
-
-def _disturb(model: Any, names: set[str]) -> Any:
-    """Return a model, the same one, in which the outputs of some modules are off by up to a tenth."""
-
-    def shake(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple | list):
-            return type(output)(shake(module, args, one) for one in output)
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
-        return output * (1 + 0.1 * torch.rand_like(output))
-
-    for name, module in model.named_modules():
-        if name in names:
-            shake.__module__ = "torch"  # `quiet` leaves out a user's hooks
-            module.register_forward_hook(shake)
-    return model
 
 
 # Inputs

@@ -26,7 +26,7 @@ from hfpatch.patch import patch_model
 from hfpatch.runtime.errors import PatchError, describe_error
 
 ROOT = str(Path(hfpatch.__file__).parent)
-WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "folding.py", "plan.py", "swap", "exact", "repairs", "core"))
+WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "outcome.py", "plan.py", "swap", "exact", "repairs", "core"))
 REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms"},
     {"norm": "dyt"},

@@ -225,7 +225,7 @@ def test_fixed_norms_that_the_base_model_returns_are_folded_by_name_alone() -> N
         assert rows[name].reason.startswith(note)
     patch(model, norm="none", init="reset")
     assert isinstance(model.get_submodule(name), FixedNorm)
-    assert "not folded (it is ConvNextModel's pooler_output" in str(outcomes(model))
+    assert "; it is ConvNextModel's pooler_output: only=" in str(outcomes(model))
 
 
 def test_a_centred_stream_that_the_base_model_returns_is_told(tmp_path: Path) -> None:
@@ -377,6 +377,32 @@ def test_refused(make: Callable[[], Any], request_: dict, kind: type[PatchError]
     with pytest.raises(kind, match=match):
         patch(model, **({"norm": "folded"} | request_))
     assert changes(before, fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("more", [{"mlp": "swiglu"}, {"placement": "sandwich"}], ids=lambda more: next(iter(more)))
+def test_norms_arent_taken_out_while_the_layers_that_read_them_change(more: dict) -> None:
+    """In two calls they are, in the order that the message names."""
+    model = tiny("gpt2", LM)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedError, match=f"{next(iter(more))}"):
+        patch(model, norm="none", init="reset", **more)
+    assert changes(before, fingerprint(model)) == []
+    patch(model, init="reset", **more)
+    patch(model, norm="none", init="reset")
+    assert "none" in str(outcomes(model))
+
+
+def test_a_plan_says_how_norms_are_folded_after_the_repair() -> None:
+    plan = plan_patch(tiny("llama", LM), norm="none", only="*.0.input_layernorm")
+    folds = plan.phases[-1]
+    projection = "model.layers.*.self_attn.q_proj"
+    assert str(folds.edits[0]).startswith("layers.0.input_layernorm = ")
+    texts = {one.parameter: str(one) for one in folds.values}
+    assert (
+        texts["model.layers.0.self_attn.q_proj.bias"]
+        == f"x + {projection}.weight @ model.layers.*.input_layernorm.shift"
+    )
+    assert plan.record.edits, "what the record will hold is known before anything is measured"
 
 
 class Squared(nn.Module):
