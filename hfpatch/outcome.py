@@ -39,7 +39,7 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
             outputs are NaN.
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model.
     """
-    norms = None if plan.conversion is None else plan.conversion.to_check()
+    norms = None if plan.conversion is None else plan.conversion.to_check(model)
     before = Snapshot(model, _makers(model, plan, inputs), norms)
     if norms is None or before.forward is not None:
         return before

@@ -169,7 +169,7 @@ def _carry_out(
         original = _original_of(model, plan, calibration)
         norms.apply(model, transaction)
         if plan.conversion is not None:
-            plan.conversion.compensate(before.inputs, transaction)
+            plan.conversion.compensate(model, before.inputs, transaction)
         others.apply(model, transaction)
         give_patched_config(model, plan.record, transaction, plan.lengths)
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
@@ -398,7 +398,7 @@ def _warn(plan: Plan, model: PreTrainedModel, report: RepairReport | None, init:
     changed = {request: outcome for request, outcome in newest.items() if outcome.verdict != EXACT}
     if changed and init != "reset" and not (report and report.suffices):
         warnings.warn(_not_preserved(plan, changed, report), NotPreservedWarning, stacklevel=caller)
-    if plan.conversion is not None and plan.conversion.waits_for_weights:
+    if plan.conversion is not None and plan.conversion.waits_for_weights(model):
         warnings.warn(_WAITS_FOR_WEIGHTS.format(plan.model_name), NotPreservedWarning, stacklevel=caller)
 
 

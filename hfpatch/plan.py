@@ -37,7 +37,7 @@ from .core.scheme import Scheme
 from .core.transaction import Transaction
 from .core.weight_change import WeightChange
 from .errors import NothingToPatchError
-from .exact.request import Conversion
+from .exact.conversion import Conversion
 from .measure.batches import require_example
 from .measure.quiet_forward import free_unused_memory
 from .repairs.sample import generates
@@ -149,7 +149,7 @@ class Plan(Result):
 
     @property
     def lengths(self) -> list[Setting]:
-        """(config, attribute, new value) where the request sets max_positions or image_size."""
+        """The config's new values where the request sets max_positions or image_size."""
         return [setting for found in self.planned for setting in found.lengths]
 
     @cached_property
@@ -189,7 +189,7 @@ class Plan(Result):
     def lengths_in(self, config: Any) -> dict[str, Any]:
         """Return one config's new length attributes (max_positions, image_size), under the config's own names."""
         names = getattr(type(config), "attribute_map", {})
-        return {names.get(name, name): value for owner, name, value in self.lengths if owner is config}
+        return {names.get(name, name): value for path, name, value in self.lengths if not path}
 
     def losses(self, kind: str | None = None) -> list[str]:
         """Return what the patch (or one kind of its changes) doesn't preserve, without repetition; empty if exact."""

@@ -353,7 +353,7 @@ def test_a_failure_at_any_step_restores_everything(
     """Each change is logged by one call; the model is the same objects and bits whichever of them fails."""
     model = tiny("gpt2")
     found = find_centring(model)
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: found)
     give_gradients(model)
     model.train()
     before = fingerprint(model)
@@ -412,7 +412,7 @@ def test_a_model_is_changed_by_one_thread_at_a_time(change: str) -> None:
     [
         ("hfpatch.measure.snapshot.Snapshot.verdict", RuntimeError, RuntimeError),
         ("hfpatch.measure.snapshot.Snapshot.__init__", MemoryError, MemoryError),
-        ("hfpatch.exact.request.find_centring", RuntimeError, RuntimeError),
+        ("hfpatch.exact.conversion.find_centring", RuntimeError, RuntimeError),
         ("hfpatch.measure.snapshot.run", torch.OutOfMemoryError, torch.OutOfMemoryError),
         ("hfpatch.measure.snapshot.run", RuntimeError, OptionError),  # the first forward: the inputs' fault
         ("transformers.models.gpt2.modeling_gpt2.GPT2MLP.forward", torch.OutOfMemoryError, torch.OutOfMemoryError),

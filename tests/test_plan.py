@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickle
 import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+import zoo
 from tiny_models import RECORDED, changes, fingerprint, patch, tiny
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hfpatch.core.globs import Names
 from hfpatch.core.registry import ARCHITECTURES
@@ -491,3 +495,41 @@ def test_a_parametrized_norm_is_listed_as_kept() -> None:
     assert rows["transformer.ln_f"].action == "keep"
     assert "parametrizations" in str(rows["transformer.ln_f"].reason)
     assert rows["transformer.h.0.ln_1"].action == "replace"
+
+
+# A plan is data
+
+
+class DataPickler(pickle.Pickler):
+    """Refuses what is no data of a plan's own: modules, configs and what was handed in."""
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, nn.Module | nn.Parameter | PreTrainedConfig):
+            raise TypeError(f"a plan holds a {type(value).__name__}")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "request_"),
+    [
+        ("gpt2", {"norm": "rms", "pos": "rope:max_positions=128", "mlp": "swiglu"}),
+        ("gpt2", {"norm": "none", "pos": "learned:max_positions=128"}),
+        ("gpt2", {"norm": {"*.0.*": "dyt", "*": "folded"}, "pos": "alibi"}),
+        ("llama", {"norm": "dyt:alpha=llm", "init": "reset", "pos": "rope:theta=77"}),
+        ("bert", {"norm": "rms", "placement": "pre"}),
+        ("bert", {"norm": "deepnorm", "init": "reset", "pos": "sinusoidal"}),
+        ("roformer", {"pos": "rope:max_positions=128"}),  # its class computes a table
+        ("t5", {"norm": "layer", "pos": "nope"}),
+        ("vit", {"norm": "batch", "pos": "learned:image_size=96"}),
+    ],
+    ids=str,
+)
+def test_a_plan_is_data(model_type: str, request_: dict[str, Any]) -> None:
+    """It can be stored, and sent to another process; nothing in it is the model's."""
+    model, _ = zoo.tiny(model_type)
+    plan, stored = plan_patch(model, **request_), io.BytesIO()
+    DataPickler(stored).dump(plan)
+    again = pickle.loads(stored.getvalue())
+    assert str(again) == str(plan)
+    assert again.to_json() == plan.to_json()
+    with pytest.raises(TypeError, match="a plan holds a"):  # control
+        DataPickler(io.BytesIO()).dump(replace(plan, model_name=model))

@@ -19,7 +19,7 @@ from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Record
 from ..sites.rotations import configs_of_parts
-from ..swap.config_diff import Setting
+from ..swap.config_diff import Setting, config_at
 from ..swap.image_tables import IMAGE_SIZE
 from .classes import registered_config_class
 
@@ -40,7 +40,7 @@ def give_patched_config(
         model: after its patch.
         record: of all its patches.
         transaction: the log.
-        lengths: (config, attribute, value) of what the patch changes in it.
+        lengths: what the patch changes in it.
     """
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
@@ -55,7 +55,8 @@ def give_patched_config(
         for setting in _SET_BY_FORWARDS if isinstance(module, PreTrainedModel) else ():
             for one in held[part][-2:] if setting in vars(module) and setting in vars(own) else ():
                 setattr(one, setting, vars(module)[setting])
-    for original, attribute, value in lengths:
+    for path, attribute, value in lengths:
+        original = config_at(model, path)
         changed: Any = copies[id(original)]
         generation: Any = getattr(model, "generation_config", None)
         of_text = isinstance(value, int) and attribute not in (IMAGE_SIZE, ORIGINAL)

@@ -30,7 +30,7 @@ from ..sites.rotations import config_paths
 _ADVICE = "Leave max_positions or image_size out."
 _UNSET = -12345  # fills buffers, to see which ones `_init_weights` overwrites; no buffer of indices or offsets holds it
 _PLAIN = (int, float, str, bool, type(None))
-Setting = tuple[Any, str, Any]  # a config inside the model's, its attribute, the new value
+Setting = tuple[tuple[str, ...], str, Any]  # path of a config inside the model's, its attribute, the new value
 
 
 @dataclass
@@ -54,6 +54,25 @@ class ConfigDiff:
                 transaction.set_parameter(module, name, new)
             elif module._buffers.get(name) is not None:
                 transaction.set_buffer(module, name, tensor.to(present.device, present.dtype))
+
+
+def setting(model: Any, config: Any, attribute: str, value: Any) -> Setting:
+    """Return the new value of a config's attribute as a setting of a model.
+
+    Raises:
+        UnsupportedError: the config isn't inside the model's.
+    """
+    if (path := config_paths(model.config).get(id(config))) is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {attribute}={value} can't be stored, since a part of the model reads a copy of "
+            f"its config that isn't saved with a checkpoint. {_ADVICE}"
+        )
+    return path, attribute, value
+
+
+def config_at(model: Any, path: tuple[str, ...]) -> Any:
+    """Return the config inside a model's that a setting is of."""
+    return reduce(getattr, path, model.config)
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
@@ -108,18 +127,12 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     """Return an unpatched model of the class on the meta device, from the config with other settings.
 
     Raises:
-        UnsupportedError: a setting is of a config outside the model's, or the class can't be built with it.
+        UnsupportedError: the class can't be built with them.
     """
-    config, paths = unpatched_config(model.config), config_paths(model.config)
-    for owner, attribute, value in settings:
-        if id(owner) not in paths:
-            raise UnsupportedError(
-                f"{type(model).__name__}: {attribute}={value} can't be stored, since a part of the model reads a "
-                f"copy of its config that isn't saved with a checkpoint. {_ADVICE}"
-            )
+    config = unpatched_config(model.config)
     try:
-        for owner, attribute, value in settings:
-            _set(config, (*paths[id(owner)], attribute), value)
+        for path, attribute, value in settings:
+            setattr(reduce(getattr, path, config), attribute, value)  # which some configs check
         return copy_of(model, config=config, device="meta")
     except Exception as error:
         reason = describe_error(error, 120)
@@ -251,26 +264,21 @@ def require_valid_config(model: Any, settings: list[Setting]) -> None:
 
 def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
     """What is wrong with a config that has other settings; None if nothing is."""
-    written, paths = unpatched_config(config), config_paths(config)
-    changed = [((*paths[id(owner)], name), value) for owner, name, value in settings if id(owner) in paths]
+    written = unpatched_config(config)
     try:
-        for path, value in changed:
-            _set(written, path, value)
+        for path, name, value in settings:
+            setattr(reduce(getattr, path, written), name, value)
         if hasattr(written, "validate"):
             written.validate()
         read = type(written).from_dict(json.loads(written.to_json_string()))
     except Exception as error:  # whatever a config's own validation may raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1][:300] if lines else describe_error(error)
-    for path, value in changed:
-        found = reduce(getattr, path, read)
+    for path, name, value in settings:
+        found = getattr(reduce(getattr, path, read), name)
         if _as_json(found) != _as_json(value):
-            return f"read again, its {'.'.join(path)} is {found!r:.120}"
+            return f"read again, its {'.'.join((*path, name))} is {found!r:.120}"
     return None
-
-
-def _set(config: Any, path: tuple[str, ...], value: Any) -> None:
-    setattr(reduce(getattr, path[:-1], config), path[-1], value)  # which some configs check
 
 
 def _as_json(value: Any) -> Any:

@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ..schemes.request import SchemeRequest
 from ..schemes.rope import PARTIAL, RoPE, Rotation, caching_loss, rotation_after
 from ..sites.rotations import NativeRotation, Settings, find_rotations
 from ..sites.sites import Sites
-from .config_diff import Setting, derive, host_with
+from .config_diff import Setting, config_at, derive, host_with, setting
 
 OWN_ROTATION_KEPT = (
     "the model rotates by itself: pos='rope:theta=...' changes that rotation, pos='nope' drops it, and no other scheme "
@@ -63,17 +62,18 @@ def plan_native(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
 
 def settings_of_rotations(sites: Sites, part: SchemeRequest[Position]) -> list[Setting]:
     """Return the config changes of a position scheme: the settings of the model's own rotations."""
-    scheme, copies = part.scheme, dict[int, tuple[Any, Any]]()
+    scheme, copies = part.scheme, dict[tuple[str, ...], tuple[Any, Any]]()
     if not isinstance(scheme, RoPE):
         return []
     for rotation, config in changing_rotations(sites, part):
-        _, new = copies.setdefault(id(config), (config, copy.deepcopy(config)))
+        assert rotation.path is not None
+        _, new = copies.setdefault(rotation.path, (config, copy.deepcopy(config)))
         after = rotation_of(sites.model, rotation, scheme)
         for name, value in settings_in(new, after.settings, rotation.layer_type).items():
             setattr(new, name, value)
     return [
-        (config, name, getattr(new, name))
-        for config, new in copies.values()
+        (path, name, getattr(new, name))
+        for path, (config, new) in copies.items()
         for name in ("rope_theta", "rope_parameters", ORIGINAL)
         if getattr(new, name, None) != getattr(config, name, None)
     ]
@@ -83,7 +83,7 @@ def changing_rotations(sites: Sites, part: SchemeRequest[Position]) -> Iterator[
     """Return the model's own rotations that a part changes and a config describes, each with that config."""
     for rotation in sites.rotations if part.scheme.name in ("rope", "nope") else ():
         if rotation.path is not None and not sites.names.reason_to_keep([rotation.name], part.only, part.keep):
-            yield rotation, reduce(getattr, rotation.path, sites.model.config)
+            yield rotation, config_at(sites.model, rotation.path)
 
 
 def original_lengths(sites: Sites, part: SchemeRequest[Position]) -> set[int]:
@@ -113,7 +113,7 @@ def rotation_of(model: Any, rotation: NativeRotation, scheme: RoPE) -> Rotation:
 
 def _config_of(model: Any, rotation: NativeRotation) -> Any:
     """The config that a rotation's settings are saved in; its module's own if none is."""
-    return rotation.module.config if rotation.path is None else reduce(getattr, rotation.path, model.config)
+    return rotation.module.config if rotation.path is None else config_at(model, rotation.path)
 
 
 def _settings_in_config(model: Any, rotation: NativeRotation, after: Rotation) -> list[Setting]:
@@ -121,7 +121,7 @@ def _settings_in_config(model: Any, rotation: NativeRotation, after: Rotation) -
         return []
     config = _config_of(model, rotation)
     pairs = settings_in(config, after.settings, rotation.layer_type, _new_length(model, rotation, after))
-    return [(config, *pair) for pair in pairs.items()]
+    return [(rotation.path, *pair) for pair in pairs.items()]
 
 
 def _new_length(model: Any, rotation: NativeRotation, after: Rotation) -> int | None:
@@ -233,7 +233,7 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
         if rotation.name not in names or rotation.path is None:
             continue
         with torch.device("cpu"):
-            built = host_class(type(rotation.module))(reduce(getattr, rotation.path, model.config))
+            built = host_class(type(rotation.module))(config_at(model, rotation.path))
         now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
         same_scale = rotation.scale(rotation.module) == rotation.scale(built)
         if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
@@ -318,7 +318,8 @@ def _require_same_as_built(
     error, settings = 0.0, _settings_in_config(model, rotation, after)
     try:
         part, candidates, patched, own = _small_model(model, rotation, example_inputs)
-        built, inputs = twin(host_with(part, settings), candidates)
+        of_part = [setting(part, config_at(model, path), name, value) for path, name, value in settings]
+        built, inputs = twin(host_with(part, of_part), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)
             expected, small = after.settings, _rotation_named(built, own.name)

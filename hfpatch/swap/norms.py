@@ -13,7 +13,7 @@ from ..core.globs import Names
 from ..core.plan_table import Change, Row, refuse_private_forward
 from ..core.weight_change import WeightChange
 from ..errors import NothingToPatchError
-from ..exact.request import Conversion
+from ..exact.conversion import Conversion, find_conversion
 from ..runtime.edits import Edit
 from ..runtime.norms import NormFacts
 from ..schemes.norms import Norm
@@ -54,8 +54,12 @@ class _NormSite:
 
 def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
     """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
-    changes, conversion = plan_with(sites, part, Conversion.of_request(sites.model, part, sites.example_inputs))
-    return PlannerResult(part if conversion is None else conversion.to_record(), changes, conversion)
+    if part.scheme.centring is None or part.init in ("copy", "reset"):  # only the norms are swapped
+        return PlannerResult(part, plan_norms(sites, part))
+    changes, conversion = plan_with(sites, part, Conversion())
+    assert conversion is not None
+    init = part.init if conversion.centres else "copy"  # as the record stores it
+    return PlannerResult(replace(part, init=init), changes, conversion)
 
 
 def plan_norms(sites: Sites, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
@@ -74,7 +78,8 @@ def plan_with(
     Args:
         sites: of any module tree.
         part: a norm scheme with its globs.
-        conversion: finds which norms can be swapped exactly, and what to centre for that; None copies gain and shift.
+        conversion: an empty one, for a search for norms that can be swapped exactly and what to centre for that; None
+            copies gain and shift.
         special: norm -> what it is, for further ones that are kept unless `only` names them.
 
     Returns:
@@ -93,7 +98,7 @@ def plan_with(
     _give_reasons_to_keep(norms, part, sites.names, special or {})
     changing = [site for site in norms if site.reason is None]
     if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
-        conversion = conversion.find()
+        conversion = find_conversion(sites.model, part.scheme, sites.example_inputs)
     for site in changing:
         _give_loss(site, part, conversion)
     if conversion is not None:
@@ -104,7 +109,7 @@ def plan_with(
         raise not_exact(changing[0].names[0], part.scheme, str(changing[0].loss))
     why = _SAME if conversion is None else _NO_MEAN
     changes = [_change(model, site, part, why) for site in norms]
-    return changes + ([] if conversion is None else conversion.changes()), conversion
+    return changes + ([] if conversion is None else conversion.changes), conversion
 
 
 def _give_loss(site: _NormSite, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:

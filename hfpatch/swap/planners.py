@@ -14,7 +14,7 @@ from ..core.globs import Names, no_match, require_all_match
 from ..core.plan_table import Change, Kept, Row
 from ..core.scheme import Scheme
 from ..errors import NoMatchError
-from ..exact.request import Conversion
+from ..exact.conversion import Conversion
 from ..runtime.errors import UnsupportedError
 from ..schemes.request import KINDS, Request, SchemeRequest, kind_of
 from ..sites.sites import Sites
@@ -33,7 +33,7 @@ class PlannerResult:
         part: the request as the patch record will hold it.
         changes: one per module: its table row, edits and new values; empty if the model is patched this way already.
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
-        lengths: (config, attribute, new value) where the request sets max_positions or image_size.
+        lengths: new values of settings (path of a config, attribute, value), of max_positions or image_size.
         shared: rows of what another scheme of the same call changes for this one, too.
         folds: how its norms are folded once they are repaired; without edits those that can't be.
 
@@ -44,7 +44,7 @@ class PlannerResult:
     part: SchemeRequest
     changes: list[Change]
     conversion: Conversion | None = None
-    lengths: list[tuple[Any, str, Any]] = field(default_factory=list)
+    lengths: list[tuple[tuple[str, ...], str, Any]] = field(default_factory=list)
     shared: list[Row] = field(default_factory=list)
     folds: list[Change] = field(default_factory=list)
 
@@ -207,13 +207,13 @@ def _require_one_centring(results: Sequence[PlannerResult]) -> None:
 
 def _require_equal_settings(results: Sequence[PlannerResult]) -> None:
     """Refuse two values of one setting of the config."""
-    seen: dict[tuple[int, str], tuple[Any, PlannerResult]] = {}
+    seen: dict[str, tuple[Any, PlannerResult]] = {}
     for found in results:
-        for config, name, value in found.lengths:
-            before, other = seen.setdefault((id(config), name), (value, found))
+        for path, name, value in found.lengths:
+            place = ".".join(("config", *path, name))
+            before, other = seen.setdefault(place, (value, found))
             if before != value:
-                what = f"set it to {before!r} and to {value!r}"
-                raise _conflict(f"{type(config).__name__}.{name}", other, found, what)
+                raise _conflict(place, other, found, f"set it to {before!r} and to {value!r}")
 
 
 def _conflict(where: str, one: PlannerResult, other: PlannerResult, what: str) -> UnsupportedError:

@@ -23,7 +23,7 @@ from ..sites.architectures.refused import REFUSED
 from ..sites.sites import Sites
 from ..sites.stacks import FoundStack, first_row, max_positions, require_settings
 from .attentions import attention_changes, own_change, reasons_to_keep
-from .config_diff import Setting
+from .config_diff import Setting, setting
 from .image_tables import IMAGE_SIZE, new_size
 from .native_rope import changing_rotations, original_lengths, plan_native, settings_of_rotations
 from .planners import PlannerResult
@@ -230,14 +230,15 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
     """Config changes of a position scheme: lengths, image sizes, settings of the model's own rotations.
 
     Raises:
+        OptionError: as in `_require_one_direction`.
         UnsupportedError: no config says how many positions there are.
     """
     scheme = part.scheme
     settings, affected = settings_of_rotations(sites, part), _affected(sites.tables, part, sites.names)
     sizes: list[Setting] = []
     if isinstance(scheme, Learned):
-        new = [(item.config, IMAGE_SIZE, new_size(item, scheme)) for item in affected if item.stack.grid]
-        sizes = [setting for setting in new if setting[2] is not None]
+        new = [(item.config, new_size(item, scheme)) for item in affected if item.stack.grid]
+        sizes = [setting(sites.model, config, IMAGE_SIZE, size) for config, size in new if size is not None]
     if scheme.max_positions is None:
         return settings + sizes
     rotations = [config for _, config in changing_rotations(sites, part) if getattr(config, LENGTH, None) is not None]
@@ -246,19 +247,37 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
     # patches are no length of text, nor are sounds whose config has none
     stacks = [item for item in affected if item.stack.grid is None]
     stacks = [item for item in stacks if getattr(item.config, item.stack.config_length, None) is not None]
+    _require_one_direction(stacks, scheme)
     found += [_of_stack(sites.model, item, scheme.max_positions) for item in stacks]
     found += _pin_lengths(sites, part, affected)
-    found = list({(id(config), name): (config, name, value) for config, name, value in found}.values())
-    if not found + sizes:
+    told = {one[:2]: one for one in (setting(sites.model, *place) for place in found)}
+    if not [*told, *sizes]:
         raise UnsupportedError(
             f"{type(sites.model).__name__}: none of its configs says how many positions there are. Leave "
             "max_positions out."
         )
-    return settings + found + sizes
+    return [*settings, *told.values(), *sizes]
 
 
-def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
-    """The setting of a stack's config for its new length; some configs also count rows that hold no position."""
+def _require_one_direction(stacks: list[FoundStack], scheme: Position) -> None:
+    """Refuse a length that makes one table longer and another shorter: Whisper's of text and of sounds.
+
+    Raises:
+        OptionError: names them.
+    """
+    lengths = {item.table_name: max_positions(item) for item in stacks if scheme.keeps_table}
+    new = scheme.max_positions or 0
+    shorter, longer = ([name for name, old in lengths.items() if (new - old) * sign > 0] for sign in (-1, 1))
+    if shorter and longer:
+        told = " and ".join(f"{name} ({lengths[name]})" for name in (*longer, *shorter))
+        chosen = [f"{name.rpartition('.')[0]}.*" for name in longer]
+        raise OptionError(
+            f"max_positions={new} would make one table longer and another shorter: {told}. Choose: only={chosen!r}."
+        )
+
+
+def _of_stack(model: nn.Module, item: FoundStack, length: int) -> tuple[Any, str, int]:
+    """A stack's config, its attribute and the value for a new length: some also count rows that hold no position."""
     config, attribute = item.config, item.stack.config_length
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
@@ -274,10 +293,10 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> Setting:
     return config, attribute, length + more
 
 
-def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[FoundStack]) -> list[Setting]:
-    """Settings that keep the length of biases which stay: by default it follows that of the tables."""
+def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[FoundStack]) -> list[tuple[Any, str, int]]:
+    """Likewise what keeps the length of biases which stay: by default it follows that of the tables."""
     owners = [item.owner for item in affected]
-    found: list[Setting] = []
+    found: list[tuple[Any, str, int]] = []
     for item in sites.biases if part.scheme.keeps_table else ():
         config, unset = item.config, item.stack.as_long_as_tables
         if unset is None or item.removed_rows() is not None or item.owner not in owners:

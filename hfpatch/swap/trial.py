@@ -27,7 +27,7 @@ from ..runtime.rotary import ORIGINAL, RotaryEmbedding
 from ..runtime.tables import ComputedPositions
 from ..sites.rotations import find_rotations
 from ..sites.stacks import find_stacks, max_positions
-from .config_diff import Setting
+from .config_diff import Setting, config_at
 from .image_tables import IMAGE_SIZE, sides
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # of texts, by their names in configs
@@ -43,7 +43,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     Args:
         model: after a patch.
         original: a copy from before, the control: inputs that are made in the same way for its own length run in it.
-        settings: what changed in the config: (config as it was, attribute, new value).
+        settings: what changed in the config.
         given: the user's inputs for the original, if there are any.
 
     Returns:
@@ -62,7 +62,7 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     if isinstance(full, Exception):
         if given is None:
             return False
-        full = attempt(model, lambda: adapt_inputs(given, model, settings))
+        full = attempt(model, lambda: adapt_inputs(given, model, original, settings))
         return not isinstance(full, Exception)
     last = attempt(model, lambda: _positions(model, 0))
     if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
@@ -162,15 +162,16 @@ def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | 
     return {**inputs, "position_ids": first + length - first.shape[1]}, {**inputs, "position_ids": first}
 
 
-def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, settings: list[Setting]) -> dict[str, Any]:
+def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, original: Any, settings: list[Setting]) -> dict[str, Any]:
     """Adapt a user's inputs for the original model to the model with other settings.
 
     Args:
         inputs: keyword arguments of a forward.
-        model: after the change.
-        settings: what changed in its config: (config as it was, attribute, new value).
+        model, original: after the change and before it.
+        settings: what changed in its config.
     """
-    sizes = [(sides(getattr(config, name)), sides(value)) for config, name, value in settings if name == IMAGE_SIZE]
+    sized = [one for one in settings if one[1] == IMAGE_SIZE]
+    sizes = [(sides(getattr(config_at(original, path), name)), sides(value)) for path, name, value in sized]
     length = full_length(model)
 
     def fit(value: Any) -> Any:

@@ -259,7 +259,7 @@ def test_exact_keeps_what_isnt_and_says_why(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: pytest.fail("a small model was built"))
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: pytest.fail("a small model was built"))
 
 
 @pytest.mark.usefixtures("no_search")
@@ -278,7 +278,7 @@ def test_a_search_that_finds_no_twin_leaves_a_plain_copy_with_the_reason(monkeyp
     def fail(*args: Any) -> None:
         raise UnsupportedError("no twin")
 
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", fail)
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", fail)
     model = tiny("gpt2", LM)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     with pytest.raises(UnsupportedError, match="no twin"):
@@ -326,7 +326,7 @@ WRONG: dict[str, tuple[str, Callable[[Centring], Centring]]] = {
 def test_what_isnt_exact_on_the_model_itself_is_taken_back(
     family: str, change: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: change(find_centring(*a)))
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: change(find_centring(*a)))
     model = tiny(family, LM if family == "gpt2" else BASE)
     copied = patch(copy.deepcopy(model), norm="rms", init="copy")
     before = fingerprint(model)
@@ -361,10 +361,9 @@ TOO_LONG = {"input_ids": torch.ones(1, 65, dtype=torch.long)}
 
 def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"input_ids": torch.randint(5, 97, (1, 3))}
-    assert plan_patch(tiny("gpt2", LM), norm="rms", example_inputs=given).conversion.inputs is given
     silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: found)
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: found)
     monkeypatch.setattr("hfpatch.swap.trial.example_inputs", lambda *a, **options: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
@@ -415,7 +414,7 @@ def test_unpatch_after_training_restores_what_was_changed() -> None:
 def test_saved_and_opened(name: str, request_: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(MAKE[name]() if name in MAKE else tiny(name), **request_)
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *a: pytest.fail("loading built a small model"))
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: pytest.fail("loading built a small model"))
     again = load(tmp_path, LM if name == "gpt2" else BASE)
     assert difference(model, again) == 0
     centred = [[n for n, m in one.named_modules() if CENTRED in m.__dict__] for one in (model, again)]

@@ -216,7 +216,7 @@ def test_globs_without_effect_are_refused(request_: Mapping[str, Any], error: ty
 
 def test_one_setting_for_two_stacks_is_refused() -> None:
     request = {"encoder.*": "learned:max_positions=128", "decoder.*": "learned:max_positions=96"}
-    with pytest.raises(UnsupportedError, match=r"BartConfig.max_position_embeddings: .* set it to 128 and to 96"):
+    with pytest.raises(UnsupportedError, match=r"config.max_position_embeddings: .* set it to 128 and to 96"):
         plan_patch(tiny("bart"), pos=request)
     request["decoder.*"] = "learned:max_positions=128,method=linear"
     model = patch(tiny("bart"), pos=request)  # a control, which only one request can do: they share the config's length

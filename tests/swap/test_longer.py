@@ -12,10 +12,12 @@ import torch
 import transformers
 import zoo
 from rope_proof import floating_tensors
+from tiny_models import changes, fingerprint
 from tiny_models import patch as patched
 from torch import Tensor
 from transformers import AutoModel
 
+from hfpatch.errors import OptionError
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -134,6 +136,22 @@ def test_towers_without_a_length_leave_the_text_s(model_type: str, tmp_path: Pat
     patched(model, pos=ROTATED)
     assert model.config.get_text_config().max_position_embeddings == NEW
     assert same(run(proof.opened(model, tmp_path), inputs, NEW), run(model, inputs, NEW))
+
+
+@pytest.mark.parametrize("length", [48, 20, 96])
+def test_a_length_between_those_of_two_tables_asks_which_is_meant(length: int) -> None:
+    """Whisper's of text and of sounds: what makes the one longer would cut the other."""
+    model, _ = zoo.tiny("whisper", max_target_positions=32, max_source_positions=64)
+    before, pos = fingerprint(model), f"learned:max_positions={length}"
+    if not 32 < length < 64:  # controls: both are cut, or both get longer
+        assert len([row for row in plan_patch(model, pos=pos).rows if row.becomes]) == 2
+        return
+    with pytest.raises(
+        OptionError, match=r"decoder.embed_positions \(32\) and .*\(64\). Choose: only=\['decoder.\*'\]"
+    ):
+        patch_model(model, pos=pos)
+    assert changes(before, fingerprint(model)) == []
+    assert len([row for row in plan_patch(model, pos=pos, only=["decoder.*"]).rows if row.becomes]) == 1
 
 
 @pytest.mark.parametrize("model_type", ["big_bird", pytest.param("bigbird_pegasus", marks=SLOW)])

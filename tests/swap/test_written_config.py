@@ -95,17 +95,17 @@ def test_settings_that_come_back_as_others_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(model.config), "validate", lambda self: None)
     yarn = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 2.0}
     with pytest.raises(UnsupportedError, match=r"read again, its rope_parameters is .*longrope"):
-        require_valid_config(model, [(model.config, "rope_parameters", yarn)])
+        require_valid_config(model, [((), "rope_parameters", yarn)])
 
 
 def test_a_config_that_was_invalid_before_is_no_fault_of_the_request() -> None:
     model, _ = zoo.tiny("phi3")
     model.config.rope_parameters["rope_type"] = "other"
-    require_valid_config(model, [(model.config, "rope_parameters", {"rope_type": "yarn"})])
+    require_valid_config(model, [((), "rope_parameters", {"rope_type": "yarn"})])
     model, _ = zoo.tiny("gpt2")
-    require_valid_config(model, [(model.config, "n_positions", 64)])
+    require_valid_config(model, [((), "n_positions", 64)])
     with pytest.raises(UnsupportedError, match="n_positions='many'"):
-        require_valid_config(model, [(model.config, "n_positions", "many")])
+        require_valid_config(model, [((), "n_positions", "many")])
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ FAULTS: dict[str, Callable[[Centring], Centring]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_control_a_wrong_centring_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which patch_model itself would refuse."""
-    monkeypatch.setattr("hfpatch.exact.request.find_centring", lambda *given: FAULTS[fault](find_centring(*given)))
+    monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *given: FAULTS[fault](find_centring(*given)))
     monkeypatch.setattr(Verdict, "holds", True)
     result = exact.examine("gpt2")
     assert result.status == "wrong"
