@@ -32,7 +32,7 @@ class Kept(StrEnum):
     WITH_ITS_ATTENTIONS = "its attentions are kept"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """One module in a plan: what happens to it and why.
 
@@ -55,7 +55,9 @@ class Row:
     why_exact: str | None = None
     aliases: tuple[str, ...] = ()
 
-    def replace_by(self, becomes: str, *losses: str | None, why_exact: str | None = None) -> Row:
+    def replace_by(
+        self, becomes: str, *losses: str | None, why_exact: str | None = None, note: str | None = None
+    ) -> Row:
         """Return the row of a replaced module, with what is lost (None doesn't count), or with why nothing is.
 
         Raises:
@@ -64,8 +66,15 @@ class Row:
         lost = tuple(filter(None, losses))
         if not lost and why_exact is None:
             raise ValueError(f"{self.module}: say what the replacement loses, or why it is exact")
-        self.becomes, self.losses, self.why_exact = becomes, lost, None if lost else why_exact
-        return self
+        return replace(self, becomes=becomes, losses=lost, why_exact=None if lost else why_exact, reason=note)
+
+    def keep(self, reason: str | None) -> Row:
+        """Return the row of the module as it stays, with the reason."""
+        return replace(self, becomes=None, losses=(), why_exact=None, reason=reason)
+
+    def with_note(self, note: str) -> Row:
+        """Return the row with a further note."""
+        return replace(self, reason="; ".join(filter(None, (self.reason, note))))
 
     @property
     def action(self) -> str:
@@ -97,7 +106,7 @@ class HostStep(Protocol):
         """Apply the step to the model, after the edits."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Change:
     """A row of a plan with the edits and weight changes that apply it.
 

@@ -202,7 +202,7 @@ def _plan_signal(model: nn.Module, signal: Signal) -> Iterator[Change]:
             continue
         refuse_private_forward(name, module)
         row = Row("stream", f"{name}.{argument}".strip("."), "input" if argument else module._get_name())
-        row.replace_by("centred in every forward", why_exact=_CENTRED)
+        row = row.replace_by("centred in every forward", why_exact=_CENTRED)
         lens = Call.of("CentredArgument", argument, *([] if axis == -1 else [axis]))
         edit = (LENS_SLOT, lens) if argument else (CENTRE_SLOT, axis)
         yield Change(row, (Edit.of(f"{name}.{edit[0]}", edit[1]),))

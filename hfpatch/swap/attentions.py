@@ -80,19 +80,17 @@ def _attention_change(
     new = scheme.rotation(head_dim, start)
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
-        row.reason = Kept.DONE
-        return Change(row)
+        return Change(row.keep(Kept.DONE))
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
     seen = any(one is not None for one in (new, scheme.attends, rotary, bias, stack.window))
     if not (seen or own):
-        row.reason = "has no positions of its own"
-        return Change(row)
+        return Change(row.keep("has no positions of its own"))
     require_settings(item)
     new_bias = bias_for(name, module, scheme, _has_biases(item))
     refuse_private_forward(name, module)
     refuse_foreign_forward(name, module, item.owner)
-    loss, caching = None, None
+    loss, caching, note = None, None, None
     if new is not None:
         loss = "queries and keys are rotated, which they were not trained for"
         if isinstance(scheme, RoPE) and (stack.causal or getattr(item.owner, "is_decoder", False)):
@@ -104,9 +102,9 @@ def _attention_change(
     elif bias is not None:
         loss = "scores no longer fall with the distance of tokens"
     else:
-        row.reason = "its causal mask serves any length"
+        note = "its causal mask serves any length"
     why_exact = "it neither rotates nor has a bias; the mask alone changes"
-    row.replace_by(scheme.describe(head_dim), loss, caching, why_exact=why_exact)
+    row = row.replace_by(scheme.describe(head_dim), loss, caching, why_exact=why_exact, note=note)
     children = [(ROTARY, new), (BIAS, new_bias)]
     found = [Edit.of(f"{name}.{child}", call) for child, call in children if call or child in module._modules]
     for place, value in own:
@@ -137,24 +135,22 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     described = own.describe(getattr(module, item.stack.head_dim))
     present = rotary or (None if hidden else described)
     row = Row("position", path, f"{module._get_name()} with {present}" if present else module._get_name())
-    row.reason = names.reason_to_keep([path], part.only, part.keep)
-    if row.reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
-        row.reason = OWN_ROTATION_KEPT
-    if row.reason is None and scheme.name == "nope" and hidden and rotary is None:
-        row.reason = Kept.DONE
-    if row.reason is not None:
-        return Change(row)
+    reason = names.reason_to_keep([path], part.only, part.keep)
+    if reason is None and not (isinstance(scheme, RoPE) or scheme.name == "nope"):
+        reason = OWN_ROTATION_KEPT
+    if reason is None and scheme.name == "nope" and hidden and rotary is None:
+        reason = Kept.DONE
+    if reason is not None:
+        return Change(row.keep(reason))
     if isinstance(scheme, RoPE) and rotary is None:
         scheme = scheme.over(own)
         head_dim, length = getattr(module, item.stack.head_dim), _scaled_from(item, scheme)
         if not hidden and scheme.rotation(head_dim, length) == own.rotation(head_dim, length):
-            row.reason = "its own settings"
-            return Change(row.replace_by(described, why_exact="it rotates like this already"))
+            why = "it rotates like this already"
+            return Change(row.replace_by(described, why_exact=why, note="its own settings"))
     change = _attention_change(path, module, item, scheme)
-    change.row.now = row.now
-    if scheme.name == "nope":
-        change.row.replace_by("no rotation", NO_ROTATION).reason = None
-    return change
+    planned = replace(change.row, now=row.now)
+    return replace(change, row=planned.replace_by("no rotation", NO_ROTATION) if scheme.name == "nope" else planned)
 
 
 def _has_biases(item: FoundStack) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.plan_table import refuse_private_forward
+from ..core.plan_table import Change, refuse_private_forward
 from ..measure.twin import twin
 from ..runtime.batch_norm import Padded, takes_mask
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
@@ -43,16 +43,14 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
             f"{type(model).__name__}: no block lets a position attend to later ones, so the model seems to be causal, "
             f"and batch statistics would leak later positions in training. {request} is for encoders."
         )
-    changes = plan_norms(sites, part)
-    for change in changes:
-        row = change.row
-        names = (row.module, *row.aliases)
+    changes = []
+    for change in plan_norms(sites, part):
+        names = (change.row.module, *change.row.aliases)
         if change.changes and any(_may_see_batch(model, name, stacks) for name in names):
-            change.edits += tuple(_padding(model, names, stacks))
+            change = replace(change, edits=(*change.edits, *_padding(model, names, stacks)))
         elif change.changes:
-            why = "its stack is causal, or gets no padding mask"
-            kept = replace(row, becomes=None, losses=(), why_exact=None, reason=why)
-            change.row, change.edits, change.starts = kept, (), ()
+            change = Change(change.row.keep("its stack is causal, or gets no padding mask"))
+        changes.append(change)
     return PlannerResult(part, changes)
 
 

@@ -82,9 +82,9 @@ def _plan_site(model: nn.Module, site: BranchSite, sites: list[BranchSite], part
     assert facts is not None
     require_joinable(site)
     refuse_private_forward(name, site.norm)
-    row.replace_by(scheme.formula, f"norms are placed as {scheme.formula} in place of {host.formula}")
-    if site.branch.placement == "post":
-        row.reason = "its stack ends without a norm of its own"
+    note = "its stack ends without a norm of its own" if site.branch.placement == "post" else None
+    loss = f"norms are placed as {scheme.formula} in place of {host.formula}"
+    row = row.replace_by(scheme.formula, loss, note=note)
     edits = [*_joins_kept(site, sites), site.join(scheme.name)]
     same_kind: Any = NORMS[facts.kind]()
     if scheme.name == "sandwich":
@@ -155,7 +155,7 @@ def _change(
     elif scheme.preserve:
         loss = None
     why_exact = "its branch is multiplied by a as well, and the norm divides by the size of the sum"
-    row.replace_by(f"{scheme.label}{size_of(facts)}", loss, why_exact=why_exact).reason = f"a = {a}"
+    row = row.replace_by(f"{scheme.label}{size_of(facts)}", loss, why_exact=why_exact, note=f"a = {a}")
     if branch.placement == "post":
         edits = _gain(site, facts, scheme, alpha)
     else:  # LN(a x + f(x)) from x + f(LN(x))
@@ -217,7 +217,7 @@ def _scale(site: BranchSite, path: str, which: str, factor: float, bias: float) 
     row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
     loss = None if bias == factor else "parameters are reinitialised"
     why_exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
-    row.replace_by(becomes, loss, why_exact=why_exact).reason = loss and "biases start at zero"
+    row = row.replace_by(becomes, loss, why_exact=why_exact, note=loss and "biases start at zero")
     heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
 
     values = []

@@ -97,12 +97,9 @@ def _norms(sites: Sites, part: SchemeRequest, attentions: tuple[str, ...]) -> li
     by_place = []
     for of_attention in (False, True):
         scheme = DyT(llm_alpha(width, of_attention))
+        note = f"alpha0 = {scheme.alpha:.4g}" + (", norm of an attention" if of_attention else "")
         changes = plan_norms(sites, replace(part, scheme=scheme))
-        for change in changes:
-            if change.changes:
-                note = f"alpha0 = {scheme.alpha:.4g}" + (", norm of an attention" if of_attention else "")
-                change.row.reason = "; ".join(filter(None, (change.row.reason, note)))
-        by_place.append(changes)
+        by_place.append([replace(one, row=one.row.with_note(note)) if one.changes else one for one in changes])
 
     def is_of_attention(row: Row) -> bool:
         forms = [form for name in (row.module, *row.aliases) for form in names.forms(name)]
@@ -203,7 +200,7 @@ def _scales(sites: Sites, unscaled: set[str]) -> Iterator[Change]:
             yield Change(Row("stream", name, module._get_name(), reason=scaled))
     for name, module in fresh:
         refuse_private_forward(name, module)
-        row = Row("stream", name, module._get_name())
-        row.reason = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
-        row.replace_by(f"{module._get_name()} x {SCALE}", "parameters are reinitialised")
+        note = f"{SCALE} is learned and starts at sqrt({width}) = {width**0.5:.4g}"
+        row, loss = Row("stream", name, module._get_name()), "parameters are reinitialised"
+        row = row.replace_by(f"{module._get_name()} x {SCALE}", loss, note=note)
         yield Change(row, (Edit.of(f"{name}.{SCALE_SLOT}", width**0.5),))

@@ -63,8 +63,11 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
         UnsupportedError: as in `plan_folded` and `plan_fixed`.
     """
     found, folder, folds = plan_fixed(sites, part), _Folder.of(sites, part), list[Change]()
-    named = folder.named(found.changes)
-    for change in (one for one in found.changes if one.changes):
+    named, changes = folder.named(found.changes), list[Change]()
+    for change in found.changes:
+        if not change.changes:
+            changes.append(change)
+            continue
         (edit,), name = change.edits, change.row.module
         old, parent = (sites.model.get_submodule(one) for one in (name, name.rpartition(".")[0]))
         fixed = edit.value.make_module(old, parent)
@@ -72,10 +75,11 @@ def plan_without_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
         if (reason := Folded().reason_to_keep(fixed.facts)) is None:
             fold = folder.fold(Change(row, (Edit.of(name, Folded().call(fixed.facts, fixed)),)), fixed, named)
         else:
-            fold = Change(replace(row, becomes=None, why_exact=None, reason=reason))
-        change.row.reason = f"then folded{folder.note(change)}" if fold.changes else f"not folded: {fold.row.reason}"
+            fold = Change(row.keep(reason))
+        note = f"then folded{folder.note(change)}" if fold.changes else f"not folded: {fold.row.reason}"
+        changes.append(replace(change, row=replace(change.row, reason=note)))
         folds.append(fold)
-    return replace(found, folds=folds)
+    return replace(found, changes=changes, folds=folds)
 
 
 @dataclass
@@ -135,7 +139,7 @@ class _Folder:
         facts = describe(norm)
         assert facts is not None
         if (reason := self._reason_to_keep(change, facts, named)) is not None:
-            return Change(replace(row, becomes=None, why_exact=None, reason=reason))
+            return Change(row.keep(reason))
         gone = norm if isinstance(norm, FixedNorm) and norm.bound is None else None
         found = list(self._readers_of(names))
         biases, edits = [], list(change.edits)

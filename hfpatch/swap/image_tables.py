@@ -59,8 +59,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
             "which is interpolated. Leave them out, or choose another part by only=."
         )
     if scheme.image_size is None and scheme.max_positions is None and not fresh:
-        row.reason = "pass image_size= to resize it"
-        return Change(row)
+        return Change(row.keep("pass image_size= to resize it"))
     table, where, usual = item.table(), item.table_name, getattr(item.stack.grid, "interpolation", "bicubic")
     weight = _weight(table)
     if weight is None:
@@ -69,13 +68,11 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     size = _new_size(item, scheme, order)
     rows, columns = _count_patches(item, *sides(size))
     if (rows, columns) == (order.rows, order.columns) and not fresh:
-        row.reason = f"holds {rows} x {columns} patches already"
-        return Change(row)
+        return Change(row.keep(f"holds {rows} x {columns} patches already"))
     loss = f"its {order.rows} x {order.columns} positions are stretched over {rows} x {columns}"
     loss = "its rows start afresh" if fresh else loss
-    row.replace_by(f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})", loss)
-    row.reason = f"{IMAGE_SIZE}={size}"
-
+    becomes = f"Learned({rows} x {columns} patches, {scheme.grid_method(usual)})"
+    row = row.replace_by(becomes, loss, note=f"{IMAGE_SIZE}={size}")
     patches = slice(order.before, order.before + order.frames * rows * columns)
     edits, values = resize_table(item, _Stretch(order, scheme, rows, columns, usual), patches if fresh else None)
     return Change(row, tuple(edits), values)

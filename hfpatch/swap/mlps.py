@@ -74,7 +74,7 @@ def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: s
     becomes = f"{scheme.label}({d}, {scheme.width(d_ff)})"
     if part.init == "reset":
         _require_resizable(model, site, scheme)
-        row.replace_by(becomes, "parameters are reinitialised")
+        row = row.replace_by(becomes, "parameters are reinitialised")
         edits = _fresh_edits(site, scheme, first, last)
         new = ((f"{site.name}.gate", first), (f"{site.name}.up", first), (str(site.last), last))
         return Change(row, edits, then=(_GatedStart(_trained_names(*new), site.name, site.activation, str(site.last)),))
@@ -86,7 +86,7 @@ def _change(model: nn.Module, site: MLPSite, part: SchemeRequest[MLP], reason: s
         stand_in = f"{gate}(x)" if k == 1 else f"{gate}({k:g} x) / {k:g}"
         loss = f"{stand_in} stands for {_activation_name(site)}(x), off by at most {start.error:.4f}"
     why_exact = "the new projection starts as the constant 1 / k, and act(k x) / k is its activation"
-    row.replace_by(becomes, loss, why_exact=why_exact)
+    row = row.replace_by(becomes, loss, why_exact=why_exact)
     scale = {} if start.scale == 1.0 else {"scale": start.scale}
     edits = Edit.of(site.name, Call.of(GatedLinear, scheme.name, **scale)), _gated_activation(site, scheme)
     own = [name for name, parameter in first._parameters.items() if parameter is not None]

@@ -133,17 +133,15 @@ def _new_length(model: Any, rotation: NativeRotation, after: Rotation) -> int | 
 def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position]) -> Change:
     scheme, model, names = part.scheme, sites.model, sites.names
     row = Row("position", rotation.name, f"{rotation.kind}, dropped" if rotation.is_dropped else rotation.kind)
-    row.reason = names.reason_to_keep([rotation.name], part.only, part.keep)
-    if row.reason:
-        return Change(row)
+    if reason := names.reason_to_keep([rotation.name], part.only, part.keep):
+        return Change(row.keep(reason))
     if isinstance(scheme, RoPE):
         return _settings_change(sites, rotation, scheme, row)
     if scheme.name != "nope" or rotation.is_dropped:
-        row.reason = OWN_ROTATION_KEPT if scheme.name != "nope" else Kept.DONE
-        return Change(row)
+        return Change(row.keep(OWN_ROTATION_KEPT if scheme.name != "nope" else Kept.DONE))
     refuse_private_forward(rotation.name, rotation.module)
     refuse_foreign_forward(rotation.name, rotation.module, model)
-    row.replace_by("no rotation", NO_ROTATION)
+    row = row.replace_by("no rotation", NO_ROTATION)
     of_module = [one for one in sites.rotations if one.module is rotation.module]
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(
@@ -155,8 +153,7 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
 def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: Row) -> Change:
     model, old = sites.model, rotation.settings
     if _has_axes(rotation) and scheme.scaling is not None:
-        row.reason = "its positions have several axes, which no scaling for longer text fits"
-        return Change(row)
+        return Change(row.keep("its positions have several axes, which no scaling for longer text fits"))
     if rotation.reads_only_theta and not (scheme.scaling is None and scheme.partial in (None, 1)):
         raise UnsupportedError(f"{rotation.name}: {row.now} reads theta alone: no scaling, no partial.")
     if scheme.pairing is not None:
@@ -183,14 +180,15 @@ def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: 
         alike = not derive(model, _settings_in_config(model, rotation, replace(after, length=None)), [edit]).attributes
     loss = None if alike else OTHER_ANGLES
     why = "it rotates like this already" if same else "it turns by the same angles"
-    row.replace_by(str(after), loss, loss and _caching_loss(model, rotation, after), why_exact=why)
+    note = None
     if same and loss is None:
-        row.reason = "its own settings" if length is None else f"its own settings, which don't go by {LENGTH}"
+        note = "its own settings" if length is None else f"its own settings, which don't go by {LENGTH}"
     elif same:
-        row.reason = f"its own settings, of which a part follows from {LENGTH}"
+        note = f"its own settings, of which a part follows from {LENGTH}"
     elif gone := [name for name in old if name not in (*after.settings, "type")]:
-        row.reason = f"gone with {old.get('rope_type')}: {', '.join(f'{name}={old[name]!r:.40}' for name in gone)}"
-    return Change(row, (edit,))
+        note = f"gone with {old.get('rope_type')}: {', '.join(f'{name}={old[name]!r:.40}' for name in gone)}"
+    caching = loss and _caching_loss(model, rotation, after)
+    return Change(row.replace_by(str(after), loss, caching, why_exact=why, note=note), (edit,))
 
 
 def _caching_loss(model: Any, rotation: NativeRotation, after: Rotation) -> str | None:

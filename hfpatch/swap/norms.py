@@ -210,10 +210,9 @@ def _change(model: nn.Module, site: _NormSite, part: SchemeRequest[Norm], why_ex
         return Change(row)
     refuse_private_forward(name, site.module)
     assert facts is not None
-    row.replace_by(
-        scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts), site.loss, why_exact=why_exact
-    )
-    row.reason = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
+    becomes = scheme.label + size_of(scheme.remaining_facts(facts), replaced=facts)
+    note = f"shared by {len(site.names)} places" if len(site.names) > 1 else None
+    row = row.replace_by(becomes, site.loss, why_exact=why_exact, note=note)
     edits = (Edit.of(name, scheme.call(facts, site.module)),)
     return Change(row, edits, starts=starting_values(model, name, part, edits), otherwise=site.otherwise)
 

@@ -25,7 +25,7 @@ _IN_MAPPING: dict[str | None, str] = {  # what is said of modules that no glob o
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlannerResult:
     """Result of a planner: what one requested scheme changes in one model.
 
@@ -120,7 +120,7 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
     owners: dict[tuple[str, ...], tuple[int, Change]] = {}
     for index, found in enumerate(results):
         for change in found.changes:
-            place = found.kind, change.row.kind, change.row.module
+            place = _place(found, change)
             owner, first = owners.setdefault(place, (index, change))
             if change.changes and first.changes and owner != index and _texts(change) != _texts(first):
                 raise _conflict(change.row.module, results[owner], found, "change it in different ways")
@@ -128,17 +128,21 @@ def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResu
                 owners[place] = index, change
     _require_one_centring(results)
     _require_equal_settings(results)
+    lost: dict[int, tuple[str, ...]] = {}  # by all that share a change: under NoPE alone a stack can't tell the order
+    for change, first in ((change, owners[_place(found, change)][1]) for found in results for change in found.changes):
+        if change.changes and first.changes:
+            before = lost.get(id(first), first.row.losses)
+            lost[id(first)] = tuple(loss for loss in before if loss in change.row.losses)
     joined = []
     for index, found in enumerate(results):
         own, shared = list[Change](), list[Row]()
         for change in found.changes:
-            owner, first = owners[found.kind, change.row.kind, change.row.module]
+            owner, first = owners[_place(found, change)]
+            row = replace(first.row, losses=lost.get(id(first), first.row.losses))
             if owner == index:
-                own.append(change)
+                own.append(replace(first, row=row))
             elif change.changes and first.changes:
-                both = tuple(loss for loss in first.row.losses if loss in change.row.losses)
-                first.row.losses = both  # under NoPE alone a stack can't tell the order
-                shared.append(first.row)
+                shared.append(row)
         by_globs = found.kind in request.mapped and not request.only
         joined.append(replace(found, changes=list(map(_worded, own)) if by_globs else own, shared=shared))
     return joined
@@ -177,6 +181,10 @@ def _require_each_counts(names: Names, kind: str, by_glob: Mapping[str, Scheme |
             raise UnsupportedError(
                 f"{where}: {own[0].module} goes with modules of an earlier glob. Put this one first to keep it."
             )
+
+
+def _place(found: PlannerResult, change: Change) -> tuple[str, str, str]:
+    return found.kind, change.row.kind, change.row.module
 
 
 def _texts(change: Change) -> tuple[Any, ...]:

@@ -124,20 +124,19 @@ def _bias_changes(
     reasons, why = reasons_to_keep(item, part, names)
     row = Row("position", name, "biases by distance", reason=why)
     if item.removed_rows() is not None:
-        row.now, row.reason = "no biases", why or Kept.DONE
-    change = Change(row)
+        row = replace(row, now="no biases", reason=why or Kept.DONE)
     left = {path: module for path, module in item.attentions.items() if path not in covered}
     if scheme.keeps_table and not left:
-        row.reason = row.reason or "stays beside the table"
-        return [change]
+        return [Change(row.keep(row.reason or "stays beside the table"))]
     needs = "a table of absolute ones" if scheme.keeps_table else ""
     if scheme.attends and item.stack.projections is None:  # it would rotate instead
         needs = f"others, which {type(item.owner).__name__} doesn't take"
     if needs and why is not Kept.WITH_ITS_ATTENTIONS:
         raise UnsupportedError(f"{name}: its positions are relative biases, and pos={scheme.name!r} needs {needs}.")
+    change = Change(row)
     if row.reason is None:
-        row.replace_by("removed", "relative biases are removed", loses_order(item, scheme))
-        change.edits, _ = removal(model, item)
+        row = row.replace_by("removed", "relative biases are removed", loses_order(item, scheme))
+        change = Change(row, removal(model, item)[0])
     if item.stack.projections is None or not left:
         return [change]
     if why is not Kept.WITH_ITS_ATTENTIONS:

@@ -46,8 +46,8 @@ def table_change(model: nn.Module, item: FoundStack, part: SchemeRequest[Positio
     if scheme.keeps_table:
         return _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
     becomes = NOTHING if item.stack.computes else MEAN_ROW
-    row.replace_by(becomes, "absolute positions are removed", loses_order(item, scheme))
-    row.reason = "inputs of any length"
+    losses = "absolute positions are removed", loses_order(item, scheme)
+    row = row.replace_by(becomes, *losses, note="inputs of any length")
     edits, constants = removal(model, item, fresh=part.init == "reset")
     return Change(row, edits, starts=tuple(WeightChange(path, "fill", 0.0, anew=True) for path in constants))
 
@@ -145,18 +145,19 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
     edits, values = list[Edit](), tuple[WeightChange, ...]()
     if not isinstance(scheme, Learned):
         same = _follows(table, scheme, first)
-        loss, row.reason = None if same else "learned positions are replaced", "inputs of any length"
-        row.reason += " (the table's own rule)" if same else ""
-        row.replace_by(scheme.describe(0), loss, why_exact="its rows follow this rule already")
+        loss = None if same else "learned positions are replaced"
+        why_exact = "its rows follow this rule already"
+        note = "inputs of any length" + (" (the table's own rule)" if same else "")
+        row = row.replace_by(scheme.describe(0), loss, why_exact=why_exact, note=note)
         edits.append(Edit.of(item.table_name, Call.of(ComputedPositions, scheme.rule(), first)))
     elif scheme.image_size is not None:
-        row.reason = "image_size is for tables of image patches"
+        row = row.keep("image_size is for tables of image patches")
     elif new in (None, old) and not (scheme.repeats and scheme.equal_up_to(old) < old) and not fresh:
-        row.reason = Kept.DONE if new else "needs max_positions, the number of rows to resize it to"
+        row = row.keep(Kept.DONE if new else "needs max_positions, the number of rows to resize it to")
     else:
-        loss, row.reason = ("its rows are reinitialised", None) if fresh else (scheme.loss(old), scheme.note(old))
-        row.replace_by(scheme.describe(0), loss, why_exact="every position keeps its row")
-
+        loss = "its rows are reinitialised" if fresh else scheme.loss(old)
+        kept = None if fresh else scheme.note(old)
+        row = row.replace_by(scheme.describe(0), loss, why_exact="every position keeps its row", note=kept)
         edits, values = resize_table(item, _Resize(scheme, first), slice(first, None) if fresh else None)
     longest = sys.maxsize if scheme.any_length else new
     if longest is not None and row.becomes is not None:
@@ -195,8 +196,8 @@ def tables_beside(
     for path, item in found.items():
         if path in longer and table_size(longer[path]) != table_size(item.table()):
             row = Row("position", path, _table_text(item.table(), False))
-            made.append(_kept_table_change(model, item, scheme, row, fresh=part.init == "reset"))
-            row.reason = "; ".join(filter(None, (row.reason, "its class makes it as long as the first")))
+            change = _kept_table_change(model, item, scheme, row, fresh=part.init == "reset")
+            made.append(replace(change, row=change.row.with_note("its class makes it as long as the first")))
     return made
 
 

@@ -88,8 +88,9 @@ def test_a_replacement_says_what_it_loses_or_why_it_is_exact() -> None:
     row = Row("norm", "ln_f", "LayerNorm(4)")
     with pytest.raises(ValueError, match="ln_f"):
         row.replace_by("RMSNorm(4)")
-    row.replace_by("RMSNorm(4)", "a", why_exact="why, if nothing were lost")
-    assert (row.loss, row.why_exact, row.expected) == ("a", None, "approximate")
+    replaced = row.replace_by("RMSNorm(4)", "a", why_exact="why, if nothing were lost")
+    assert (replaced.loss, replaced.why_exact, replaced.expected) == ("a", None, "approximate")
+    assert row == Row("norm", "ln_f", "LayerNorm(4)"), "rows are values"
 
 
 @pytest.mark.parametrize("make", [repair_report, report, RepairReport])
