@@ -115,26 +115,18 @@ def patch_model(
     """
     schemes = {"norm": norm, "pos": pos, "mlp": mlp, "placement": placement}
     others = {"example_inputs": example_inputs, "calibration": calibration, "tokenizer": tokenizer, "fit": fit}
-    request = Request.of(schemes, only, keep, init, **others)
+    request = Request.of(schemes, only, keep, init, **others, reversible=reversible, compile=compile)
     new_lengths = _new_lengths(request)
     plan, prices = make_plan(model, request), dict[str, float]()
-    _require_weights(plan, model)
-    kept, data = _undo_state_for(model) if reversible else None, None
-    if compile:
-        from .compile import compile_model, require_blocks
+    _require_patchable(plan, model, request)
+    data = None if calibration is None else calibration_for(model, calibration, tokenizer)
+    if request.budget is not None and data is not None:
+        from .repairs.prices import within_budget  # others need none of it
 
-        require_blocks(model)
-    if calibration is not None:
-        _require_changes(plan)
-        data = calibration_for(model, calibration, tokenizer)
-        if request.budget is not None:
-            from .repairs.prices import within_budget  # others need none of it
-
-            prices, staying = within_budget(model, plan, request.budget, data)
-            plan = make_plan(model, request.keeping(staying))
-    elif init != "reset":
-        require_data(model, plan.schemes, plan.generates)
+        prices, staying = within_budget(model, plan, request.budget, data)
+        plan = make_plan(model, request.keeping(staying))
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
+    kept = _undo_state_for(model) if reversible else None
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
@@ -150,7 +142,38 @@ def patch_model(
             _keep_on_model(model, REPAIR, report, transaction)  # None removes that of an earlier patch
             if kept is not None:
                 kept.lengths.update(lengths)
-    return compile_model(model) if compile else model
+    if compile:
+        from .compile import compile_model
+
+        compile_model(model)
+    return model
+
+
+def _require_patchable(plan: Plan, model: PreTrainedModel, request: Request) -> None:
+    """Refuse what a plan can be made for, and a patch can't be carried out with.
+
+    Raises:
+        UnsupportedError: a fold multiplies weights, and the model has none yet; or it has no blocks to compile.
+        NotReversibleError: an earlier patch wasn't reversible.
+        OptionError: calibration, for a model that is patched already; or none, and a scheme needs it.
+    """
+    if (scheme := next((one for one in plan.schemes if one.folds), None)) and not has_weights(model):
+        raise UnsupportedError(
+            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+        )
+    if request.reversible:
+        _undo_state_for(model)
+    if request.compile:
+        from .compile import require_blocks
+
+        require_blocks(model)
+    if request.calibration is not None and not plan.planned:
+        raise OptionError(
+            f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
+            "repair(model, original, batches), with the original model."
+        )
+    if request.calibration is None and request.init != "reset":
+        require_data(model, plan.schemes, plan.generates)
 
 
 def _carry_out(
@@ -346,31 +369,6 @@ def _new_lengths(request: Request) -> list[tuple[Any, str, int]]:
             "(pos='rope:max_positions=8192', for example). This request has neither."
         )
     return []
-
-
-def _require_weights(plan: Plan, model: PreTrainedModel) -> None:
-    """Refuse to fold the norms of a model without weights, which a fold multiplies.
-
-    Raises:
-        UnsupportedError: it is on the meta device.
-    """
-    if (scheme := next((one for one in plan.schemes if one.folds), None)) and not has_weights(model):
-        raise UnsupportedError(
-            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
-        )
-
-
-def _require_changes(plan: Plan) -> None:
-    """Refuse calibration for a model that is patched already.
-
-    Raises:
-        OptionError: says what to call.
-    """
-    if not plan.planned:
-        raise OptionError(
-            f"{plan.model_name} is patched in this way already, and calibration= fits only what a patch changes. Use "
-            "repair(model, original, batches), with the original model."
-        )
 
 
 def _keep_as_initialised(model: nn.Module, old: Iterable[nn.Parameter]) -> None:

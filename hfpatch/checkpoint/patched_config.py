@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
-from ..runtime.foreign import foreign_classes
 from ..runtime.host_rotary import ROPE_SETTINGS_PATH
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
@@ -45,7 +43,7 @@ def give_patched_config(
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     object.__setattr__(config, "__class__", registered_config_class(host_class(type(config))))
-    setattr(config, KEY, replace(record, foreign=foreign_classes(model)).to_json())
+    setattr(config, KEY, record.to_json())
     stored, held = configs_of_parts(model), defaultdict[int, list[Any]](list)
     for name, module in model.named_modules():
         own, part = vars(module).get("config"), id(stored[name])

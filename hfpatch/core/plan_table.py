@@ -14,11 +14,11 @@ from torch import nn
 from ..errors import WrappedModelError
 from ..runtime.edits import Edit
 from ..runtime.errors import UnsupportedError
-from ..runtime.foreign import has_foreign_forward
 from ..runtime.lens import host_class
 from .transaction import Transaction
 from .weight_change import WeightChange
 
+_LIBRARIES = {"torch", "transformers", __name__.partition(".")[0]}  # whose modules' forwards are known
 R = TypeVar("R", bound=Any)  # a row about one module or Parameter
 
 
@@ -165,7 +165,9 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
     Raises:
         UnsupportedError: `register_patch_mapping`, a fusion or a kernel put its class there.
     """
-    if has_foreign_forward(module) and host_class(type(owner)).__module__.startswith("transformers."):
+    own = next(kind for kind in host_class(type(module)).__mro__ if "forward" in vars(kind))
+    library = own.__module__.partition(".")[0]
+    if library not in _LIBRARIES and host_class(type(owner)).__module__.startswith("transformers."):
         raise UnsupportedError(
             f"{name} is a {type(module).__name__}, which isn't transformers' own and has a forward of its own: how it "
             "makes queries, keys and rotations isn't known. Build the model without it (clear_patch_mapping(), no "

@@ -25,13 +25,11 @@ from .attention import BIAS, ROTARY, require_bias_kept
 from .constants import ConstantPositions
 from .errors import CheckpointError, PositionError, UnsupportedError
 from .float64 import in_float64
-from .foreign import warn_of_missing
 from .gated import initialise_fresh
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
 from .record import (
     ARCHITECTURE,
-    FOREIGN,
     KEY,
     MODEL_TYPE,
     edits_of,
@@ -286,7 +284,6 @@ def patch_built(model: Any) -> None:
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
     initialise_fresh(model)
-    warn_of_missing(model, getattr(model.config, KEY).get(FOREIGN))
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
         # what the host ties goes by other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .declared import is_of_type
 from .edits import Edit, parse_edits
 from .errors import CheckpointError
 
@@ -19,9 +18,8 @@ VERSION = 3  # of the record
 _READ_UNTIL = {1: "0.2", 2: "0.4"}  # by version of the record: the first hfpatch without a reader
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
-FOREIGN = "foreign_classes"  # entry of the record: see foreign.py
-_OPTIONAL = {"any_length", FOREIGN}
-_MOST_REQUESTS, _MOST_CLASSES = 1_000, 100
+_OPTIONAL = {"any_length", "foreign_classes"}  # the latter of 0.3, which isn't read
+_MOST_REQUESTS = 1_000
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
 
@@ -50,13 +48,11 @@ def read_record(stored: Any, where: str) -> tuple[str, tuple[Edit, ...]]:
     wrong = (set(stored) - _REQUIRED - _OPTIONAL) | (_REQUIRED - set(stored))
     if wrong:
         raise CheckpointError(f"{where}: entries of its patch record are unknown or missing: {sorted(wrong)!r:.200}.")
-    base, request, foreign = stored["base_model_type"], stored["request"], stored.get(FOREIGN, [])
-    names = is_of_type(foreign, list[str]) and all(map(str.isidentifier, foreign))
+    base, request = stored["base_model_type"], stored["request"]
     sound = {
         "base_model_type": isinstance(base, str) and base not in ("", KEY),
         "request": isinstance(request, list) and len(request) <= _MOST_REQUESTS,
         "any_length": isinstance(stored.get("any_length", False), bool),
-        FOREIGN: names and len(foreign) <= _MOST_CLASSES,
     }
     for name in (name for name, is_sound in sound.items() if not is_sound):
         raise CheckpointError(f"{where}: {name} of its patch record can't be {stored[name]!r:.40}.")

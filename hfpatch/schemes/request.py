@@ -14,7 +14,7 @@ from ..errors import OptionError
 from ..runtime.declared import is_of_type
 from ..runtime.edits import Edit
 from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
-from ..runtime.record import FOREIGN, KEY, VERSION, read_record
+from ..runtime.record import KEY, VERSION, read_record
 from .mlps import MLP
 from .norms import DeepNorm, Norm
 from .placements import Placement
@@ -77,7 +77,7 @@ class Request:
         mapped: by kind, the globs of a mapping in their order, those that keep modules included.
         budget: how far the outputs may be from the original's, for as many norms as that allows; the others are kept.
             None: there is no limit.
-        init, example_inputs, calibration, tokenizer, fit: as in `patch_model`.
+        init, example_inputs, calibration, tokenizer, fit, reversible, compile: as in `patch_model`.
     """
 
     parts: dict[str, tuple[SchemeRequest, ...]]
@@ -90,6 +90,8 @@ class Request:
     calibration: Any = None
     tokenizer: Any = None
     fit: str = FITS[0]
+    reversible: bool = False
+    compile: bool = False
 
     @classmethod
     def of(cls, schemes: Mapping[str, object], only: Any, keep: Any, init: str, **others: Any) -> Request:
@@ -224,7 +226,6 @@ class Record:
         norm, pos, mlp, placement: the requests of each kind, the newest last.
         edits: of the model's structure; applied to a freshly built host they make the patched model.
         any_length: whether inputs may be longer than the config says, since no table of positions is left.
-        foreign: names of classes in the model that are neither the host's own nor a patch's.
     """
 
     base_model_type: str
@@ -234,7 +235,6 @@ class Record:
     placement: tuple[SchemeRequest, ...] = ()
     edits: tuple[Edit, ...] = ()
     any_length: bool = False
-    foreign: tuple[str, ...] = ()
 
     def newest(self, kind: str, count: int) -> tuple[SchemeRequest, ...]:
         """Return the newest requests of a kind, so many of them."""
@@ -298,8 +298,7 @@ class Record:
         ]
         stored: dict[str, Any] = {"version": VERSION, "base_model_type": self.base_model_type, "request": requests}
         stored["edits"] = list(map(str, self.edits))
-        stored |= {"any_length": True} if self.any_length else {}
-        return stored | ({FOREIGN: list(self.foreign)} if self.foreign else {})
+        return stored | ({"any_length": True} if self.any_length else {})
 
     @classmethod
     def from_json(cls, stored: Any, where: str = "the checkpoint") -> Record:
@@ -309,8 +308,7 @@ class Record:
             CheckpointError: it is malformed, of another version, or names what isn't registered here.
         """
         base, edits = read_record(stored, where)
-        foreign = tuple(stored.get(FOREIGN, ()))
-        record = cls(base, edits=edits, any_length=stored.get("any_length", False), foreign=foreign)
+        record = cls(base, edits=edits, any_length=stored.get("any_length", False))
         for index, item in enumerate(stored["request"]):
             kind, part = _read_request(item, f"{where}: request {index} of its patch record")
             record = record.with_requests(kind, (part,))

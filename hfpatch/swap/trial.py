@@ -52,42 +52,42 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
     Raises:
         UnsupportedError: it doesn't run.
     """
+    length = full_length(model)
     for make in (with_media, example_inputs):  # text alone, if images can't be made for the original either
-        full = attempt(model, lambda make=make: full_inputs(model, make)[0])  # type: ignore[misc]
+        full = attempt(model, lambda make=make: full_inputs(model, length, make))  # type: ignore[misc]
         if not isinstance(full, Exception):
             break
-        control = attempt(original, lambda make=make: _full_inputs_alike(original, model, make))  # type: ignore[misc]
+        control = attempt(original, lambda make=make: _full_inputs_alike(original, model, length, make))  # type: ignore[misc]
         if not isinstance(control, Exception):
             raise _refusal(model, settings, full) from full
     if isinstance(full, Exception):
         if given is None:
             return False
-        full = attempt(model, lambda: adapt_inputs(given, model, original, settings))
+        full = attempt(model, lambda: adapt_inputs(given, length, original, settings))
         return not isinstance(full, Exception)
-    last = attempt(model, lambda: _positions(model, 0))
-    if isinstance(last, Exception) and not isinstance(attempt(model, lambda: _positions(model, 1)), Exception):
+    if length is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return True
+    last = attempt(model, lambda: _at_positions(model, length, length))
+    if isinstance(last, Exception) and not isinstance(
+        attempt(model, lambda: _at_positions(model, length, min(TOKENS, length))), Exception
+    ):
         raise _refusal(model, settings, last) from last
     return True
 
 
-def _full_inputs_alike(original: Any, model: Any, make: _Make) -> dict[str, Any]:
+def _full_inputs_alike(original: Any, model: Any, length: int | None, make: _Make) -> dict[str, Any]:
     """Full inputs of the original, if those of the patched model are of the same kind or can't be made.
 
     Raises:
         UnsupportedError: they aren't: an image fits into the longer text alone.
     """
-    found = full_inputs(original, make)[0]
+    found = full_inputs(original, full_length(original), make)
     others: Mapping[str, Any] = found
     with suppress(Exception):  # whatever a tower that doesn't run may raise
-        others = full_inputs(model, make)[0]
+        others = full_inputs(model, length, make)
     if others.keys() != found.keys():
         raise UnsupportedError(f"the original takes {', '.join(found)} at its full length, not {', '.join(others)}")
     return found
-
-
-def _positions(model: Any, which: int) -> dict[str, Any] | None:
-    both = last_positions(model)
-    return None if both is None else both[which]
 
 
 def _refusal(model: Any, settings: list[Setting], error: Exception) -> UnsupportedError:
@@ -128,51 +128,46 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
             yield int(min((start or 0) * (settings.get("factor") or 2.0), _LONGEST))
 
 
-def full_inputs(model: nn.Module, make: _Make = example_inputs) -> tuple[dict[str, Any], bool]:
-    """Return inputs at a model's full length and image size, and whether its text has that length.
+def full_inputs(model: nn.Module, length: int | None, make: _Make = example_inputs) -> dict[str, Any]:
+    """Return inputs at a model's full length and image size.
 
     Args:
         model: as it is now.
+        length: its `full_length`.
         make: `example_inputs`, or `with_media`, which leaves texts alone to the former.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
     """
-    length, tokens, few = full_length(model), None, dict[str, Any]()
+    tokens, few = None, dict[str, Any]()
     if length is not None:
         size = sum(parameter.numel() for parameter in model.parameters())
         tokens = min(length, _MOST, max(_FEWEST, _MULTIPLICATIONS // max(size, 1)))
         takes = inspect.signature(model.forward).parameters
         few = {name: value for name, value in {"logits_to_keep": 1, "use_cache": False}.items() if name in takes}
-    inputs = make(model, tokens=tokens, batch=1) or example_inputs(model, tokens=tokens, batch=1)
-    return inputs | few, tokens == length
+    return (make(model, tokens=tokens, batch=1) or example_inputs(model, tokens=tokens, batch=1)) | few
 
 
-def last_positions(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return inputs of a short text at the last and first positions; None if the forward takes no positions.
-
-    Raises:
-        UnsupportedError: the forward requires something that no general rule makes.
-    """
-    length = full_length(model)
-    if length is None or "position_ids" not in inspect.signature(model.forward).parameters:
-        return None
-    inputs = example_inputs(model, tokens=min(TOKENS, length), batch=1)
-    first = torch.arange(min(TOKENS, length))[None]
-    return {**inputs, "position_ids": first + length - first.shape[1]}, {**inputs, "position_ids": first}
+def _at_positions(model: nn.Module, length: int, end: int) -> dict[str, Any]:
+    """Inputs of a short text whose last position is the one before `end`."""
+    tokens = min(TOKENS, length)
+    inputs = example_inputs(model, tokens=tokens, batch=1)
+    return {**inputs, "position_ids": torch.arange(end - tokens, end)[None]}
 
 
-def adapt_inputs(inputs: Mapping[str, Any], model: nn.Module, original: Any, settings: list[Setting]) -> dict[str, Any]:
+def adapt_inputs(
+    inputs: Mapping[str, Any], length: int | None, original: Any, settings: list[Setting]
+) -> dict[str, Any]:
     """Adapt a user's inputs for the original model to the model with other settings.
 
     Args:
         inputs: keyword arguments of a forward.
-        model, original: after the change and before it.
+        length: the changed model's `full_length`.
+        original: the model before the change.
         settings: what changed in its config.
     """
     sized = [one for one in settings if one[1] == IMAGE_SIZE]
     sizes = [(sides(getattr(config_at(original, path), name)), sides(value)) for path, name, value in sized]
-    length = full_length(model)
 
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):
