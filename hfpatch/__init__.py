@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .repairs.repair import repair
     from .repairs.sample import sample_batches
     from .schemes.learned import Learned
-    from .schemes.mlps import GeGLU, ReGLU, SwiGLU
-    from .schemes.norms import RMS, Derf, DyT, Layer
-    from .schemes.positions import ALiBi, NoPE, Sinusoidal
+    from .schemes.mlp_schemes import GeGLU, ReGLU, SwiGLU
+    from .schemes.norm_schemes import RMS, Derf, DyT, Layer
+    from .schemes.position_schemes import ALiBi, NoPE, Sinusoidal
     from .schemes.rope import RoPE
     from .verification.verify import verify
 
 __version__ = "0.3.0"
 
-importlib.import_module(".checkpoint.classes", __name__)  # registers its classes with the Auto classes of transformers
+importlib.import_module(".checkpoint.patched_classes", __name__)  # registers its classes with the Auto classes
 
 __all__ = [
     "RMS",
@@ -64,9 +64,9 @@ _MODULES = {
     "repairs.repair": "repair",
     "repairs.sample": "sample_batches",
     "schemes.learned": "Learned",
-    "schemes.mlps": "GeGLU ReGLU SwiGLU",
-    "schemes.norms": "RMS Derf DyT Layer",
-    "schemes.positions": "ALiBi NoPE Sinusoidal",
+    "schemes.mlp_schemes": "GeGLU ReGLU SwiGLU",
+    "schemes.norm_schemes": "RMS Derf DyT Layer",
+    "schemes.position_schemes": "ALiBi NoPE Sinusoidal",
     "schemes.rope": "RoPE",
     "verification.verify": "verify",
 }

@@ -16,8 +16,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .errors import OptionError
-from .measure.blocks import repeated_blocks
-from .runtime.errors import UnsupportedError
+from .measure.repeated_blocks import repeated_blocks
+from .runtime.patch_errors import UnsupportedError
 
 M = TypeVar("M", bound=nn.Module)
 

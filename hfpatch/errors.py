@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .runtime.errors import CheckpointError, PatchError, PositionError, UnsupportedError
+from .runtime.patch_errors import CheckpointError, PatchError, PositionError, UnsupportedError
 
 __all__ = [
     "CheckpointError",

@@ -8,9 +8,9 @@ from .core.scheme import require_number
 from .runtime.edits import Call, register_component
 from .runtime.norms import AffineNorm
 from .runtime.qk_layouts import Fused, Projections
-from .schemes.mlps import MLP, MLPS
-from .schemes.norms import NORMS, Norm
-from .schemes.positions import POSITIONS, Position
+from .schemes.mlp_schemes import MLP, MLPS
+from .schemes.norm_schemes import NORMS, Norm
+from .schemes.position_schemes import POSITIONS, Position
 from .sites.architectures.architecture import Architecture, Stack
 from .sites.stacks import ARCHITECTURES
 

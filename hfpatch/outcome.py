@@ -18,12 +18,12 @@ from .measure.media import missing_media
 from .measure.outputs import FACTOR
 from .measure.snapshot import Snapshot, Verdict
 from .plan import Plan
-from .runtime.errors import UnsupportedError, describe_error
+from .planners.full_length import makers_of_short_inputs, require_runs_in_full
+from .planners.native_rope import require_same_frequencies
+from .runtime.patch_errors import UnsupportedError, describe_error
 from .runtime.record import KEY
 from .schemes.request import Record
 from .schemes.verdicts import APPROXIMATE, EXACT, NOT_MEASURED, Metric, Outcome
-from .swap.native_rope import require_same_frequencies
-from .swap.trial import makers_of_short_inputs, require_runs_in_full
 
 
 def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> Snapshot:

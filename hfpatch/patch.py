@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint.classes import patched_model_class
 from .checkpoint.file_digests import report_of
+from .checkpoint.patched_classes import patched_model_class
 from .checkpoint.patched_config import carry_over_config, give_patched_config
 from .core.bare import has_weights, require_bare, require_unquantized
 from .core.holders import unwrap_holders
@@ -26,11 +26,11 @@ from .outcome import check_folded, fold_repaired, measure_outcomes, snapshot_of,
 from .plan import Plan, make_plan
 from .repairs.calibration import Calibration, calibration_for, require_data
 from .repairs.repair import repair
-from .repairs.report import RepairReport
-from .runtime.errors import UnsupportedError
+from .repairs.repair_report import RepairReport
 from .runtime.gated import GatedLinear
 from .runtime.lens import LENS, host_class
 from .runtime.norms import AffineNorm
+from .runtime.patch_errors import UnsupportedError
 from .runtime.record import KEY, REPAIR
 from .schemes.placements import Placement
 from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request

@@ -40,16 +40,16 @@ from .errors import NothingToPatchError
 from .exact.conversion import Conversion
 from .measure.batches import require_example
 from .measure.quiet_forward import free_unused_memory
+from .planners.config_diff import ConfigDiff, Setting, derive, require_valid_config
+from .planners.interface import PlannerResult, join, planner_of, require_matches
+from .planners.table_swaps import takes_any_length
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .runtime.errors import UnsupportedError
+from .runtime.patch_errors import UnsupportedError
 from .schemes.placements import Placement
 from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request, require_order, require_same_init
 from .sites.sites import Sites
-from .swap.config_diff import ConfigDiff, Setting, derive, require_valid_config
-from .swap.planners import PlannerResult, join, planner_of, require_matches
-from .swap.tables import takes_any_length
 
 
 @dataclass

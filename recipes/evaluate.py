@@ -43,7 +43,7 @@ from hfrecipes.texts import is_path
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hfpatch.runtime.errors import first_line
+from hfpatch.runtime.patch_errors import first_line
 
 
 @dataclass

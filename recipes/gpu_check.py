@@ -35,7 +35,7 @@ from hfrecipes.results import OutputFolder, read_results
 from hfrecipes.settings import COUNT, NOT_NEGATIVE, option, read_settings
 from hfrecipes.timing import NO_TIME, Entrant, time_in_turn
 
-from hfpatch.runtime.errors import describe_error
+from hfpatch.runtime.patch_errors import describe_error
 
 PARTS = ("environment", "tests", MICRO, "models")
 # subjects in order of worth: what no time is left for is at the end

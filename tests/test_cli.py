@@ -27,7 +27,7 @@ from hfpatch.cli import app
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.measure.snapshot import Snapshot, Verdict
 from hfpatch.patch import outcomes
-from hfpatch.verification.report import Report
+from hfpatch.verification.verify_report import Report
 
 run = CliRunner()
 HEADS = {"gpt2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}

@@ -19,9 +19,9 @@ from torch import nn
 
 from hfpatch.compile import compile_model, compiled_calls, uncompile_model
 from hfpatch.errors import OptionError, WrappedModelError
-from hfpatch.measure.blocks import repeated_blocks
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.measure.repeated_blocks import repeated_blocks
 from hfpatch.runtime.lens import LENS
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 EXACT = {"norm": "rms", "pos": "rope"}
 SCHEMES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -18,10 +19,10 @@ ROOT = Path(hfpatch.__file__).parent
 # From the top to the bottom: a folder (or a module that stands beside them) imports only what is below it, or in it.
 ORDER = (
     *("__init__", "patch", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
-    *("swap", "exact", "sites", "schemes", "measure", "core", "runtime"),
+    *("planners", "exact", "sites", "schemes", "measure", "core", "runtime"),
 )
 BESIDE = {"cli": "__init__", "extend": "__init__", "compile": "measure"}
-BOTTOM = {"errors": {"runtime.errors"}}  # stands below all; what it may import nevertheless
+BOTTOM = {"errors": {"runtime.patch_errors"}}  # stands below all; what it may import nevertheless
 OF_RUNTIME = {"torch", "transformers", *sys.stdlib_module_names}
 
 
@@ -151,7 +152,7 @@ def test_there_is_no_cycle() -> None:
     }
     TopologicalSorter(edges).prepare()
     with pytest.raises(CycleError):  # control
-        TopologicalSorter(edges | {"runtime.errors": {"patch"}}).prepare()
+        TopologicalSorter(edges | {"runtime.patch_errors": {"patch"}}).prepare()
 
 
 def test_the_reader_sees_what_it_should() -> None:
@@ -175,12 +176,22 @@ def test_the_reader_sees_what_it_should() -> None:
     known = sources()
     found = set().union(*(inside("runtime.grid", False, node, known) for node in imports(tree)))
     assert found == {"errors", "runtime.norms", "plan"}
-    assert graph()["plan"] >= {"swap.planners", "schemes.request"}
+    assert graph()["plan"] >= {"planners.interface", "schemes.request"}
     assert any(isinstance(node, ast.ImportFrom) and node.level for node in imports(known["patch"]))
 
 
 def test_the_order_is_kept_by_more_than_chance() -> None:
     """Control: what goes up, beside and down."""
-    edges = {"runtime.norms": {"core.scheme", "runtime.lens"}, "errors": {"runtime.errors", "plan"}, "cli": {"plan"}}
+    edges = {
+        "runtime.norms": {"core.scheme", "runtime.lens"},
+        "errors": {"runtime.patch_errors", "plan"},
+        "cli": {"plan"},
+    }
     assert against_the_order(edges) == {("runtime.norms", "core.scheme"), ("errors", "plan")}
-    assert against_the_order({"compile": {"core.globs", "errors"}, "measure.blocks": {"compile"}}) == set()
+    assert against_the_order({"compile": {"core.globs", "errors"}, "measure.repeated_blocks": {"compile"}}) == set()
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    """So that a name in a traceback, a test or a note is found by searching."""
+    names = [path.name for path in ROOT.rglob("*.py") if not path.name.startswith("__")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []

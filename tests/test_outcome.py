@@ -30,12 +30,12 @@ from hfpatch.measure.inputs import example_inputs
 from hfpatch.measure.snapshot import Forward, Snapshot, run
 from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
+from hfpatch.planners.full_length import makers_of_short_inputs, require_runs_in_full
 from hfpatch.repairs.repair import repair
-from hfpatch.repairs.report import Fresh
-from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.repairs.repair_report import Fresh
+from hfpatch.runtime.patch_errors import PatchError, UnsupportedError
 from hfpatch.schemes.request import Record
 from hfpatch.schemes.verdicts import Outcome
-from hfpatch.swap.trial import makers_of_short_inputs, require_runs_in_full
 
 LM = "AutoModelForCausalLM"
 NUMBER = r"(\d\S*\d)"
@@ -580,7 +580,7 @@ def test_a_tower_of_images_is_measured_with_images(
     alone = copy.deepcopy(model)
     patch(model, norm="rms", init="copy", only=tower)
     assert re.match(r"approximate: outputs differ by (?!0;)", outcome(model))
-    monkeypatch.setattr("hfpatch.swap.trial.with_media", lambda *args, **options: None)
+    monkeypatch.setattr("hfpatch.planners.full_length.with_media", lambda *args, **options: None)
     patch(alone, norm="rms", init="copy", only=tower)
     differ = "approximate on inputs without images: outputs differ by 0;"
     assert outcome(alone).startswith(differ)  # control: on text alone it doesn't run

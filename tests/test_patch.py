@@ -42,10 +42,10 @@ from hfpatch.errors import NotPreservedWarning, NotReversibleError, OptionError,
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.repairs.repair import repair
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import AffineNorm
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.runtime.rotary import RotaryEmbedding
-from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": "dyt", "pos": "rope"}

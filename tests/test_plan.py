@@ -25,8 +25,8 @@ from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NoMatchError, NothingToPatchError, OptionError, UnknownNameError, WrappedModelError
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
-from hfpatch.runtime.errors import PatchError, UnsupportedError
-from hfpatch.schemes.norms import DyT
+from hfpatch.runtime.patch_errors import PatchError, UnsupportedError
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites import sites
 

@@ -13,7 +13,7 @@ import pytest
 
 import hfpatch
 from hfpatch import errors, extend
-from hfpatch.runtime import errors as runtime_errors
+from hfpatch.runtime import patch_errors as runtime_errors
 
 PLACES = {name: place for place, names in hfpatch._MODULES.items() for name in names.split()}  # of each name
 

@@ -39,9 +39,9 @@ from real_weights import SOURCES, make
 
 import hfpatch
 from hfpatch.errors import PatchError
-from hfpatch.schemes.mlps import MLP
-from hfpatch.schemes.norms import Norm
-from hfpatch.schemes.positions import Position
+from hfpatch.schemes.mlp_schemes import MLP
+from hfpatch.schemes.norm_schemes import Norm
+from hfpatch.schemes.position_schemes import Position
 from hfpatch.schemes.request import budget_in
 
 OUT = Path(__file__).resolve().parents[1] / "tests/sweeps/real_models.jsonl"

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from ..runtime.errors import PatchError
+from ..runtime.patch_errors import PatchError
 from ..runtime.record import saved_from
 
 # the heads to look at first; the others follow in transformers' own order, and AutoModel comes last

@@ -20,13 +20,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from ..core.registry import did_you_mean
 from ..errors import FreshHeadWarning
 from ..measure.randomness import keep_random_state
-from ..runtime.errors import CheckpointError, PatchError, first_line
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
-from .classes import patched_model_class, with_loading_info
 from .file_digests import digests_or_warning
 from .mapped_weights import files_of, open_mapped
+from .patched_classes import patched_model_class, with_loading_info
 
 _RANDOM = "config:"
 _MOST_NAMED, _LONGEST = 3, 400

@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from transformers.utils.hub import extract_commit_hash
 
 from ..errors import FingerprintWarning, OptionError
-from ..runtime.declared import is_of_type
-from ..runtime.errors import CheckpointError
+from ..runtime.declared_types import is_of_type
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import REPAIR
 from .files import finder, named_file, printable, read_json, suffix_of, weight_files
 from .stored_config import config_digest
 
 if TYPE_CHECKING:
-    from ..repairs.report import RepairReport
+    from ..repairs.repair_report import RepairReport
 
 _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
@@ -220,7 +220,7 @@ def report_of(model: nn.Module) -> RepairReport | None:
     kept = vars(model).get(REPAIR)
     if not isinstance(kept, dict):
         return kept
-    from ..repairs.report import RepairReport  # opening a checkpoint needs nothing that repairs
+    from ..repairs.repair_report import RepairReport  # opening a checkpoint needs nothing that repairs
 
     where = getattr(model.config, "name_or_path", "")
     try:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ..errors import FingerprintWarning
-from ..runtime.errors import CheckpointError
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import saved_from
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 
 from ..core.mapped import MAPPED, Mappings, map_tensor
-from ..runtime.errors import CheckpointError
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import KEY
 from .file_digests import DISTRIBUTED, as_bytes, variant_of
 from .files import STREAMED, finder, weight_files, weight_names

@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.transaction import Transaction
+from ..planners.config_diff import Setting, config_at
+from ..planners.image_tables import IMAGE_SIZE
 from ..runtime.host_rotary import ROPE_SETTINGS_PATH
 from ..runtime.lens import host_class
 from ..runtime.record import KEY
 from ..runtime.rotary import ORIGINAL
 from ..schemes.request import Record
 from ..sites.rotations import configs_of_parts
-from ..swap.config_diff import Setting, config_at
-from ..swap.image_tables import IMAGE_SIZE
-from .classes import registered_config_class
+from .patched_classes import registered_config_class
 
 # settings that a forward changes in the model and not in its config: BigBird's, at the first short input
 _SET_BY_FORWARDS = ("attention_type",)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from .. import runtime
 from ..runtime.classes import CODE
 from ..runtime.edits import COMPONENTS, Edit
-from ..runtime.errors import UnsupportedError
 from ..runtime.lens import LENS, host_class
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, edits_of
 from .auto_classes import auto_classes_of, opening
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from ..runtime.errors import CheckpointError
+from ..runtime.patch_errors import CheckpointError
 from .files import finder, read_json
 
 MODULES = "modules.json"

@@ -12,8 +12,8 @@ import transformers
 
 from ..errors import FingerprintWarning
 from ..runtime.classes import own_code
-from ..runtime.declared import is_of_type
-from ..runtime.errors import CheckpointError
+from ..runtime.declared_types import is_of_type
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import ARCHITECTURE, KEY, read_record
 from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of

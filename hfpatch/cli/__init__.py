@@ -30,14 +30,14 @@ from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of
 from ..patch import patch_model, repair_report
 from ..plan import plan_patch
-from ..runtime.errors import PatchError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import PatchError
 from ..runtime.qk_layouts import Fused
 from ..runtime.record import KEY
 from ..schemes.request import Record, Request, budget_in
 from ..schemes.verdicts import EXACT, MEASUREMENT_NOTE, outcome_table
 from ..verification import verify as verification
-from ..verification.report import Report
+from ..verification.verify_report import Report
 from .launcher import launch
 from .options import (
     Calibration,

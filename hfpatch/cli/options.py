@@ -22,7 +22,7 @@ from ..errors import FingerprintWarning, FreshHeadWarning, NotPreservedWarning, 
 from ..measure.batches import read_batches
 from ..measure.text_batches import tokenizer_of
 from ..repairs.sample import SELF, sample_batches
-from ..runtime.errors import PatchError, first_line
+from ..runtime.patch_errors import PatchError, first_line
 
 _OWN_WARNINGS = (NotPreservedWarning, FingerprintWarning, FreshHeadWarning)
 

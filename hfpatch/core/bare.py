@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import OptionError, WrappedModelError
-from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY
 
 

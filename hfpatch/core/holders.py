@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..errors import WrappedModelError
 from ..runtime.edits import Edit
-from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import UnsupportedError
 from .transaction import Transaction
 from .weight_change import WeightChange
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from ..errors import UnknownNameError
-from ..runtime.errors import PatchError
+from ..runtime.patch_errors import PatchError
 
 T = TypeVar("T")
 R = TypeVar("R")

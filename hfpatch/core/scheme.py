@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from ..errors import OptionError
-from ..runtime.declared import declared_types, is_of_type, type_name
-from ..runtime.errors import PatchError
+from ..runtime.declared_types import declared_types, is_of_type, type_name
+from ..runtime.patch_errors import PatchError
 from .registry import Registry, did_you_mean, nearest
 
 S = TypeVar("S", bound="Scheme")
@@ -33,8 +33,8 @@ class Scheme:
         turn: when it is carried out, if one request has several schemes of a kind for different modules: 0 first (what
             keeps the function, which is checked at once; what changes nothing but what others change as well), then 1.
         folds: whether Parameters of norms are multiplied into the layers that read them.
-        planner: the function that turns a request for the scheme into changes of a model (swap/planners.py), as entry
-            points name it: "package.module:function".
+        planner: the function that turns a request for the scheme into changes of a model (planners/interface.py), as
+            entry points name it: "package.module:function".
     """
 
     registry: ClassVar[Registry]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..runtime.errors import PatchError, first_line
+from ..runtime.patch_errors import PatchError, first_line
 
 
 def require_free(folder: Path, overwrite: bool = False) -> None:

@@ -21,7 +21,7 @@ from ..measure.outputs import outputs_of
 from ..measure.quiet_forward import inference_state
 from ..measure.snapshot import NormInput, run
 from ..runtime.float64 import in_float64
-from ..sites.norms import describe
+from ..sites.norm_facts import describe
 from .observe import channel_axes
 
 

@@ -12,14 +12,14 @@ from ..core.bare import has_weights
 from ..core.plan_table import Change
 from ..core.transaction import Transaction
 from ..measure.copies import copy_of, unpatched_config
-from ..measure.float64 import host_errors
+from ..measure.float64_forward import host_errors
 from ..measure.snapshot import NormInput
 from ..runtime.edits import pattern_of
-from ..runtime.errors import UnsupportedError
-from ..schemes.norms import Norm
+from ..runtime.patch_errors import UnsupportedError
+from ..schemes.norm_schemes import Norm
 from ..schemes.request import Record
+from .centring import Centring, plan_centring
 from .compensate import compensate, find_pairs, norm_inputs
-from .fold import Centring, plan_centring
 from .search import find_centring
 
 _TREAT_THE_MEAN_ALIKE = ("layer", "folded", "fixed", "none")  # schemes whose norms remove the mean where the host's do

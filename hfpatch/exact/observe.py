@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..measure.float64 import outputs_in_float64
+from ..measure.float64_forward import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..core.transaction import Transaction
 from ..core.weight_change import along_axis
-from ..measure.blocks import same_layer
-from ..measure.float64 import Float64
+from ..measure.float64_forward import Float64
+from ..measure.repeated_blocks import same_layer
 from ..runtime.edits import modules_at, pattern_of
 from ..runtime.norms import NormFacts
-from ..sites.blocks import block_names, observe_blocks
-from .fold import Axis, Centring, Signal, carry_out
+from ..sites.block_runs import block_names, observe_blocks
+from .centring import Axis, Centring, Signal, carry_out
 from .observe import SEED, Observation, add_constants, norms_with_changed_mean, observe, relative_error
 
 T = TypeVar("T")  # a writer or a signal

@@ -25,9 +25,9 @@ from ..measure.outputs import deviating, outputs_inside
 from ..measure.quiet_forward import default_device
 from ..measure.twin import twin
 from ..runtime.edits import pattern_of
-from ..runtime.errors import UnsupportedError
-from ..sites.norms import describe
-from .fold import EMBEDDINGS, Axis, Centring, Signal
+from ..runtime.patch_errors import UnsupportedError
+from ..sites.norm_facts import describe
+from .centring import EMBEDDINGS, Axis, Centring, Signal
 from .observe import SEED, add_constants, norms_with_changed_mean, observe, relative_error
 from .probe import TOLERANCE, Effect, Moved, Probe, is_constant, off_centre
 

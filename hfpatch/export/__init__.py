@@ -13,8 +13,8 @@ from ..core.holders import model_inside, tokenizer_owner
 from ..core.staging import stage_folder
 from ..errors import OptionError, WrappedModelError
 from ..measure.text_batches import tokenizer_of
-from ..runtime.errors import UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import UnsupportedError
 from .native import Exported, find_native, native_model, write_stock
 from .remote import write_remote
 from .tokenizer import save_tokenizer

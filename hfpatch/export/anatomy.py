@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schemes.positions import ALiBi
+from ..schemes.position_schemes import ALiBi
 from ..schemes.rope import RoPE
 from .layouts import QKV, FamilyLayout
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..measure.randomness import keep_random_state
-from ..runtime.errors import UnsupportedError
-from ..sites.norms import EPS_NAMES
+from ..runtime.patch_errors import UnsupportedError
+from ..sites.norm_facts import EPS_NAMES
 
 ROOT = 2.0**40
 LARGE_EPS = ROOT**2

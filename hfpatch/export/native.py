@@ -21,8 +21,8 @@ from ..checkpoint.auto_classes import auto_classes_of
 from ..core.bare import require_bare
 from ..errors import OptionError, UnknownNameError, VerificationError
 from ..measure.copies import copy_of
-from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import UnsupportedError, describe_error
 from ..runtime.rotary import ADAPTIVE
 from ..schemes.rope import RoPE
 from .equality import OutputComparison, compare

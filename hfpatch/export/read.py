@@ -14,11 +14,11 @@ from ..errors import OptionError
 from ..runtime.alibi import LinearBias
 from ..runtime.attention import BIAS, ROTARY
 from ..runtime.constants import ConstantPositions
-from ..runtime.errors import UnsupportedError
 from ..runtime.gated import GatedActivation
 from ..runtime.lens import CENTRED
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL, RotaryEmbedding
-from ..schemes.positions import ALiBi
+from ..schemes.position_schemes import ALiBi
 from ..schemes.request import Record
 from ..schemes.rope import PARTIAL, RoPE, rotation_after
 from ..sites.rotations import find_rotations

@@ -26,8 +26,8 @@ from ..errors import VerificationError
 from ..measure.inputs import example_inputs as random_inputs
 from ..measure.outputs import Outputs, max_error, without_padding
 from ..measure.quiet_forward import cast_for_model, device_of, inference_state
-from ..runtime.errors import UnsupportedError
-from . import fresh
+from ..runtime.patch_errors import UnsupportedError
+from . import fresh_process
 
 _TIMEOUT = 1800  # seconds for the other process
 
@@ -92,7 +92,7 @@ def verify_remote(
 
 
 def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run `fresh.py` in a subprocess on a folder and return its answer."""
+    """Run `fresh_process.py` in a subprocess on a folder and return its answer."""
     chosen = getattr(model.config, "_attn_implementation", None)
     attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
     how = {
@@ -106,7 +106,8 @@ def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
         with temporary_files(scratch):
             torch.save({**job, **how, "folder": str(folder.resolve())}, scratch / "job.pt")
         answer = scratch / "answer.pt"
-        command = [sys.executable, "-P", str(Path(fresh.__file__).resolve()), str(scratch / "job.pt"), str(answer)]
+        script = Path(fresh_process.__file__).resolve()
+        command = [sys.executable, "-P", str(script), str(scratch / "job.pt"), str(answer)]
         options: dict[str, Any] = {"env": env | {"HF_MODULES_CACHE": f"{name}/modules"}, "cwd": name}
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, **options)

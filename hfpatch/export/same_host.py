@@ -19,12 +19,12 @@ from ..measure.copies import unpatched_config
 from ..measure.randomness import keep_random_state
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, FixedArguments
-from ..runtime.errors import UnsupportedError, first_line
 from ..runtime.fixed import NoNorm
 from ..runtime.gated import GatedLinear
 from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
+from ..runtime.patch_errors import UnsupportedError, first_line
 from ..runtime.refuse_host import parts
 from ..runtime.tables import ComputedPositions
 from ..schemes.rope import merged

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ..runtime.errors import PatchError
+from ..runtime.patch_errors import PatchError
 
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
 _OF_CLASSES = ("padding_side", "model_input_names")  # settings that a class has by default, and doesn't save then

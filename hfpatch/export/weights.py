@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import FixedNorm, NoNorm
 from ..runtime.gated import GatedLinear
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import first_at, lens_of
 from ..runtime.norms import NormFacts
-from ..sites.norms import describe
+from ..runtime.patch_errors import UnsupportedError
+from ..sites.norm_facts import describe
 from .anatomy import Affine, Parts, PlainNorm
 from .fixed_norms import ROOT
 from .layouts import BLOCK, OUTPUT, STEM, FamilyLayout

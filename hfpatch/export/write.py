@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import model_classes_of
 from ..measure.randomness import keep_random_state
-from ..runtime.errors import UnsupportedError
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.rotary import ORIGINAL
-from ..schemes.positions import ALiBi
+from ..schemes.position_schemes import ALiBi
 from ..schemes.rope import PARTIAL, STRETCHING, RoPE
 from .anatomy import (
     Affine,

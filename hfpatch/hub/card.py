@@ -29,7 +29,7 @@ from ..measure.inputs import main_input
 from ..runtime.record import KEY, MODEL_TYPES
 from ..schemes.request import KINDS, Record, SchemeRequest
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
-from ..verification.report import Report
+from ..verification.verify_report import Report
 from .folder import CARD, Checkpoint
 
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"

@@ -22,10 +22,10 @@ from ..core.holders import model_inside
 from ..errors import OptionError
 from ..export import export_model
 from ..measure.text_batches import processor_of
-from ..runtime.errors import CheckpointError
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import ARCHITECTURE, KEY, MODEL_TYPES
 from ..schemes.request import Record
-from ..verification.report import title_of
+from ..verification.verify_report import title_of
 
 CONFIG, CARD = "config.json", "README.md"
 # Globs over the lower-case name of a file or folder that stays behind

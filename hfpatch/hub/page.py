@@ -22,14 +22,14 @@ from ..core.results import Table
 from ..core.staging import stage
 from ..errors import OptionError
 from ..measure.copies import copy_of, unpatched_config
-from ..repairs.report import RepairReport
-from ..runtime.errors import CheckpointError
+from ..repairs.repair_report import RepairReport
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import CheckpointError
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
-from ..verification.report import LayerRow, ModuleRow, Report, module_lines, title_of
+from ..verification.verify_report import LayerRow, ModuleRow, Report, module_lines, title_of
 from .card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 

@@ -27,8 +27,8 @@ from ..core.holders import model_inside
 from ..core.results import Table
 from ..errors import HubError, OptionError
 from ..export import FORMS
-from ..runtime.errors import PatchError
-from ..verification.report import Report
+from ..runtime.patch_errors import PatchError
+from ..verification.verify_report import Report
 from .card import card, metadata_of
 from .folder import CARD, Checkpoint, checkpoint_of
 

@@ -1,7 +1,8 @@
 """Sketches of a model's repeated blocks before and after a patch: norms, attentions, MLPs and the residual stream.
 
-How branches meet the residual stream is measured on a small model of the unpatched class (sites/anatomy.py); what the
-patch made of them is read from the patched model's modules and lenses. A stack of which that isn't known isn't drawn.
+How branches meet the residual stream is measured on a small model of the unpatched class (sites/residual_branches.py);
+what the patch made of them is read from the patched model's modules and lenses. A stack of which that isn't known isn't
+drawn.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from transformers import PreTrainedModel
 
 from ..core.plan_table import group_rows
 from ..measure.twin import twin
-from ..runtime.errors import UnsupportedError
 from ..runtime.fixed import NoNorm
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import lens_of
-from ..sites.anatomy import Branch, find_branches
-from ..sites.blocks import measuring
-from ..sites.branches import BranchSite, sites_of
-from ..sites.mlps import MLPSite, find_mlps
-from ..sites.norms import describe
-from ..verification.report import ModuleRow
+from ..runtime.patch_errors import UnsupportedError
+from ..sites.block_runs import measuring
+from ..sites.branch_sites import BranchSite, sites_of
+from ..sites.mlp_sites import MLPSite, find_mlps
+from ..sites.norm_facts import describe
+from ..sites.residual_branches import Branch, find_branches
+from ..verification.verify_report import ModuleRow
 
 # By placement: how a branch f meets the stream x, and the order of its pieces (n a norm, m the second one, f the rest)
 _FORMS = {

@@ -17,7 +17,7 @@ from transformers import BatchEncoding, BatchFeature, PreTrainedModel
 from ..core.holders import model_inside, tokenizer_owner
 from ..core.registry import nearest
 from ..errors import OptionError
-from ..runtime.errors import first_line
+from ..runtime.patch_errors import first_line
 from .inputs import input_embedding, longest_text, main_input, text_config
 from .text_batches import copy_tokenizer, lines_of
 

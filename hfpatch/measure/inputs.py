@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..runtime.errors import UnsupportedError
+from ..runtime.patch_errors import UnsupportedError
 from .randomness import seed_deterministically
 from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.errors import UnsupportedError, describe_error
+from ..runtime.patch_errors import UnsupportedError, describe_error
 from .inputs import GRID, MEL_BINS, Inputs, cut_patches, example_inputs, spectrogram
 from .quiet_forward import cast, inference_state
 from .randomness import seed_deterministically

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bare import has_weights
-from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.float64 import in_float64
+from ..runtime.patch_errors import UnsupportedError, describe_error
 from .copies import copy_of
 from .hooks import CallArguments, first_tensor, observe_calls
 from .media import with_media

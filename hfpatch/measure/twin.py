@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..runtime.edits import pattern_of
-from ..runtime.errors import CheckpointError, UnsupportedError
+from ..runtime.patch_errors import CheckpointError, UnsupportedError
 from .copies import copy_of
-from .float64 import host_errors, outputs_in_float64
+from .float64_forward import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
 from .randomness import randomise, seed_deterministically

@@ -22,7 +22,7 @@ from ..measure.copies import copy_of
 from ..measure.hooks import CallArguments, first_tensor
 from ..measure.quiet_forward import use_attention
 from ..sites.linear_maps import is_linear_map
-from .report import FittedValues
+from .repair_report import FittedValues
 
 STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
 RATE = 2.0  # of Adam, divided by the width of what is projected

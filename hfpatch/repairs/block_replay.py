@@ -21,16 +21,16 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..measure.blocks import listed_modules
 from ..measure.hooks import CallArguments, OnCall, OnResult, first_tensor, observe_calls
 from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from ..measure.randomness import seed_everything
-from ..runtime.errors import UnsupportedError
+from ..measure.repeated_blocks import listed_modules
+from ..runtime.patch_errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
 from .reference import refusing_failures
-from .scratch import Scratch
+from .tensor_file import Scratch
 
 _SAVED = object()  # marks activations that aren't outputs to replay
 _ROOM = 4  # times a part's first output: what all that it returns may take, if it is to be stored

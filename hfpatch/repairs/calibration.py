@@ -18,10 +18,10 @@ from ..measure.batches import read_batches
 from ..measure.inputs import main_input
 from ..measure.quiet_forward import cast_for_model, free_unused_memory, inference_state
 from ..measure.randomness import keep_random_state
-from ..schemes.norms import Norm
-from .distinct import HELD_OUT, Key, divide, key_of, names_of
+from ..schemes.norm_schemes import Norm
+from .near_duplicates import HELD_OUT, Key, divide, key_of, names_of
 from .sample import SELF, require_generates, sample_batches
-from .scratch import Scratch
+from .tensor_file import Scratch
 
 _GRIDS = "grid_thw"  # argument of vision towers that take the patches of several images in one tensor
 _ENOUGH = "some hundred make a good repair."
@@ -52,8 +52,8 @@ class StoredBatch(NamedTuple):
 class Batches:
     """Calibration batches stored on disk, split into ones to fit and ones to judge.
 
-    No sequence of the one kind nearly equals one of the other (see `distinct.py`). A batch that can't be divided among
-    its sequences (images packed into one tensor) counts as one sequence.
+    No sequence of the one kind nearly equals one of the other (see `near_duplicates.py`). A batch that can't be divided
+    among its sequences (images packed into one tensor) counts as one sequence.
 
     Args:
         batches: keyword arguments of forwards, as `read_calibration` returns them.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..measure.outputs import Outputs
-from ..runtime.errors import UnsupportedError
 from ..runtime.float64 import in_float64
+from ..runtime.patch_errors import UnsupportedError
 from ..schemes.verdicts import Metric
 from .block_replay import BlockReplay
 

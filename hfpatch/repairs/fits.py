@@ -29,7 +29,7 @@ from .input_scale import InputScale
 from .least_squares import fit_ridge
 from .linear_roles import BlockRoles, Roles
 from .norm_fit import fit_norm
-from .report import FittedValues, RepairReport, Step
+from .repair_report import FittedValues, RepairReport, Step
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
 _MAP_QUERIES, _MAP_NUMBERS = 2**14, 2**27  # at most: queries whose attention maps are fitted, numbers in the maps

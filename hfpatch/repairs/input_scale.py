@@ -14,7 +14,7 @@ from ..errors import OptionError
 from ..measure.hooks import CallArguments, first_tensor
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import NormFacts
-from ..sites.norms import describe
+from ..sites.norm_facts import describe
 from .block_replay import BlockReplay
 
 _TOKENS = 2**16  # of each norm, at most about this many are looked at

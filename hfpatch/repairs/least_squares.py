@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.mapped import Mappings
 from ..runtime.float64 import float64_device, in_float64
-from .report import FittedValues
+from .repair_report import FittedValues
 
 _SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
 _SATURATED = 1e-3  # see ChannelAffine

@@ -12,7 +12,7 @@ from ..measure.copies import copy_of
 from ..runtime.float64 import in_float64
 from ..runtime.norms import AffineNorm
 from .least_squares import ChannelAffine
-from .report import FittedValues
+from .repair_report import FittedValues
 
 _SATURATED = 0.95  # |tanh| or |erf| above this
 _SEARCH_ROWS, _SEARCH_NUMBERS = 1024, 3 * 2**17  # that a search of scalars looks at: whichever is more

@@ -32,26 +32,26 @@ from transformers.utils.logging import tqdm
 from ..core.holders import unwrap_holders
 from ..core.transaction import Transaction, transaction_on
 from ..errors import NotPreservedWarning
-from ..measure.blocks import listed_modules
 from ..measure.hooks import first_tensor
 from ..measure.inputs import longest_text
 from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
-from ..runtime.errors import UnsupportedError
+from ..measure.repeated_blocks import listed_modules
 from ..runtime.fixed import FixedNorm
 from ..runtime.norms import AffineNorm
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record, require_fit
-from ..sites.norms import describe
+from ..sites.norm_facts import describe
 from .block_replay import BlockReplay, Segment, segments_of
 from .calibration import Calibration, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
-from .fresh import FreshSequences
+from .fresh_sequences import FreshSequences
 from .input_scale import advice_on_sinks, start_fixed_norms
 from .linear_roles import BlockRoles, Roles
 from .reference import require_repairable
-from .report import RepairReport
+from .repair_report import RepairReport
 from .shared_norms import fit_shared_norms
 
 _NO_PROJECTION = "no linear map's output is added as it is to the block's output (experts, or a scaled branch)"

@@ -13,10 +13,10 @@ from transformers.utils.logging import tqdm
 
 from ..errors import OptionError
 from ..measure.batches import LENGTH, SEQUENCES
-from ..measure.float64 import host_errors
+from ..measure.float64_forward import host_errors
 from ..measure.inputs import longest_text, random_tokens, text_config
 from ..measure.quiet_forward import device_of, inference_state
-from ..runtime.errors import UnsupportedError
+from ..runtime.patch_errors import UnsupportedError
 
 BATCH = 32
 SELF = "self"  # as calibration: the model writes it

@@ -13,7 +13,7 @@ from .block_replay import BlockReplay
 from .distance import mean_and_worst, output_distance
 from .fits import Fitter, Moments, channels_last
 from .norm_fit import fit_norm
-from .report import FittedValues, Step
+from .repair_report import FittedValues, Step
 
 _ROWS = 2**16  # of each norm that a fit looks at, at least, if there are so many: it has two numbers a channel
 _OTHER_CALLS = "runs several times in a forward, and on other shapes than in the original"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .components import OWN as _OWN  # noqa: F401  # the import registers them as components
 from .edits import CENTRE_SLOT, HEAD, LENS_SLOT, SLOTS, Call, Edit, children_at, find_component, modules_at, pattern_of
-from .errors import CheckpointError, PatchError, first_line
 from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, prepare_views, with_lens
+from .patch_errors import CheckpointError, PatchError, first_line
 from .record import KEY, saved_from
 
 # what an edit raises that doesn't fit the model

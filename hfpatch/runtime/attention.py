@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers.cache_utils import Cache
 
-from .errors import PositionError
 from .lens import REMOVED_ARGUMENT, Arguments, StandIn
-from .once import ONCE, Once, key_of, once
+from .patch_errors import PositionError
+from .per_forward import ONCE, Once, key_of, once
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 from .rotary import RotaryEmbedding
 

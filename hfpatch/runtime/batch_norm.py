@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError
 from .lens import Arguments, StandIn, put, skip_inner_checkpointing, views
 from .norms import AffineNorm
+from .patch_errors import PositionError
 
 MASK = "attention_mask"  # the argument's name, in blocks and models
 

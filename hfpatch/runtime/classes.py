@@ -23,11 +23,11 @@ from transformers.pytorch_utils import Conv1D
 from .apply import Tree, apply
 from .attention import BIAS, ROTARY, require_bias_kept
 from .constants import ConstantPositions
-from .errors import CheckpointError, PositionError, UnsupportedError
 from .float64 import in_float64
 from .gated import initialise_fresh
 from .lens import CENTRED, LENS, SCALE, SCALED, lensed_forward
 from .norms import AffineNorm
+from .patch_errors import CheckpointError, PositionError, UnsupportedError
 from .record import (
     ARCHITECTURE,
     KEY,

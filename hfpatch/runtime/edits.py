@@ -31,8 +31,8 @@ from typing import Any
 
 from torch import nn
 
-from .declared import require_declared
-from .errors import CheckpointError, UnsupportedError
+from .declared_types import require_declared
+from .patch_errors import CheckpointError, UnsupportedError
 
 HEAD = "<head>"  # the model around the base model; its other modules are called "<head>.classifier"
 SLOTS = LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .edits import Call
-from .errors import CheckpointError
+from .patch_errors import CheckpointError
 
 FRESH = "_hfpatch_fresh"  # of a new projection whose values are torch's
 TIMES = "_hfpatch_times"  # of a gate: what the values of the projection that it was are still to be multiplied by

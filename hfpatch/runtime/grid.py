@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError
 from .lens import Arguments
+from .patch_errors import PositionError
 
 
 @dataclass(frozen=True)

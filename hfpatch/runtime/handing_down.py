@@ -31,7 +31,7 @@ from .lens import (
     skip_inner_checkpointing,
     views,
 )
-from .once import ONCE, Once
+from .per_forward import ONCE, Once
 
 Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for each number that a rotation has
 

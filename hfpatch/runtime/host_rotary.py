@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .errors import PositionError
 from .lens import LENS, Arguments, host_class, lens_of, lensed_class
+from .patch_errors import PositionError
 from .rotary import LENGTH, ORIGINAL
 
 ROPE_SETTINGS_PATH = "_hfpatch_rope_settings_at"  # attribute of a rebuilt rotation: path of its settings in the config

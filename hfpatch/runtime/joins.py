@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import UnsupportedError
 from .lens import Arguments, StandIn, first_at, put, skip_inner_checkpointing, views
+from .patch_errors import UnsupportedError
 
 _FORMS = ("pre", "post", "olmo2", "sandwich", "deepnorm", "host")
 

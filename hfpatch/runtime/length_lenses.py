@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .constants import ZERO_MEAN_ROW, ConstantPositions, mean_rows
-from .errors import PositionError
 from .lens import Arguments, StandIn, View, first_at
+from .patch_errors import PositionError
 from .tables import ComputedPositions
 
 MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import UnsupportedError
 from .norm_interface import USUAL, KernelLayerName, NormFacts, NormInterface
+from .patch_errors import UnsupportedError
 
 OWN = "own"  # default of `replacing`: take the gain or shift under the replaced norm's usual name
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .edits import Edit, parse_edits
-from .errors import CheckpointError
+from .patch_errors import CheckpointError
 
 KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type that exports have on disk
 # model_type on disk of what needs hfpatch: transformers' error is of its own words but for this name

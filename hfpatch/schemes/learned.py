@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.registry import POSITIONS
 from ..errors import OptionError
-from .positions import Position
+from .position_schemes import Position
 
 ALL = "all"  # rows
 KEEPS = ("table", "rows")  # of the old rows, the first by default

@@ -27,7 +27,7 @@ class Placement(Scheme):
     """How a branch f with its norm meets the stream x. Norms keep their Parameters, branches everything."""
 
     registry: ClassVar[Registry] = PLACEMENTS
-    planner: ClassVar[str] = "hfpatch.swap.branches:plan_placement"
+    planner: ClassVar[str] = "hfpatch.planners.branch_swaps:plan_placement"
     formula: ClassVar[str] = ""
 
 

@@ -11,14 +11,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from ..core.globs import as_globs, both
 from ..core.scheme import Scheme
 from ..errors import OptionError
-from ..runtime.declared import is_of_type
+from ..runtime.declared_types import is_of_type
 from ..runtime.edits import Edit
-from ..runtime.errors import CheckpointError, PatchError, UnsupportedError
+from ..runtime.patch_errors import CheckpointError, PatchError, UnsupportedError
 from ..runtime.record import KEY, VERSION, read_record
-from .mlps import MLP
-from .norms import DeepNorm, Norm
+from .mlp_schemes import MLP
+from .norm_schemes import DeepNorm, Norm
 from .placements import Placement
-from .positions import Position
+from .position_schemes import Position
 from .verdicts import EXACT, Outcome
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}

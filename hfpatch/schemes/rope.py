@@ -12,7 +12,7 @@ from ..core.registry import POSITIONS
 from ..core.scheme import require_number
 from ..errors import OptionError
 from ..runtime.edits import Call
-from ..runtime.errors import UnsupportedError
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.rotary import (
     ADAPTIVE,
     ORIGINAL,
@@ -22,7 +22,7 @@ from ..runtime.rotary import (
     describe_scaling,
     rotary_dim,
 )
-from .positions import Position
+from .position_schemes import Position
 
 PAIRINGS = ("half", "interleaved")
 FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one

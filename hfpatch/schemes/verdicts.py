@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..core.results import Result, Table
-from ..runtime.declared import declared_types, is_of_type
+from ..runtime.declared_types import declared_types, is_of_type
 
 
 class Metric(StrEnum):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.edits import pattern_of
-from ..runtime.errors import UnsupportedError
-from .anatomy import Branch
-from .blocks import Block, CallKey, stream_blocks
+from ..runtime.patch_errors import UnsupportedError
+from .block_runs import Block, CallKey, stream_blocks
+from .residual_branches import Branch
 from .stacks import number_of_heads
 
 _TOLERANCE = 1e-7  # of linearity in float64

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..runtime.edits import pattern_of
-from .blocks import block_names, is_stream, measuring
-from .norms import describe
+from .block_runs import block_names, is_stream, measuring
+from .norm_facts import describe
 from .sites import Sites
 
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..measure.blocks import same_layer
-from ..measure.float64 import outputs_in_float64
+from ..measure.float64_forward import outputs_in_float64
 from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import deviating, max_error, outputs_inside
+from ..measure.repeated_blocks import same_layer
 from ..runtime.edits import pattern_of
 from .linear_maps import Axes, holds_maps, is_linear_map, reading_axes
-from .norms import describe
+from .norm_facts import describe
 
 _TOLERANCE = 1e-9  # relative; some hosts compute a part in float32
 UNREACHED = "the example inputs don't reach it"

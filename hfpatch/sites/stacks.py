@@ -12,7 +12,7 @@ from ..core.registry import ARCHITECTURES, by_class
 from ..runtime.attention import NUMBER_OF_HEADS
 from ..runtime.constants import ConstantPositions, NoPositions, rows_of
 from ..runtime.edits import modules_at
-from ..runtime.errors import UnsupportedError
+from ..runtime.patch_errors import UnsupportedError
 from .architectures.architecture import Stack
 from .rotations import configs_of_parts
 

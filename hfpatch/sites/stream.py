@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from .blocks import Block, CallKey
+from .block_runs import Block, CallKey
 
 
 def find_sum(

@@ -18,10 +18,10 @@ from ..measure.inputs import text_config
 from ..measure.outputs import Outputs, mask_of, padding_mask
 from ..measure.quiet_forward import cast
 from ..measure.randomness import seed_everything
-from ..runtime.errors import UnsupportedError, describe_error
 from ..runtime.float64 import float64_device
-from .report import LayerRow, OutputRow
+from ..runtime.patch_errors import UnsupportedError, describe_error
 from .sums import NO_TARGET, Sums
+from .verify_report import LayerRow, OutputRow
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Run = tuple[str, str]  # role and dtype

@@ -20,8 +20,8 @@ from ..runtime.length_lenses import MEAN_ROW, NOTHING
 from ..runtime.lens import host_class
 from ..runtime.norms import NormFacts
 from ..schemes.request import Record
-from ..sites.norms import describe, looks_like_norm, size_of
-from .report import ModuleRow
+from ..sites.norm_facts import describe, looks_like_norm, size_of
+from .verify_report import ModuleRow
 
 _MEAN_ROW = "MeanRow"  # the component that stands for a Parameter that was a table of positions
 _OF_SLOTS = {CENTRE_SLOT: "centred in every forward", SCALE_SLOT: "multiplied by a learned scalar in every forward"}

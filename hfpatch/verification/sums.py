@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..measure.outputs import Deviation, pieces, to_comparable
-from .report import OutputRow
+from .verify_report import OutputRow
 
 NO_TARGET = -100
 Columns = Iterator[tuple[str, Tensor]]

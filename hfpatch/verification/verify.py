@@ -10,19 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.by_name import config_of, opening
-from ..checkpoint.classes import patched_model_class
+from ..checkpoint.patched_classes import patched_model_class
 from ..core.bare import is_quantized, require_bare
 from ..core.holders import unwrap_holders
 from ..errors import OptionError, WrappedModelError
 from ..measure.batches import Batch, count_examples, count_tokens, read_batches
 from ..measure.inputs import example_inputs, input_embedding
-from ..runtime.errors import CheckpointError, UnsupportedError
 from ..runtime.lens import host_class
+from ..runtime.patch_errors import CheckpointError, UnsupportedError
 from ..runtime.record import KEY
 from ..schemes.request import Record
 from .comparison import DTYPES, Comparison, Subject, repeatable_inference
 from .module_diff import compare_modules
-from .report import Report, title_of
+from .verify_report import Report, title_of
 
 EXAMPLES = 64  # texts and single rows, at most: both models run on them in every dtype
 

@@ -23,7 +23,7 @@ from hfpatch.errors import NotPreservedWarning
 from hfpatch.export.native import native_model
 from hfpatch.extend import NORMS
 from hfpatch.patch import outcomes, patch_model
-from hfpatch.runtime.errors import PatchError, describe_error, first_line
+from hfpatch.runtime.patch_errors import PatchError, describe_error, first_line
 
 from .methods import switch_off_dropout
 from .settings import CONTROL, parse_variants

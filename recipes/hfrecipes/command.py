@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 from .corpus import RecipeError
 from .results import TrainingError, require_own_folder

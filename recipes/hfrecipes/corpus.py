@@ -18,7 +18,7 @@ from tokenizers import ByteLevelBPETokenizer, processors
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hfpatch.runtime.errors import PatchError, first_line
+from hfpatch.runtime.patch_errors import PatchError, first_line
 
 SHAKESPEARE = Path(__file__).resolve().parents[1] / "corpus" / "shakespeare.txt"
 SPEECHES = 100  # in a document of it

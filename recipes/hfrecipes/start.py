@@ -16,7 +16,7 @@ from hfpatch.compile import compile_model, uncompile_model
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.schemes.request import budget_in
 
 from .corpus import RecipeError

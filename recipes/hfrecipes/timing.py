@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import timer
 
 from hfpatch.compile import Region, compile_model, compiled_calls
-from hfpatch.runtime.errors import describe_error
+from hfpatch.runtime.patch_errors import describe_error
 
 MODES = ("eager", "compiled")
 Case = tuple[str, str, Callable[[str], Iterable["Entrant"]]]  # its name, the work, what is timed in a mode

@@ -33,13 +33,13 @@ from tiny_models import (
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.auto import modeling_auto
 
-from hfpatch.checkpoint.classes import HfpatchConfig
+from hfpatch.checkpoint.patched_classes import HfpatchConfig
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import CheckpointError, PatchError
 from hfpatch.runtime.norms import AffineNorm, RMSNorm
+from hfpatch.runtime.patch_errors import CheckpointError, PatchError
 from hfpatch.runtime.record import saved_from
 from hfpatch.runtime.rotary import RotaryEmbedding
-from hfpatch.schemes.norms import Derf, DyT
+from hfpatch.schemes.norm_schemes import Derf, DyT
 from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}

@@ -20,11 +20,11 @@ from tiny_models import patch, tiny
 from torch import Tensor
 from transformers import AutoModel, GPT2Model
 
-from hfpatch.checkpoint.classes import patched_model_class
 from hfpatch.checkpoint.file_digests import compare, digests_or_warning, read_digests, variant_of, write_digests
+from hfpatch.checkpoint.patched_classes import patched_model_class
 from hfpatch.checkpoint.stored_config import config_digest
 from hfpatch.errors import FingerprintWarning, OptionError
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 WTE, GAIN, OTHER = "wte.weight", "ln_f.weight", "h.0.ln_1.weight"
 

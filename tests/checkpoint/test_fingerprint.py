@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHead
 
 from hfpatch.checkpoint import files
 from hfpatch.errors import FingerprintWarning, OptionError
-from hfpatch.runtime.errors import CheckpointError, PatchError
-from hfpatch.schemes.norms import DyT
+from hfpatch.runtime.patch_errors import CheckpointError, PatchError
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForTokenClassification")

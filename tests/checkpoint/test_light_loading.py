@@ -15,7 +15,7 @@ from tiny_models import inputs, patch, tiny
 from torch import Tensor
 
 import hfpatch
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 from hfpatch.runtime.record import REPAIR
 
 pytestmark = pytest.mark.slow

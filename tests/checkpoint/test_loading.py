@@ -15,9 +15,9 @@ from tiny_models import difference, inputs, load, norms_of, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel, GPT2LMHeadModel
 
 from hfpatch.errors import FingerprintWarning
-from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.norms import DynamicTanh
-from hfpatch.schemes.norms import DyT
+from hfpatch.runtime.patch_errors import CheckpointError
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}

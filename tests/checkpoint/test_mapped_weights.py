@@ -29,7 +29,7 @@ from hfpatch.core import transaction
 from hfpatch.core.mapped import MAPPED, read_into_memory, unload_after_forward
 from hfpatch.errors import FingerprintWarning, FreshHeadWarning
 from hfpatch.measure.outputs import outputs_of
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 CAUSAL, MASKED, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
 CASES = {

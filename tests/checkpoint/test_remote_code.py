@@ -20,7 +20,7 @@ from hfpatch.checkpoint.remote_code import FILE, classes_by_auto_class, write_co
 from hfpatch.core.registry import NORMS
 from hfpatch.export import export_model
 from hfpatch.export.remote import verify_remote
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.runtime.record import KEY, MODEL_TYPE
 
 RUNTIME = {path.name: path for path in Path(runtime.__file__).parent.glob("*.py") if path.stem != "__init__"}
@@ -76,7 +76,7 @@ def test_a_third_partys_component_is_shipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "says"),
     [
-        ("own_norm_with_schemes", "from hfpatch.schemes.norms import Norm", r"imports hfpatch\.schemes\.norms"),
+        ("own_norm_with_schemes", "from hfpatch.schemes.rope import RoPE", r"imports hfpatch\.schemes\.rope"),
         ("own_norm_with_hfpatch", "import hfpatch", "imports hfpatch"),
         ("own_norm_with_numpy", "import numpy", "imports numpy"),
         ("lens", "", r"lens\.py"),  # as a file of the runtime is called

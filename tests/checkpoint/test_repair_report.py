@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from hfpatch import export_model
 from hfpatch.patch import patch_model, repair_report, unpatch_model
-from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.repairs.repair_report import RepairReport, Step
+from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.runtime.record import KEY, REPAIR
 
 LM, DIGESTS = "AutoModelForCausalLM", "hfpatch_weights.json"

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, GPT2M
 
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.errors import FingerprintWarning
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 SHARDED, WHOLE = "60KB", "1GB"
 OTHERS = {"tokenizer.json": b"{}", "optimizer.pt": b"state", "model.fp16.safetensors": b"another variant", ".git": b""}

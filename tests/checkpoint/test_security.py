@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.schemes.rope import RoPE
 
 Damage = Callable[[Path], Any]

@@ -18,7 +18,7 @@ from hfpatch.checkpoint import sentence_modules
 from hfpatch.checkpoint.sentence_modules import text_length_of, with_modules
 from hfpatch.cli import app
 from hfpatch.hub.folder import checkpoint_of, read_checkpoint
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

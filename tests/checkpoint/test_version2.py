@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2Model
 
 from hfpatch.hub.push import push_patched
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 SAVED: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures/version2.json").read_text(encoding="utf-8"))
 

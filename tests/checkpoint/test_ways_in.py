@@ -21,7 +21,7 @@ from tiny_models import difference, load, logged, patch, peft_of_transformers, t
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from hfpatch.checkpoint.classes import answer_to_architectures
+from hfpatch.checkpoint.patched_classes import answer_to_architectures
 
 CAUSAL = "AutoModelForCausalLM"
 REQUESTS: dict[str, dict[str, Any]] = {"gpt2": {"norm": "dyt", "pos": "rope"}, "llama": {"pos": "nope"}}

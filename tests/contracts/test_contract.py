@@ -26,7 +26,7 @@ from hfpatch.runtime import qk_layouts
 from hfpatch.runtime.attention import ROTARY
 from hfpatch.runtime.qk_layouts import Fused, turn_output
 from hfpatch.runtime.rotary import RotaryEmbedding
-from hfpatch.schemes.positions import Position
+from hfpatch.schemes.position_schemes import Position
 
 ALL = sorted(FAMILIES)
 EVERYWHERE = [name for name in NORMS if name != "batch"]  # test_batch.py has the others

@@ -26,8 +26,8 @@ from transformers import AutoModel
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.export import export_model
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.norm_interface import NormInterface
+from hfpatch.runtime.patch_errors import PatchError
 
 FAMILIES = sorted(CONFIGS)
 FOLDED = ("folded", "none")  # which multiply weights, and so take no model without

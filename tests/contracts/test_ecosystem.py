@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from hfpatch.errors import WrappedModelError
 from hfpatch.export import export_model
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import CheckpointError
-from hfpatch.schemes.norms import DyT
+from hfpatch.runtime.patch_errors import CheckpointError
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 BOTH = {"norm": DyT(0.4), "pos": RoPE(theta=300.0)}

@@ -16,7 +16,7 @@ from tiny_models import difference, inputs, norm_request, outputs, patch, tiny
 from hfpatch.compile import compile_model, compiled_calls
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.measure.quiet_forward import cast
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 DEVICE = os.environ.get("HFPATCH_GPU_TESTS_ON", "cuda")  # "cpu" tries the tests themselves out
 if DEVICE == "cuda" and not torch.cuda.is_available():

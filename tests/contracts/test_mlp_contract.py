@@ -28,14 +28,14 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.patched_classes import patched_model_class
 from hfpatch.core.registry import MLPS
 from hfpatch.measure.quiet_forward import cast
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
-from hfpatch.schemes.mlps import MLP, SCALES, SwiGLU
-from hfpatch.sites.mlps import find_mlps
+from hfpatch.runtime.patch_errors import PatchError
+from hfpatch.schemes.mlp_schemes import MLP, SCALES, SwiGLU
+from hfpatch.sites.mlp_sites import find_mlps
 
 KINDS = {  # activation -> families; those that tiny_models hasn't are of zoo.py
     "gelu": "gpt2 bert vit roberta bart whisper distilbert albert gptj timesformer wav2vec2 falcon",
@@ -120,7 +120,7 @@ def activation_error(family: str, scheme: str) -> float:
 
 def test_control_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """silu(x) for gelu(x), as a gate of W1 and an up bias of 1 would have it."""
-    monkeypatch.setattr("hfpatch.schemes.mlps.SCALES", SCALES[:1])
+    monkeypatch.setattr("hfpatch.schemes.mlp_schemes.SCALES", SCALES[:1])
     assert activation_error("gpt2", "swiglu") > 0.1
 
 

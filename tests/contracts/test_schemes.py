@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.attention import BIAS
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.sites.stacks import find_stacks
 
 TYPES = sorted({proof.HOMES[owner] for owner in proof.here()})

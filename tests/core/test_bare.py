@@ -13,7 +13,7 @@ from torch import nn
 
 from hfpatch import export_model, patch_model, plan_patch, repair, unpatch_model, verify
 from hfpatch.core.bare import is_quantized
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 CAUSAL = "AutoModelForCausalLM"
 CALLS: dict[str, Callable[[Any, Any, Path], Any]] = {

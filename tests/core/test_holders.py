@@ -27,7 +27,7 @@ from hfpatch import outcomes, patch_model, plan_patch, read_batches, unpatch_mod
 from hfpatch.core.holders import model_inside
 from hfpatch.errors import WrappedModelError
 from hfpatch.measure.outputs import max_error
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 ROPE = "rope:max_positions=96"
 

@@ -13,7 +13,7 @@ from tiny_models import fingerprint, tiny
 from hfpatch.core import transaction
 from hfpatch.core.mapped import Mappings
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 TEMPORARY_FILE = tempfile.TemporaryFile
 

@@ -18,15 +18,15 @@ from hfpatch.core.registry import NORMS, POSITIONS, Registry
 from hfpatch.errors import UnknownNameError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
+from hfpatch.planners.interface import PlannerResult
+from hfpatch.planners.norm_swaps import plan_norms
 from hfpatch.runtime.edits import COMPONENTS, Call, register_component
-from hfpatch.runtime.errors import CheckpointError, PatchError, UnsupportedError
 from hfpatch.runtime.norms import AffineNorm, DynamicTanh, NormFacts
-from hfpatch.schemes.norms import RMS, Norm
-from hfpatch.schemes.positions import Position
+from hfpatch.runtime.patch_errors import CheckpointError, PatchError, UnsupportedError
+from hfpatch.schemes.norm_schemes import RMS, Norm
+from hfpatch.schemes.position_schemes import Position
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.sites import Sites
-from hfpatch.swap.norms import plan_norms
-from hfpatch.swap.planners import PlannerResult
 
 
 def test_a_registry_is_a_sorted_mapping_in_which_a_name_is_given_once() -> None:

@@ -15,11 +15,11 @@ from hfpatch.core.plan_table import Change, Row
 from hfpatch.core.results import Table
 from hfpatch.errors import OptionError
 from hfpatch.plan import Plan, plan_patch
-from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.schemes.norms import DyT
+from hfpatch.planners.interface import PlannerResult
+from hfpatch.repairs.repair_report import RepairReport, Step
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.request import Record, SchemeRequest
-from hfpatch.swap.planners import PlannerResult
-from hfpatch.verification.report import LayerRow, ModuleRow, OutputRow, Report
+from hfpatch.verification.verify_report import LayerRow, ModuleRow, OutputRow, Report
 
 EVIL = "<script>alert('1')</script> & \"x\""
 

@@ -16,10 +16,10 @@ from tiny_models import registered
 from hfpatch.core.registry import NORMS, POSITIONS
 from hfpatch.core.scheme import construct
 from hfpatch.errors import OptionError, UnknownNameError
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.schemes.learned import Learned
-from hfpatch.schemes.norms import RMS, BatchNorm, Derf, DyT, Layer, Norm
-from hfpatch.schemes.positions import ALiBi, NoPE, Position, Sinusoidal
+from hfpatch.schemes.norm_schemes import RMS, BatchNorm, Derf, DyT, Layer, Norm
+from hfpatch.schemes.position_schemes import ALiBi, NoPE, Position, Sinusoidal
 from hfpatch.schemes.rope import RoPE
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

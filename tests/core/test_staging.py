@@ -27,8 +27,8 @@ from hfpatch.core import staging
 from hfpatch.errors import PatchError
 from hfpatch.export import native, remote
 from hfpatch.hub.push import push_patched
-from hfpatch.repairs.report import RepairReport
-from hfpatch.verification.report import Report
+from hfpatch.repairs.repair_report import RepairReport
+from hfpatch.verification.verify_report import Report
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 Contents = dict[str, bytes | None]

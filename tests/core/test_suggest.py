@@ -10,9 +10,9 @@ from tiny_models import tiny
 from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, PLACEMENTS, POSITIONS, Registry
 from hfpatch.errors import NoMatchError, OptionError, UnknownNameError
 from hfpatch.plan import plan_patch
-from hfpatch.schemes.mlps import MLP
-from hfpatch.schemes.norms import Norm
-from hfpatch.schemes.positions import Position
+from hfpatch.schemes.mlp_schemes import MLP
+from hfpatch.schemes.norm_schemes import Norm
+from hfpatch.schemes.position_schemes import Position
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import hfpatch
 from hfpatch.cli import app
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 IDS = torch.arange(12)[None]
 

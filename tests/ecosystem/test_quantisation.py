@@ -25,7 +25,7 @@ from tiny_models import patch, randomise
 
 from hfpatch import patch_model, verify
 from hfpatch.export import export_model
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 pytestmark = pytest.mark.slow
 

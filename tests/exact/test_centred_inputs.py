@@ -16,13 +16,13 @@ from tiny_models import changes, fingerprint, inputs, norms_of, patch, reload, t
 from torch import Tensor, nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder, WhisperEncoderLayer
 
-from hfpatch.exact.fold import Signal
+from hfpatch.exact.centring import Signal
 from hfpatch.exact.search import find_centring
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.lens import LENS
 from hfpatch.runtime.norms import AffineNorm
-from hfpatch.schemes.norms import RMS
+from hfpatch.schemes.norm_schemes import RMS
 
 AUTO = "AutoModelForSpeechSeq2Seq"
 PLACE = Signal("model.encoder.layers.0", -1, "hidden_states")

@@ -16,11 +16,11 @@ from torch import nn
 from hfpatch.core.transaction import Transaction
 from hfpatch.exact import probe
 from hfpatch.exact import search as find
-from hfpatch.exact.fold import Axis, Centring, Signal, carry_out
+from hfpatch.exact.centring import Axis, Centring, Signal, carry_out
 from hfpatch.exact.observe import observe, relative_error
 from hfpatch.exact.search import find_centring, search
 from hfpatch.measure.twin import twin
-from hfpatch.sites.norms import describe
+from hfpatch.sites.norm_facts import describe
 
 
 def carried_out(model: nn.Module, centring: Centring) -> nn.Module:

@@ -34,16 +34,16 @@ from transformers import Dinov2Config, Dinov2Model, GPT2LMHeadModel
 
 from hfpatch.core.transaction import Transaction
 from hfpatch.errors import NothingToPatchError, NotPreservedWarning, OptionError, VerificationError, WrappedModelError
+from hfpatch.exact.centring import Axis, Centring, Signal, carry_out
 from hfpatch.exact.compensate import norm_inputs
-from hfpatch.exact.fold import Axis, Centring, Signal, carry_out
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.snapshot import run
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.lens import CENTRED, LENS
 from hfpatch.runtime.norms import AffineNorm
-from hfpatch.schemes.norms import RMS
+from hfpatch.runtime.patch_errors import UnsupportedError
+from hfpatch.schemes.norm_schemes import RMS
 
 LM, BASE = "AutoModelForCausalLM", "AutoModel"
 
@@ -364,7 +364,7 @@ def test_inputs_of_ones_own_and_those_that_the_model_doesnt_take(monkeypatch: py
     silent(tiny("gpt2", LM), norm="rms", example_inputs=given)
     found = find_centring(tiny("gpt2", LM))
     monkeypatch.setattr("hfpatch.exact.conversion.find_centring", lambda *a: found)
-    monkeypatch.setattr("hfpatch.swap.trial.example_inputs", lambda *a, **options: BEYOND)
+    monkeypatch.setattr("hfpatch.planners.full_length.example_inputs", lambda *a, **options: BEYOND)
     model = tiny("gpt2", LM)
     before = fingerprint(model)
     with pytest.raises(OptionError, match="doesn't take example_inputs: it has tokens 97"):

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "hfpatch/export"))
-from fresh import Blocker, import_file
+from fresh_process import Blocker, import_file
 
 sys.path.pop()
 measured = import_file("measure.outputs")

@@ -20,7 +20,7 @@ from hfpatch.errors import OptionError, UnknownNameError, VerificationError
 from hfpatch.export import export_model, layouts, write
 from hfpatch.export.equality import compare
 from hfpatch.export.native import candidates
-from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.runtime.patch_errors import PatchError, UnsupportedError
 from hfpatch.runtime.record import MODEL_TYPE
 
 

@@ -23,7 +23,7 @@ from hfpatch import export_model
 from hfpatch.errors import VerificationError
 from hfpatch.export import remote
 from hfpatch.measure.outputs import max_error
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 FORMS = ("plugin", "remote", "native")
 OF_ALL = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json", "README.md"}

@@ -38,10 +38,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from hfpatch.export import export_model
-from hfpatch.runtime.errors import CheckpointError
 from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
 from hfpatch.runtime.partial_rms import PartialRMSNorm
-from hfpatch.schemes.norms import RMS
+from hfpatch.runtime.patch_errors import CheckpointError
+from hfpatch.schemes.norm_schemes import RMS
 
 STOCK = set(dir(transformers))  # as if a server had a class of its own for each of transformers'
 NEVER_READ = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")

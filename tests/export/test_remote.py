@@ -19,13 +19,13 @@ from opener import outputs
 from tiny_models import CONFIGS, difference, inputs, patch, registered, tiny
 
 from hfpatch.checkpoint import remote_code
-from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.patched_classes import patched_model_class
 from hfpatch.checkpoint.remote_code import FILE
 from hfpatch.core.registry import NORMS
 from hfpatch.errors import VerificationError
 from hfpatch.export import export_model
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.patch_errors import PatchError
 
 CASES = [
     *(("gpt2", request) for request in ("rms exact", "dyt", "rope", "only some", "fresh")),

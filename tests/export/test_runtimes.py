@@ -10,7 +10,7 @@ import pytest
 from native_cases import LM, NO_SHIFT, NOPE, ROPE, case
 
 from hfpatch.export import export_model, native_model
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 CHOSEN = [  # family, patch, options, without serve=, for llama.cpp
     ("gpt2", ROPE, {}, "gpt_neox", "gpt_neox"),

@@ -29,7 +29,7 @@ from torch import Tensor
 from hfpatch.errors import FingerprintWarning
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError, describe_error
+from hfpatch.runtime.patch_errors import PatchError, describe_error
 from hfpatch.runtime.record import KEY
 
 # the first that a family takes, from the drawn one on

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tiny_models import inputs, patch, tiny
 
 from hfpatch.measure.outputs import max_error
-from hfpatch.runtime.errors import PatchError, describe_error
+from hfpatch.runtime.patch_errors import PatchError, describe_error
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt2": ({"n_embd": 96, "n_layer": 3}, {"norm": "dyt", "pos": "rope"}),

@@ -23,10 +23,12 @@ from tiny_models import fingerprint
 
 import hfpatch
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError, describe_error
+from hfpatch.runtime.patch_errors import PatchError, describe_error
 
 ROOT = str(Path(hfpatch.__file__).parent)
-WATCHED = tuple(f"{ROOT}/{part}" for part in ("patch.py", "outcome.py", "plan.py", "swap", "exact", "repairs", "core"))
+WATCHED = tuple(
+    f"{ROOT}/{part}" for part in ("patch.py", "outcome.py", "plan.py", "planners", "exact", "repairs", "core")
+)
 REQUESTS: list[dict[str, Any]] = [
     {"norm": "rms"},
     {"norm": "dyt"},

@@ -17,7 +17,7 @@ import zoo
 from torch import Tensor, nn
 
 from hfpatch.checkpoint.auto_classes import USUAL, auto_classes_of
-from hfpatch.measure.float64 import outputs_in_float64
+from hfpatch.measure.float64_forward import outputs_in_float64
 from hfpatch.measure.outputs import outputs_of
 from hfpatch.runtime.lens import host_class
 

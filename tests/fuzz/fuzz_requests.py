@@ -36,7 +36,7 @@ from hfpatch.errors import FingerprintWarning, NotPreservedWarning, Verification
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import PatchError, describe_error
+from hfpatch.runtime.patch_errors import PatchError, describe_error
 from hfpatch.schemes.request import INITS, KINDS
 from hfpatch.schemes.rope import SCALINGS
 

@@ -119,7 +119,7 @@ class TestFailuresAreSeen:
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0")
         assert fuzz_configs.check(case) == ["opened with a warning, other outputs"]
-        monkeypatch.setattr("hfpatch.checkpoint.classes.ConfigFile.require_unchanged", lambda *_, **__: None)
+        monkeypatch.setattr("hfpatch.checkpoint.patched_classes.ConfigFile.require_unchanged", lambda *_, **__: None)
         with pytest.raises(Finding, match="silent"):
             fuzz_configs.check(case)
 

@@ -24,9 +24,9 @@ from hfpatch.export import export_model
 from hfpatch.hub.card import BEGIN, END, card
 from hfpatch.hub.folder import Checkpoint, read_checkpoint
 from hfpatch.runtime.edits import Edit
-from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
-from hfpatch.verification.report import Report
+from hfpatch.verification.verify_report import Report
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hfpatch.errors import FingerprintWarning, OptionError, WrappedModelError
 from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.push import push_patched
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.verification.verify import verify
 
 

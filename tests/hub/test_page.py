@@ -23,9 +23,9 @@ from hfpatch.hub.folder import read_checkpoint
 from hfpatch.hub.page import changed_modules, layer_figures, unpatched_model, write_page
 from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
-from hfpatch.repairs.report import RepairReport, Step
-from hfpatch.verification.report import LayerRow, ModuleRow, Report
+from hfpatch.repairs.repair_report import RepairReport, Step
 from hfpatch.verification.verify import verify
+from hfpatch.verification.verify_report import LayerRow, ModuleRow, Report
 
 HEAD = "AutoModelForCausalLM"
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"

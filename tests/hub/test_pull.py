@@ -17,7 +17,7 @@ from local_store import Blob
 
 from hfpatch import push_patched
 from hfpatch.errors import FingerprintWarning
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 
 
 def test_every_byte_is_compared_in_the_cache(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from hfpatch import push_patched
 from hfpatch.cli import app
 from hfpatch.errors import HubError, OptionError
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 from hfpatch.runtime.record import REPAIR
 
 

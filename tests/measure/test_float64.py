@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfpatch.measure.float64 import Float64
+from hfpatch.measure.float64_forward import Float64
 
 
 class TestFloat64:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hfpatch.measure.inputs import Inputs, example_inputs, random_tokens
 from hfpatch.measure.media import missing_media, with_media
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 TYPES = ["gpt2", "bart", "vit", "clip", "whisper", "wav2vec2", "videomae", "timesformer"]
 TYPES += ["audio-spectrogram-transformer", "speech_to_text", "blip", "beit", "llava", "reformer", "convnext"]

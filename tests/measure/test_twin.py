@@ -10,7 +10,7 @@ from tiny_models import changes, fingerprint, inputs, patch, tiny, tiny_config
 from torch import nn
 
 from hfpatch.measure.twin import twin
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 
 
 def on_meta(config: transformers.PreTrainedConfig, auto: str = "AutoModel") -> nn.Module:

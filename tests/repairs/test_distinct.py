@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hfpatch.errors import NotPreservedWarning, OptionError
 from hfpatch.measure.inputs import redrawn_tokens
 from hfpatch.patch import patch_model, repair_report
-from hfpatch.repairs.distinct import divide, key_of, names_of
-from hfpatch.repairs.report import Fresh, Judgement, RepairReport
+from hfpatch.repairs.near_duplicates import divide, key_of, names_of
+from hfpatch.repairs.repair_report import Fresh, Judgement, RepairReport
 
 LM = "AutoModelForCausalLM"
 

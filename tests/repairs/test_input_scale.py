@@ -13,7 +13,7 @@ from hfpatch import patch_model, repair_report
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.repairs.input_scale import InputScale
 from hfpatch.repairs.repair import _Repairer
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 
 BOS, SINK = 0, 30.0
 

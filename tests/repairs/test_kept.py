@@ -21,9 +21,9 @@ from hfpatch.errors import OptionError, PatchError, UnsupportedError
 from hfpatch.measure.inputs import redrawn_tokens
 from hfpatch.patch import repair_report
 from hfpatch.repairs.distance import mean_and_worst, token_distances
-from hfpatch.repairs.distinct import divide, key_of
+from hfpatch.repairs.near_duplicates import divide, key_of
 from hfpatch.repairs.repair import _Repairer
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 
 LM = "AutoModelForCausalLM"
 REQUESTS: list[dict[str, Any]] = [

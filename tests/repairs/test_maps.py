@@ -17,7 +17,7 @@ from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs import attention_maps as maps
 from hfpatch.repairs import fits
 from hfpatch.repairs.attention_maps import Example, fit_maps, map_in, map_of
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 from hfpatch.schemes.rope import RoPE
 
 LM = "AutoModelForCausalLM"

@@ -19,7 +19,7 @@ from hfpatch.errors import OptionError
 from hfpatch.repairs import calibration
 from hfpatch.repairs.calibration import Calibration
 from hfpatch.repairs.prices import within_budget
-from hfpatch.repairs.report import RepairReport
+from hfpatch.repairs.repair_report import RepairReport
 
 NORMS = [f"transformer.h.{i}.ln_{j}" for i in range(3) for j in (1, 2)]
 

@@ -27,7 +27,7 @@ from hfpatch.repairs import fits
 from hfpatch.repairs import repair as engine
 from hfpatch.repairs.distance import helps, mean_and_worst, token_distances
 from hfpatch.repairs.repair import repair
-from hfpatch.repairs.report import Judgement, RepairReport
+from hfpatch.repairs.repair_report import Judgement, RepairReport
 from hfpatch.sites import stream
 
 LM = "AutoModelForCausalLM"

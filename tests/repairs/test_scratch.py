@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfpatch.errors import PatchError
-from hfpatch.repairs.scratch import Scratch
+from hfpatch.repairs.tensor_file import Scratch
 
 VALUES: dict[str, Any] = {
     "plain": torch.randn(3, 4),

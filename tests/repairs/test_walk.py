@@ -19,7 +19,7 @@ from hfpatch.repairs import calibration
 from hfpatch.repairs.block_replay import BlockReplay, segments_of
 from hfpatch.repairs.calibration import Calibration, calibration_for, read_calibration
 from hfpatch.repairs.distance import token_distances
-from hfpatch.runtime.errors import PatchError, UnsupportedError
+from hfpatch.runtime.patch_errors import PatchError, UnsupportedError
 from hfpatch.sites.linear_maps import is_linear_map
 
 

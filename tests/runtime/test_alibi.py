@@ -18,7 +18,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from hfpatch.errors import NothingToPatchError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.alibi import LinearBias, slopes_of
-from hfpatch.runtime.errors import PositionError, UnsupportedError
+from hfpatch.runtime.patch_errors import PositionError, UnsupportedError
 
 # --- slopes and the bias ----------------------------------------------------------------------------------------------
 

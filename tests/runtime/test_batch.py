@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.batch_norm import MaskedBatchNorm
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.norms import NormFacts
-from hfpatch.schemes.norms import BatchNorm
+from hfpatch.runtime.patch_errors import UnsupportedError
+from hfpatch.schemes.norm_schemes import BatchNorm
 
 
 def padded(model: Any) -> dict[str, Tensor]:

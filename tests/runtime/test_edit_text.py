@@ -21,9 +21,9 @@ from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.apply import Tree, apply, condense
 from hfpatch.runtime.edits import Call, Edit, as_data, register_component
-from hfpatch.runtime.errors import CheckpointError, UnsupportedError
 from hfpatch.runtime.norms import RMSNorm
-from hfpatch.schemes.norms import Derf, DyT, Norm
+from hfpatch.runtime.patch_errors import CheckpointError, UnsupportedError
+from hfpatch.schemes.norm_schemes import Derf, DyT, Norm
 from hfpatch.schemes.request import Record
 
 

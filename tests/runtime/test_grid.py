@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModel
 
 from hfpatch.errors import OptionError
-from hfpatch.runtime.errors import PositionError, UnsupportedError
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import LENS
+from hfpatch.runtime.patch_errors import PositionError, UnsupportedError
 from hfpatch.schemes.rope import RoPE
 
 LINE, GRID = RoPE(), RoPE(axes=2)

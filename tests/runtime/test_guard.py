@@ -14,7 +14,7 @@ from tiny_models import CONFIGS, RECORDED, difference, load, patch, randomise, t
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
-from hfpatch.checkpoint.classes import patched_config_class
+from hfpatch.checkpoint.patched_classes import patched_config_class
 from hfpatch.runtime.refuse_host import SENTENCE, parts, remove_guard
 from hfpatch.schemes.request import Record
 

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_kernels_available
 from hfpatch import export_model
 from hfpatch.errors import WrappedModelError
 from hfpatch.runtime.norms import RMSNorm, UnscaledRMSNorm
-from hfpatch.schemes.norms import RMS, DyT
+from hfpatch.schemes.norm_schemes import RMS, DyT
 
 # as those of kernels-community: stateless, and they read what a LlamaRMSNorm has
 LAYERS = """

@@ -19,7 +19,7 @@ from hfpatch.runtime.alibi import LinearBias
 from hfpatch.runtime.attention import AttentionLens
 from hfpatch.runtime.handing_down import HandedDown
 from hfpatch.runtime.lens import lens_of
-from hfpatch.runtime.once import ONCE, Once
+from hfpatch.runtime.per_forward import ONCE, Once
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 # (family, scheme, most operations in each layer, most once in a step), beyond those of the unpatched model

@@ -11,7 +11,7 @@ from tiny_models import patch, tiny
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfpatch.runtime.errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.runtime.qk_layouts import Fused, Projections, channels_per_head
 
 CAUSAL = "AutoModelForCausalLM"

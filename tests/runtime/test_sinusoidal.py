@@ -22,9 +22,9 @@ from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbed
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.errors import NothingToPatchError
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.runtime.tables import ComputedPositions
-from hfpatch.schemes.positions import Sinusoidal
+from hfpatch.schemes.position_schemes import Sinusoidal
 
 REFUSED = {"vit"}  # a grid of patches
 SERVED = [name for name in RECORDED if name not in REFUSED]

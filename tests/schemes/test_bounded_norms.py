@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, se
 from hfpatch import outcomes, patch_model, plan_patch, repair_report
 from hfpatch.errors import OptionError
 from hfpatch.export.native import native_model
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.fixed import FixedNorm, NoNorm
-from hfpatch.schemes.fixed import Fixed
+from hfpatch.runtime.patch_errors import UnsupportedError
+from hfpatch.schemes.constant_norms import Fixed
 
 SINKS = 8  # tokens, the first ones of the vocabulary, of which the stream is 15 to 120 times as large as of others
 

@@ -21,11 +21,11 @@ from hfpatch.patch import outcomes, patch_model, repair_report, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.repairs import repair
 from hfpatch.repairs.sample import sample_batches
-from hfpatch.runtime.errors import PatchError, UnsupportedError
 from hfpatch.runtime.fixed import BiasedLinear, FixedNorm, NoNorm
-from hfpatch.schemes.fixed import Fixed, Folded, WithoutNorms
-from hfpatch.schemes.norms import DyT, Norm
-from hfpatch.sites.norms import describe
+from hfpatch.runtime.patch_errors import PatchError, UnsupportedError
+from hfpatch.schemes.constant_norms import Fixed, Folded, WithoutNorms
+from hfpatch.schemes.norm_schemes import DyT, Norm
+from hfpatch.sites.norm_facts import describe
 
 LM = "AutoModelForCausalLM"
 few = partial(sample_batches, sequences=8, length=12)

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from hfpatch.errors import OptionError, UnknownNameError
 from hfpatch.patch import unpatch_model
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
-from hfpatch.schemes.mlps import MLP, GeGLU, ReGLU, SwiGLU
+from hfpatch.schemes.mlp_schemes import MLP, GeGLU, ReGLU, SwiGLU
 
 
 @pytest.mark.parametrize(

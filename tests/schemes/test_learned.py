@@ -14,11 +14,11 @@ from tiny_models import tiny
 from torch import nn
 from transformers import BertModel
 
-from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.patched_classes import patched_model_class
 from hfpatch.errors import NothingToPatchError, OptionError
 from hfpatch.patch import unpatch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.schemes.learned import Learned
 from hfpatch.schemes.request import Record
 from hfpatch.sites.stacks import find_stacks, first_row

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hfpatch.core.registry import NORMS
 from hfpatch.runtime.norms import AffineNorm
-from hfpatch.schemes.fixed import Folded
-from hfpatch.schemes.norms import RMS, DeepNorm, Derf, DyT, Layer
-from hfpatch.sites.norms import describe
+from hfpatch.schemes.constant_norms import Folded
+from hfpatch.schemes.norm_schemes import RMS, DeepNorm, Derf, DyT, Layer
+from hfpatch.sites.norm_facts import describe
 
 SCHEMES = {
     "rms": RMS(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tiny_models import inputs, tiny
 
-from hfpatch.sites.blocks import OUTPUT, observe_blocks
+from hfpatch.sites.block_runs import OUTPUT, observe_blocks
 
 
 def test_blocks_by_name_and_without_a_stream() -> None:

@@ -11,8 +11,8 @@ import transformers as hf
 from tiny_models import inputs, tiny
 from torch import Tensor, nn
 
-from hfpatch.sites.anatomy import Branch, find_branches
 from hfpatch.sites.deepnorm_weights import values_of, with_weights
+from hfpatch.sites.residual_branches import Branch, find_branches
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from hfpatch.errors import NothingToPatchError
 from hfpatch.plan import plan_patch
 from hfpatch.runtime.norms import NormFacts
-from hfpatch.sites.norms import describe
+from hfpatch.sites.norm_facts import describe
 
 D_ = 16
 

@@ -7,7 +7,7 @@ import zoo
 from tiny_models import tiny
 from torch import nn
 
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.sites.final_norms import find_final_norms
 from hfpatch.sites.sites import Sites
 

@@ -17,10 +17,10 @@ from transformers import AutoModel
 from hfpatch.errors import NothingToPatchError, WrappedModelError
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
-from hfpatch.runtime.errors import UnsupportedError
 from hfpatch.runtime.gated import GatedActivation, GatedLinear
-from hfpatch.schemes.mlps import GeGLU
-from hfpatch.sites.mlps import MLPSite, find_mlps
+from hfpatch.runtime.patch_errors import UnsupportedError
+from hfpatch.schemes.mlp_schemes import GeGLU
+from hfpatch.sites.mlp_sites import MLPSite, find_mlps
 
 
 class Host(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_models import patch, randomise, tiny
 
-from hfpatch.schemes.mlps import SwiGLU
-from hfpatch.schemes.norms import RMS, DyT
+from hfpatch.schemes.mlp_schemes import SwiGLU
+from hfpatch.schemes.norm_schemes import RMS, DyT
 from hfpatch.schemes.rope import RoPE
 
 HEADS = {
@@ -97,7 +97,7 @@ SCHEME = '''
 
 from dataclasses import dataclass
 from {name} import {cls}
-from hfpatch.schemes.norms import Norm
+from hfpatch.schemes.norm_schemes import Norm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tiny_models import patch, tiny, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hfpatch.export import export_model
-from hfpatch.schemes.norms import DyT
+from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 RUN = (sys.executable, "-m", "hfpatch.cli", "run", "--")

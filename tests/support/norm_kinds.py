@@ -18,7 +18,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hfpatch.sites.norms import describe
+from hfpatch.sites.norm_facts import describe
 
 D_ = 16
 

@@ -13,7 +13,7 @@ import zoo
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from hfpatch.measure.float64 import Float64
+from hfpatch.measure.float64_forward import Float64
 from hfpatch.measure.inputs import example_inputs
 from hfpatch.measure.outputs import Outputs
 from hfpatch.measure.quiet_forward import cast

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfpatch.core.registry import NORMS
 from hfpatch.runtime.edits import COMPONENTS, register_component
 from hfpatch.runtime.norms import AffineNorm
-from hfpatch.schemes.norms import Norm
+from hfpatch.schemes.norm_schemes import Norm
 
 
 class Slopes(AffineNorm):

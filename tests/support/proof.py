@@ -34,7 +34,7 @@ from tiny_models import patch
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from hfpatch.checkpoint.classes import patched_model_class
+from hfpatch.checkpoint.patched_classes import patched_model_class
 from hfpatch.core.registry import ARCHITECTURES
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.quiet_forward import cast

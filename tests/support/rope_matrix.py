@@ -20,8 +20,8 @@ from hfpatch.export import export_model
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
 

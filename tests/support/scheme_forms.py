@@ -9,7 +9,7 @@ from tiny_models import patch, tiny
 
 from hfpatch.export import export_model
 from hfpatch.export.native import native_model, write_stock
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 FORMS = ("plugin", "remote", "native")
 SCHEMES: dict[str, dict[str, Any]] = {

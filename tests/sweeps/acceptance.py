@@ -36,10 +36,10 @@ from zoo_overrides import OVERRIDES, Override
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.measure.inputs import make_inputs
 from hfpatch.measure.randomness import seed_deterministically
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.lens import host_class
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.schemes.learned import Learned
-from hfpatch.schemes.positions import Position
+from hfpatch.schemes.position_schemes import Position
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.architectures.biases import BIASES, OWN_ROTATIONS
 from hfpatch.sites.rotations import find_rotations

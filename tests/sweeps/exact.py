@@ -37,16 +37,16 @@ from tiny_models import norms_of, patch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hfpatch.exact.fold import EMBEDDINGS, Centring
+from hfpatch.exact.centring import EMBEDDINGS, Centring
 from hfpatch.exact.search import find_centring
-from hfpatch.measure.float64 import Float64, outputs_in_float64
+from hfpatch.measure.float64_forward import Float64, outputs_in_float64
 from hfpatch.measure.outputs import Outputs, max_error
 from hfpatch.measure.quiet_forward import cast
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.runtime.edits import pattern_of
-from hfpatch.runtime.errors import PatchError
 from hfpatch.runtime.norms import RMSNorm
-from hfpatch.sites.norms import describe
+from hfpatch.runtime.patch_errors import PatchError
+from hfpatch.sites.norm_facts import describe
 
 EXACT, AS_WRITTEN = 1e-9, 1e-5
 

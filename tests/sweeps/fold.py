@@ -35,10 +35,10 @@ from transformers import PreTrainedModel
 
 from hfpatch import patch_model, plan_patch
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
-from hfpatch.measure.float64 import Float64, outputs_in_float64
+from hfpatch.measure.float64_forward import Float64, outputs_in_float64
 from hfpatch.measure.outputs import FACTOR, max_error, noise_floor
 from hfpatch.measure.quiet_forward import cast
-from hfpatch.sites.norms import describe
+from hfpatch.sites.norm_facts import describe
 
 EXACT = 1e-9
 

@@ -24,8 +24,8 @@ from host_rotations import built, equal
 from zoo import Unbuildable, last_line, model_types, run, tiny, why_kept
 
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
-from hfpatch.schemes.positions import NoPE, Position
+from hfpatch.runtime.patch_errors import PatchError
+from hfpatch.schemes.position_schemes import NoPE, Position
 from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.rotations import find_rotations
 

@@ -34,7 +34,7 @@ from hfpatch.measure.hooks import CallArguments, observe_calls
 from hfpatch.measure.randomness import seed_deterministically
 from hfpatch.patch import patch_model
 from hfpatch.plan import Plan, plan_patch
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 LENGTH_IS_PREDICTED = {"vits"}  # the model decides how long its waveform is
 UNREACHED = "the forward reaches none of them"

@@ -31,7 +31,7 @@ from tiny_models import patch
 
 from hfpatch.runtime.alibi import LinearBias
 from hfpatch.runtime.attention import BIAS, ROTARY, AttentionLens
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.runtime.rotary import RotaryEmbedding
 
 SCHEMES: dict[str, dict[str, str]] = {

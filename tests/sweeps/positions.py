@@ -25,7 +25,7 @@ import workers
 import zoo
 from tiny_models import patch
 
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.sites.architectures.refused import REFUSED
 from hfpatch.sites.stacks import find_stacks
 

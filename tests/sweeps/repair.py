@@ -50,7 +50,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import hfpatch
 from hfpatch.errors import NothingToPatchError
 from hfpatch.repairs.sample import sample_batches
-from hfpatch.schemes.positions import POSITIONS
+from hfpatch.schemes.position_schemes import POSITIONS
 
 Figures = Callable[[Any], dict[str, float]]
 

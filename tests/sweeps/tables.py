@@ -28,7 +28,7 @@ from rope_proof import Outputs, floating_tensors
 from tiny_models import patch
 
 from hfpatch.errors import NothingToPatchError
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.sites.stacks import FoundStack, find_stacks, first_row, max_positions
 
 

@@ -11,7 +11,7 @@ import transformers
 import zoo
 from sampled import sampled
 
-from hfpatch.exact.fold import Centring
+from hfpatch.exact.centring import Centring
 from hfpatch.exact.search import find_centring
 from hfpatch.measure.snapshot import Verdict
 

@@ -26,7 +26,7 @@ from decay import Decay
 
 from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.patch import patch_model
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 
 NORM_SCHEMES = [
     *(name for name in NORMS if name not in ("folded", "none")),

@@ -18,11 +18,11 @@ from tiny_models import PAD, VOCABULARY, B, D, T, changes, fingerprint, inputs, 
 from torch import Tensor, nn
 
 from hfpatch.errors import OptionError, WrappedModelError
-from hfpatch.runtime.errors import CheckpointError, UnsupportedError
+from hfpatch.runtime.patch_errors import CheckpointError, UnsupportedError
 from hfpatch.verification.comparison import Comparison, Subject
-from hfpatch.verification.report import Report
 from hfpatch.verification.sums import Sums
 from hfpatch.verification.verify import verify
+from hfpatch.verification.verify_report import Report
 
 MASKED = "AutoModelForMaskedLM"
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from ...runtime.attention import Window
 from ...runtime.edits import LENS_SLOT, Call
-from ...runtime.errors import PatchError
 from ...runtime.grid import Grid
 from ...runtime.length_lenses import LengthLimit
+from ...runtime.patch_errors import PatchError
 from ...runtime.qk_layouts import Projections
 
 Q_K_PROJ = Projections("q_proj", "k_proj")

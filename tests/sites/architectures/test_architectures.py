@@ -15,7 +15,7 @@ from proof import DIFFERENT, EXACT, HOMES, SAME, STACKS
 from sampled import sampled
 from torch import nn
 
-from hfpatch.runtime.errors import PatchError
+from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.runtime.qk_layouts import Projections
 from hfpatch.sites import stacks
 from hfpatch.sites.architectures.architecture import Stack

@@ -14,10 +14,10 @@ from proof import DIFFERENT, EXACT, SAME, Stack
 from rope_proof import Proof, difference, outputs
 
 from hfpatch.core.registry import ARCHITECTURES
-from hfpatch.runtime.errors import UnsupportedError
+from hfpatch.planners import position_swaps as swap_positions
+from hfpatch.runtime.patch_errors import UnsupportedError
 from hfpatch.runtime.qk_layouts import Fused, Projections, WindowProjections
 from hfpatch.sites.architectures.architecture import Architecture
-from hfpatch.swap import positions as swap_positions
 
 
 @contextmanager
