@@ -46,7 +46,6 @@ from .planners.table_swaps import takes_any_length
 from .repairs.sample import generates
 from .runtime.apply import apply, condense
 from .runtime.edits import Edit
-from .runtime.patch_errors import UnsupportedError
 from .schemes.placements import Placement
 from .schemes.request import MLPChoice, NormChoice, PositionChoice, Record, Request, require_order, require_same_init
 from .sites.sites import Sites
@@ -330,27 +329,11 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
     for one in itertools.compress(results, new):
         _require_change(model, one)
     planned = list(itertools.compress(joined, new))
-    _require_readers_stay(planned)
     record = replace(record, any_length=takes_any_length(record, sites, planned))
     plan = Plan.of(model, record, planned)
     require_valid_config(model, plan.lengths)
     plan.record.require_readable()
     return plan
-
-
-def _require_readers_stay(planned: Sequence[PlannerResult]) -> None:
-    """Refuse to fold norms after a repair into layers that the same request replaces, or reads norms by otherwise.
-
-    Raises:
-        UnsupportedError: says which order works.
-    """
-    folding = next((found for found in planned if any(change.changes for change in found.folds)), None)
-    other = next((found for found in planned if found.kind in ("mlp", "placement")), None)
-    if folding is not None and other is not None:
-        raise UnsupportedError(
-            f"norm={str(folding.part.scheme)!r} folds norms into the layers that read them, and {other.kind}= changes "
-            f"these: patch with {other.kind}= first, and then with norm=."
-        )
 
 
 def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:

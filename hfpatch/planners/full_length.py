@@ -67,11 +67,10 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
         return not isinstance(full, Exception)
     if length is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return True
-    last = attempt(model, lambda: _at_positions(model, length, length))
-    if isinstance(last, Exception) and not isinstance(
-        attempt(model, lambda: _at_positions(model, length, min(TOKENS, length))), Exception
-    ):
-        raise _refusal(model, settings, last) from last
+    first, last = (partial(_at_positions, model, length, end) for end in (min(TOKENS, length), length))
+    refused = attempt(model, last)
+    if isinstance(refused, Exception) and not isinstance(attempt(model, first), Exception):
+        raise _refusal(model, settings, refused) from refused
     return True
 
 

@@ -102,6 +102,7 @@ class Tree:
         self.model, self.fresh = model, fresh
         base = getattr(model, "base_model_prefix", "")
         self.base = base if base and base in model._modules else ""
+        self.own = base if not self.base else ""  # what a head may hold it by that gives its own base another name
         self._holders: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {}  # the places that hold a module
 
     def inside(self, name: str) -> str:
@@ -117,7 +118,8 @@ class Tree:
         first, _, rest = pattern.partition(".")
         if first == HEAD and not self.base:
             return
-        start, path = (self.model, rest) if first == HEAD else (self.model.get_submodule(self.base), pattern)
+        itself = first in (HEAD, self.own) and first
+        start, path = (self.model, rest) if itself else (self.model.get_submodule(self.base), pattern)
         for _, way in modules_at(start, path):
             yield way[-1], self.fresh and any(self._is_patched(one) for one in way if one is not self.model)
 

@@ -87,21 +87,24 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
         )
 
 
-def warn_of_other_outputs(model: Any, where: str) -> None:
-    """Warn of a class that returns what the patch didn't keep, being another one than the checkpoint was saved from.
+def warn_of_other_outputs(model: Any, where: str, reached: bool) -> None:
+    """Warn of another class than was saved, if the patch isn't in it, or didn't keep what it returns.
 
     Args:
         model: opened.
         where: what the checkpoint is called in the warning.
+        reached: whether it has any place of the edits.
     """
     requests = getattr(model.config, KEY)["request"]  # as the file has them: what can't be read is refused when needed
     outcomes = (one.get("outcome") for one in requests if isinstance(one, Mapping))
     found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
-    saved = saved_from(model.config)
-    if found and type(model).__name__ not in saved:
+    saved, lost = saved_from(model.config), not reached and bool(getattr(model.config, KEY)["edits"])
+    if (found or lost) and type(model).__name__ not in saved:
+        kept = f"The patch kept what the first returns, but for {', '.join(found)}. If you need that, patch"
+        text = "This class has none of the places that the patch changed: it isn't patched. To have it so, patch"
         warnings.warn(
-            f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. The patch kept what "
-            f"the first returns, but for {', '.join(found)}. If you need that, patch the original as this class.",
+            f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. "
+            f"{text if lost else kept} the original as this class.",
             UserWarning,
             stacklevel=4,
         )

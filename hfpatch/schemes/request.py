@@ -382,14 +382,20 @@ def require_same_init(requested: dict[str, tuple[SchemeRequest, ...]], record: R
 
 
 def require_order(requested: dict[str, tuple[SchemeRequest, ...]], record: Record) -> None:
-    """Refuse a placement that can't be combined with the norm scheme requested now or patched earlier.
+    """Refuse what can't be combined in one request, or a placement with the norm scheme of an earlier patch.
 
     Raises:
         UnsupportedError: says which order works.
     """
+    norms, others = requested.get("norm", record.norm), {"mlp", "placement"} & requested.keys()
+    later = [part.scheme for part in requested.get("norm", ()) if part.scheme.folds and part.scheme.needs_calibration]
+    for kind in others if later else ():
+        raise UnsupportedError(
+            f"norm={str(later[0])!r} folds norms into the layers that read them after a repair, and {kind}= changes "
+            f"these layers: patch with {kind}= first, and then with norm=."
+        )
     if "placement" not in requested:
         return
-    norms = requested.get("norm", record.norm)
     if any(isinstance(part.scheme, DeepNorm) for part in norms):
         raise UnsupportedError("DeepNorm is a placement of its own: LN(a x + f(x)). Leave placement= out.")
     if norms and requested["placement"][0].scheme.name == "sandwich":

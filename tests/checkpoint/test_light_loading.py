@@ -90,7 +90,7 @@ def test_checkpoints_open_where_the_rest_is_blocked(tmp_path: Path) -> None:
         with torch.no_grad():
             expected[case] = folder, tensors(model(**inputs(model)))
     blocked = all_but(NEEDED)
-    for name in ("sites.norms", "swap.norms", "exact.search", "repairs.repair", "plan", "patch"):
+    for name in ("sites.norm_facts", "planners.norm_swaps", "exact.search", "repairs.repair", "plan", "patch"):
         assert f"hfpatch.{name}" in blocked
     autos = [auto for _, auto, _ in CASES.values()]
     cases = [(str(folder), auto) for (folder, _), auto in zip(expected.values(), autos, strict=True)]

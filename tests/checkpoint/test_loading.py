@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,29 @@ def test_other_settings_are(request_: Any, tmp_path: Path) -> None:
     ids = {"input_ids": torch.arange(5, 12)[None]}
     if "dropout" not in name:
         assert difference(changed, AutoModel.from_pretrained(tmp_path), **ids) > 1e-4
+
+
+def test_a_head_that_gives_its_base_another_name_than_its_own() -> None:
+    """Llama 4's text model: for the head the base's prefix is "language_model", and it holds it as `model`."""
+    head, given = zoo.tiny("llama4_text", auto_class=CAUSAL)
+    patch(head, norm="dyt", init="copy")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head.save_pretrained(folder)
+        base = AutoModel.from_pretrained(folder)
+    assert len(norms_of(base, DynamicTanh)) == len(norms_of(head, DynamicTanh)) == 5
+    with torch.no_grad():
+        expected = head(**given, output_hidden_states=True).hidden_states[-1]
+        assert torch.equal(base.eval()(**given).last_hidden_state, expected)
+
+
+def test_a_class_with_none_of_the_places_that_were_patched_says_so(tmp_path: Path) -> None:
+    patch(tiny("t5", "AutoModelForSeq2SeqLM"), norm="dyt", only="decoder.*").save_pretrained(tmp_path / "decoder")
+    patch(tiny("t5", "AutoModelForSeq2SeqLM"), norm="dyt", only="*.0.*").save_pretrained(tmp_path / "both")
+    with pytest.warns(UserWarning, match="as T5EncoderModel. This class has none of the places that the patch"):
+        encoder = transformers.AutoModelForTextEncoding.from_pretrained(tmp_path / "decoder")
+    assert norms_of(encoder, DynamicTanh) == []
+    with warnings.catch_warnings():  # control: some are there
+        warnings.simplefilter("error")
+        encoder = transformers.AutoModelForTextEncoding.from_pretrained(tmp_path / "both")
+    assert norms_of(encoder, DynamicTanh)

@@ -39,6 +39,8 @@ def opened(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, bool]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found, info = AutoModel.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    if not found.state_dict().keys() - info["missing_keys"]:
+        raise ValueError(f"{type(found).__name__} knows none of the names in a checkpoint of {type(model).__name__}")
     for name in info["missing_keys"]:  # which a head did without (ViT's pooler): the same ones in each
         value = found.state_dict()[name]
         value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64))

@@ -110,8 +110,8 @@ def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result)
 
         try:
             error, told = compare()
-        except VerificationError:
-            result.status = "wrong"
+        except PatchError as error:  # refused: it doesn't run so
+            result.status = "wrong" if isinstance(error, VerificationError) else result.status
             return
         result.heads.append(type(model).__name__)
         result.opened = max(result.opened or 0.0, error)
