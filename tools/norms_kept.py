@@ -22,11 +22,8 @@ from real_judges import JUDGES
 from real_weights import SOURCES, make
 
 from hfpatch import plan_patch
-from hfpatch.core.transaction import Transaction
-from hfpatch.measure.copies import copy_of
-from hfpatch.measure.quiet_forward import inference_state
 from hfpatch.repairs.calibration import Calibration
-from hfpatch.repairs.prices import NormPrices
+from hfpatch.repairs.prices import norm_prices
 
 MAIN = {"language": "KL mean", "speech": "word error", "sentence": "cosine mean"}
 Found = dict[str, Any]
@@ -35,15 +32,9 @@ Found = dict[str, Any]
 def measure(judge: Any, norm: str, only: list[str] | None, points: int, out: Path) -> Found:
     """Prices by norm, the figures of the original, and those with the k cheapest norms replaced, by k."""
     found: Found = json.loads(out.read_text()) if out.exists() else {"norm": norm, "figures": {}}
-    original, model = judge.open(), judge.open()
-    plan = plan_patch(model, norm=norm, only=only)
-    exact, norms, _ = plan.phases
-    exact.apply(model, Transaction())
-    patched = copy_of(model, share=True)
-    norms.apply(patched, Transaction())
+    original = judge.open()
     inputs = judge.calibration(judge.SEQUENCES, judge.TOKENS)
-    with torch.inference_mode(False), inference_state(model), inference_state(patched):
-        prices = NormPrices(model, patched, Calibration(inputs).batches(model))
+    with norm_prices(judge.open(), plan_patch(original, norm=norm, only=only), Calibration(inputs)) as prices:
         if "prices" not in found:
             found["prices"] = prices.alone()
             out.write_text(json.dumps(found, indent=1))
@@ -51,7 +42,7 @@ def measure(judge: Any, norm: str, only: list[str] | None, points: int, out: Pat
         for k in sorted({round(len(cheapest) * i / points) for i in range(points + 1)}):
             if str(k) not in found["figures"]:
                 with prices.replaced(cheapest[:k]):
-                    found["figures"][str(k)] = judge.figures(original, model)
+                    found["figures"][str(k)] = judge.figures(original, prices.old.model)
                 out.write_text(json.dumps(found, indent=1))
                 print(k, found["figures"][str(k)], flush=True)
     return found

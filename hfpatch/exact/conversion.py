@@ -45,12 +45,9 @@ class Conversion:
         """Return one conversion of the norms of several requests, which centre the same stream; None of none."""
         if not several:
             return None
-        exact, approximate = (
-            tuple(name for one in several for name in getattr(one, names))
-            for names in ("exact_names", "approximate_names")
-        )
+        exact, approximate = zip(*((one.exact_names, one.approximate_names) for one in several), strict=True)
         first = next((one for one in several if one.centres), several[0])
-        return replace(first, exact_names=exact, approximate_names=approximate)
+        return replace(first, exact_names=sum(exact, ()), approximate_names=sum(approximate, ()))
 
     @property
     def changes(self) -> list[Change]:

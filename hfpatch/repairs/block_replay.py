@@ -26,6 +26,7 @@ from ..measure.outputs import Outputs, max_error
 from ..measure.quiet_forward import cast, device_of
 from ..measure.randomness import seed_everything
 from ..measure.repeated_blocks import listed_modules
+from ..runtime.norms import AffineNorm
 from ..runtime.patch_errors import UnsupportedError
 from ..sites.linear_maps import holds_maps, is_linear_map
 from .calibration import Batches, rows_of
@@ -300,6 +301,12 @@ def _returning(output: Tensor | tuple | None, form: tuple | None) -> Callable[..
         return stream if form is None else (stream, *form)
 
     return forward
+
+
+def changed_norms(new: BlockReplay, old: BlockReplay) -> list[str]:
+    """Return the names of a patched model's norms that are of another class in the original."""
+    norms = {name: module for name, module in new.modules.items() if isinstance(module, AffineNorm)}
+    return [name for name, one in norms.items() if type(old.modules.get(name)) not in (type(one), type(None))]
 
 
 def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:

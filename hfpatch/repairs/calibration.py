@@ -86,7 +86,7 @@ class Batches:
                     _require_finite(value, index, name)
             count = count_sequences(inputs, self._main)
             self.sequences += count
-            found = self._keys(inputs, count, self._main)
+            found = self._keys(inputs, count)
             keys += found
             parts.append(len(found))
             if self.sequences > _MOST:
@@ -94,11 +94,11 @@ class Batches:
                     f"calibration gave more than {_MOST:,} sequences: does its generator end? Some hundred sequences "
                     "are enough; take them with itertools.islice."
                 )
-        self._divide(keys, parts, self._main, model.device.type == "cpu")
+        self._divide(keys, parts, model.device.type == "cpu")
 
-    def _keys(self, inputs: dict[str, Any], count: int, main: str) -> list[Key]:
+    def _keys(self, inputs: dict[str, Any], count: int) -> list[Key]:
         """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
-        first = _main_tensor(inputs, main)
+        first = _main_tensor(inputs, self._main)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
             self.longest = max(self.longest, first.shape[-1])
@@ -107,7 +107,7 @@ class Batches:
         masks = mask if isinstance(mask, Tensor) and mask.shape == first.shape else [None] * count
         return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
 
-    def _divide(self, keys: list[Key], parts: list[int], main: str, on_cpu: bool) -> None:
+    def _divide(self, keys: list[Key], parts: list[int], on_cpu: bool) -> None:
         """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
         self.distinct = len(set(names_of(keys)))
         require_distinct(self.distinct, self.sequences)
@@ -120,25 +120,25 @@ class Batches:
         place = 0
         for origin, several in enumerate(parts):
             inputs = self._inputs.get(("given", origin))
-            count = count_sequences(inputs, main)
-            at_once = _sequences_at_once(inputs.get(main)) if on_cpu else _MOST
+            count = count_sequences(inputs, self._main)
+            at_once = _sequences_at_once(inputs.get(self._main)) if on_cpu else _MOST
             for side in (fitted, held_out):
                 rows = torch.tensor([i - place for i in range(place, place + several) if i in side], dtype=torch.long)
                 for few in rows.split(at_once) if len(rows) else ():
                     divided = rows_of(inputs, few, count) if is_divisible(inputs, count) else inputs
-                    self._add(divided, main, side is held_out, origin)
+                    self._add(divided, side is held_out, origin)
             place += several
             self._inputs.drop(("given", origin))
 
-    def _add(self, inputs: dict[str, Any], main: str, judges: bool, origin: int) -> None:
-        count = count_sequences(inputs, main)
+    def _add(self, inputs: dict[str, Any], judges: bool, origin: int) -> None:
+        count = count_sequences(inputs, self._main)
         names = ("attention_mask", "decoder_attention_mask")
         masks = {name: mask for name in names if isinstance(mask := inputs.get(name), Tensor)}
         self._inputs.put((len(self),), inputs)
         self._stored.append(StoredBatch(count, judges, origin, is_divisible(inputs, count), masks))
         if not judges:
             mask = masks.get("attention_mask")
-            self.tokens += _main_tensor(inputs, main).shape[:2].numel() if mask is None else int(mask.sum())
+            self.tokens += _main_tensor(inputs, self._main).shape[:2].numel() if mask is None else int(mask.sum())
 
     def __len__(self) -> int:
         return len(self._stored)

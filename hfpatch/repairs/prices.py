@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ from ..measure.hooks import first_tensor
 from ..measure.quiet_forward import inference_state
 from ..measure.randomness import process_state
 from ..runtime.fixed import FixedNorm
-from ..runtime.norms import AffineNorm
-from .block_replay import BlockReplay, segments_of
+from .block_replay import BlockReplay, changed_norms, segments_of
 from .calibration import Batches, Calibration
 from .distance import comparable, mean_and_worst, token_distances, without_padding
 from .fits import channels_last
@@ -53,23 +52,28 @@ def within_budget(
     Raises:
         OptionError: not even the cheapest norm fits; or as in `Calibration.batches`.
     """
-    exact, norms = plan.phases[:2]
-    with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
-        base = copy_of(model, share=True)
-        exact.apply(base, Transaction())
-        patched = copy_of(base, share=True)
-        norms.apply(patched, Transaction())
-        with inference_state(base), inference_state(patched):
-            found = NormPrices(base, patched, calibration.batches(model))
-            prices = found.alone()
-            cheapest = sorted(prices, key=lambda name: prices[name])
-            count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
+    with norm_prices(model, plan, calibration) as found:
+        prices = found.alone()
+        cheapest = sorted(prices, key=lambda name: prices[name])
+        count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
     if prices and not count:  # norms that keep the function have no price
         raise OptionError(
             f"keep='auto:{budget:g}' keeps all {len(prices)} norms: the cheapest, {cheapest[0]}, costs "
             f"{prices[cheapest[0]]:.2g} if it alone is replaced. Allow more, or patch without it."
         )
     return prices, [name for name in prices if name in cheapest[count:]]
+
+
+@contextmanager
+def norm_prices(model: PreTrainedModel, plan: Any, calibration: Calibration) -> Iterator[NormPrices]:
+    """Context with the prices of the norms that a plan replaces; arguments as in `within_budget`."""
+    with torch.inference_mode(False), torch.autocast(model.device.type, enabled=False), process_state:
+        base = copy_of(model, share=True)
+        plan.phases[0].apply(base, Transaction())
+        patched = copy_of(base, share=True)
+        plan.phases[1].apply(patched, Transaction())
+        with inference_state(base), inference_state(patched):
+            yield NormPrices(base, patched, calibration.batches(model))
 
 
 class NormPrices:
@@ -84,11 +88,7 @@ class NormPrices:
     def __init__(self, model: PreTrainedModel, patched: PreTrainedModel, batches: Batches):
         self.batches = batches
         self.old, self.new = BlockReplay(model, self.batches), BlockReplay(patched, self.batches)
-        self.names = [
-            name
-            for name, module in self.new.modules.items()
-            if isinstance(module, AffineNorm) and type(self.old.modules.get(name)) not in (type(module), type(None))
-        ]
+        self.names = changed_norms(self.new, self.old)
         self.segments = segments_of(self.old, self.names)
         self.new.forms, self.new.stacks = self.old.forms, self.old.stacks
         self.in_decoder = Roles(self.old, self.old, self.segments).in_decoder

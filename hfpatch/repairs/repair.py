@@ -38,12 +38,11 @@ from ..measure.quiet_forward import free_unused_memory, inference_state
 from ..measure.randomness import process_state
 from ..measure.repeated_blocks import listed_modules
 from ..runtime.fixed import FixedNorm
-from ..runtime.norms import AffineNorm
 from ..runtime.patch_errors import UnsupportedError
 from ..runtime.record import KEY, REPAIR
 from ..schemes.request import Record, require_fit
 from ..sites.norm_facts import describe
-from .block_replay import BlockReplay, Segment, segments_of
+from .block_replay import BlockReplay, Segment, changed_norms, segments_of
 from .calibration import Calibration, require_enough
 from .distance import helps, mean_and_worst, output_distance
 from .fits import Fitter
@@ -233,11 +232,7 @@ class _Repairer:
 
     def _segments(self) -> list[Segment]:
         """Segments to repair, in forward order: the blocks, and changed norms outside of them."""
-        changed = {
-            name
-            for name, module in self.new.modules.items()
-            if isinstance(module, AffineNorm) and type(self.old.modules.get(name)) not in (type(module), type(None))
-        }
+        changed = {*changed_norms(self.new, self.old)}
         self.points = {name for name, module in self.new.modules.items() if describe(module) is not None} | changed
         segments = segments_of(self.new, self.points)
         several = {name for segment in segments for name in segment.shared}
