@@ -61,12 +61,11 @@ def _makers(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None
     return makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
 
 
-def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel, way_out: str = "") -> Verdict | None:
-    """Return the verdict on the folded norms of a plan; None if it folds none, or nothing can be measured.
+def check_folded(before: Snapshot, model: PreTrainedModel, way_out: str = "") -> Verdict | None:
+    """Return the verdict on folded norms; None if nothing can be measured.
 
     Args:
-        plan: of which a phase that keeps the function was carried out.
-        before: the model before it.
+        before: the model before the phase that folds them.
         model: after it.
         way_out: for a fold that isn't exact.
 
@@ -74,18 +73,18 @@ def check_folded(plan: Plan, before: Snapshot, model: PreTrainedModel, way_out: 
         VerificationError: the outputs differ by more than rounding.
         UnsupportedError: the model ran before and no longer does.
     """
-    if not any(one.part.scheme.folds for one in plan.planned) or before.forward is None:
+    if before.forward is None:
         return None
-    after = before.outputs_after(model)
+    after, name = before.outputs_after(model), type(model).__name__
     if isinstance(after, Exception):
         reason = describe_error(after).rstrip(".")
         raise UnsupportedError(
-            f"{plan.model_name} doesn't run with folded norms: {reason}. The model was left unchanged."
+            f"{name} doesn't run with folded norms: {reason}. The model was left unchanged."
         ) from after
     verdict = before.within_rounding(model, max(one.max_error for one in before.deviations(after)))
     if not verdict.holds:
         raise VerificationError(
-            f"{plan.model_name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
+            f"{name}: folding its norms isn't exact on this model: {verdict.figures}. The model was left "
             f"unchanged.{way_out}",
             verdict.figures,
         )
@@ -105,7 +104,7 @@ def fold_repaired(
         return
     before = Snapshot(model, _makers(model, plan, inputs))
     folds.apply(model, transaction)
-    verdict = check_folded(plan, before, model, " Use norm='fixed' to leave them unfolded.")
+    verdict = check_folded(before, model, " Use norm='fixed' to leave them unfolded.")
     if verdict is None or not verdict.elsewhere:
         return
     record, norms = Record.of(model.config), [found for found in plan.planned if found.kind == "norm"]

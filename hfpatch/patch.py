@@ -219,7 +219,8 @@ def _convert_exactly(
     start = len(transaction)
     plan.phases[0].apply(model, transaction)
     if plan.conversion is None or not before.checks:
-        return plan, check_folded(plan, before, model)
+        folds = any(found.part.scheme.folds and not found.losses for found in plan.planned)
+        return plan, check_folded(before, model) if folds else None
     verdict = before.verdict(model)
     if verdict.holds:
         return plan, verdict
