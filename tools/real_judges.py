@@ -88,8 +88,8 @@ class LanguageModel:
     SEQUENCES, TOKENS = 64, 128  # of the calibration, unless others are asked for
     WINDOW: ClassVar[int] = 256
 
-    def __init__(self, folder: Path, text: Path | None, judged: int | None = None) -> None:
-        self.folder, self.text, self.count = folder, text, judged or 16
+    def __init__(self, folder: Path, text: Path | None, judged: int | None = None, bos: bool = False) -> None:
+        self.folder, self.text, self.count, self.bos = folder, text, judged or 16, bos
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.judged = f"{self.count} windows of {self.WINDOW} tokens"
 
@@ -97,9 +97,11 @@ class LanguageModel:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def _windows(self, split: str, count: int, length: int) -> Tensor:
-        """The first windows of a text; each begins as a text does, where the tokenizer puts a token there."""
+        """The first windows of a text; each begins with BOS if the tokenizer puts it there, or if it is asked for."""
         ids = self.tokenizer(wikitext(split, self.text), return_tensors="pt")["input_ids"][0]
-        first = ids[:1] if ids[0] == self.tokenizer.bos_token_id else ids[:0]
+        bos = self.tokenizer.bos_token_id
+        ids = torch.cat([torch.tensor([bos]), ids]) if self.bos and ids[0] != bos else ids
+        first = ids[:1] if ids[0] == bos else ids[:0]
         size = length - len(first)
         rows = ids[len(first) :][: count * size].unfold(0, size, size)
         return torch.cat([first.expand(len(rows), -1), rows], -1)

@@ -59,6 +59,7 @@ class Request:
         only, keep, init: as `patch_model` takes them.
         sequences, tokens: of the calibration.
         judged: how many windows, clips or passages judge; None: the judge's own number.
+        bos: whether each window of text begins with BOS, whatever the tokenizer does.
         version: of hfpatch.
     """
 
@@ -73,9 +74,11 @@ class Request:
     tokens: int
     judged: int | None
     version: str
+    bos: bool = False
 
     def judge(self) -> Any:
-        return JUDGES[SOURCES[self.model].kind](self.folder / self.model, self.text, self.judged)
+        more = {"bos": True} if self.bos else {}
+        return JUDGES[SOURCES[self.model].kind](self.folder / self.model, self.text, self.judged, **more)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,11 +95,13 @@ class Request:
         words += ["--keep", *self.keep] if self.keep else []
         words += ["--init", self.init] if self.init != "auto" else []
         words += ["--judged", str(self.judged)] if self.judged else []
+        words += ["--bos"] if self.bos else []
         return shlex.join(words)
 
     def key(self) -> Row:
         """What tells its row from others."""
-        settings = {"init": self.init, "keep": list(self.keep), **({"only": list(self.only)} if self.only else {})}
+        settings: Row = {"init": self.init, "keep": list(self.keep)}
+        settings |= ({"only": list(self.only)} if self.only else {}) | ({"bos": True} if self.bos else {})
         weights = digest(self.folder / self.model / "model.safetensors")
         calibration = f"{self.sequences} x {self.tokens}"
         told = {"calibration": calibration, "judged": self.judge().judged, "hfpatch": self.version}
@@ -331,7 +336,8 @@ def _asked(row: Row) -> str:
     """The patch and its settings, where they aren't the usual ones."""
     settings = row["settings"]
     globs = [f"{name}={' '.join(settings[name])}" for name in ("only", "keep") if settings.get(name)]
-    return " ".join([row["patch"], *globs, *([f"init={settings['init']}"] if settings["init"] != "auto" else [])])
+    others = [f"init={settings['init']}"] if settings["init"] != "auto" else []
+    return " ".join([row["patch"], *globs, *others, *(["with BOS"] if settings.get("bos") else [])])
 
 
 def shown(value: float | None) -> str:
@@ -352,6 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, help="of the calibration; the default goes by the model")
     parser.add_argument("--tokens", type=int, help="of each of them, at most; likewise")
     parser.add_argument("--judged", type=int, help="windows, clips or passages that judge; likewise")
+    parser.add_argument("--bos", action="store_true", help="language models: each window of text begins with BOS")
     parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs")
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON lines that rows are added to")
     given = parser.parse_args(arguments)
@@ -369,6 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "init": given.init,
                 "judged": given.judged,
                 "version": given.version,
+                "bos": given.bos and SOURCES[name].kind == "language",
             }
             row = add(Request(**places, **settings, sequences=sizes[0], tokens=sizes[1]), given.out)
             print(name, patch, "is there already" if row is None else json.dumps(row), flush=True)
