@@ -164,6 +164,20 @@ def test_what_is_exact_isnt_repaired_and_what_is_refused_is_a_row(request_of: An
         real_models.main([str(tmp_path), "--models", "smollm2", "--patches", "rms", "dty", "--out", str(out)])
 
 
+@pytest.mark.slow
+def test_windows_begin_with_bos_if_that_is_asked_for(request_of: Any) -> None:
+    request = request_of("smollm2", "dyt", bos=True)
+    judge, other = request.judge(), replace(request, bos=False).judge()
+    judge.tokenizer.bos_token = other.tokenizer.bos_token = judge.tokenizer.convert_ids_to_tokens(3)
+    (first, *_), (plain, *_) = (one.calibration(8, 16) for one in (judge, other))
+    assert first["input_ids"][:, 0].tolist() == [3] * 8
+    assert plain["input_ids"][:, 0].unique().numel() > 1
+    assert torch.equal(first["input_ids"][0, 1:], plain["input_ids"][0, :-1])
+    assert request.key()["settings"]["bos"] is True
+    assert "bos" not in replace(request, bos=False).key()["settings"]
+    assert request.command.endswith(" --bos")
+
+
 def test_the_page_is_made_of_the_rows() -> None:
     rows, page = real_models.read(real_models.OUT), real_models.OUT.with_suffix(".md").read_text()
     assert page == real_models.to_markdown(rows)
