@@ -170,7 +170,7 @@ class PatchedModel(UnlimitedGeneration):
         saved = vars(model.config).pop(AS_SAVED, None)
         if saved is not None:
             warn_of_ineffective_overrides(saved, model.config, str(name))
-        warn_of_other_outputs(model, str(name), bool(assigned_names(model)))
+        warn_of_other_outputs(model, str(name), lambda: bool(assigned_names(model)))
         return opened
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> Any:

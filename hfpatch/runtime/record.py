@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .edits import Edit, parse_edits
@@ -87,19 +87,19 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
         )
 
 
-def warn_of_other_outputs(model: Any, where: str, reached: bool) -> None:
+def warn_of_other_outputs(model: Any, where: str, reached: Callable[[], bool]) -> None:
     """Warn of another class than was saved, if the patch isn't in it, or didn't keep what it returns.
 
     Args:
         model: opened.
         where: what the checkpoint is called in the warning.
-        reached: whether it has any place of the edits.
+        reached: tells whether it has any place of the edits.
     """
     requests = getattr(model.config, KEY)["request"]  # as the file has them: what can't be read is refused when needed
     outcomes = (one.get("outcome") for one in requests if isinstance(one, Mapping))
     found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
-    saved, lost = saved_from(model.config), not reached and bool(getattr(model.config, KEY)["edits"])
-    if (found or lost) and type(model).__name__ not in saved:
+    saved, edits = saved_from(model.config), getattr(model.config, KEY)["edits"]
+    if type(model).__name__ not in saved and ((lost := bool(edits) and not reached()) or found):
         kept = f"The patch kept what the first returns, but for {', '.join(found)}. If you need that, patch"
         text = "This class has none of the places that the patch changed: it isn't patched. To have it so, patch"
         warnings.warn(
