@@ -63,6 +63,8 @@ def draw(found: Found, kind: str, picture: Path) -> None:
     if kind == "language":
         right.plot([*points], [one["KL median"] for one in points.values()], "s--", color="C1", label="KL median")
         right.set_yscale("symlog", linthresh=0.01)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     right.legend()
     figure.savefig(picture, dpi=120)
 
