@@ -76,6 +76,15 @@ FLOAT32_INSIDE = ("llama", "gemma", "mistral", "gpt_neo", "opt", "arcee", "rofor
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_equal(name: str) -> None:
+    check_what_is_equal(name)
+
+
+@pytest.mark.parametrize("name", ["gemma (CausalLM): norm='layer'", "bert (MaskedLM): pos='rope', norm='deepnorm'"])
+def test_an_offset_from_one_and_a_factor_on_a_branch_come_along(name: str) -> None:
+    check_what_is_equal(name)
+
+
+def check_what_is_equal(name: str) -> None:
     case = one(name)
     model = case.model(torch.float64 if case.double else torch.float32)
     before = fingerprint(model)
