@@ -108,12 +108,9 @@ def fold_repaired(
     if verdict is None or not verdict.elsewhere:
         return
     record, norms = Record.of(model.config), [found for found in plan.planned if found.kind == "norm"]
-    outcomes = [
-        replace(part.outcome or Outcome(""), elsewhere=verdict.elsewhere)
-        if found.folds
-        else part.outcome or Outcome("")
-        for found, part in zip(norms, record.newest("norm", len(norms)), strict=True)
-    ]
+    outcomes = [part.outcome or Outcome("") for part in record.newest("norm", len(norms))]
+    for i, found in enumerate(norms):
+        outcomes[i] = replace(outcomes[i], elsewhere=verdict.elsewhere) if found.folds else outcomes[i]
     setattr(model.config, KEY, record.with_outcomes({"norm": outcomes}).to_json())
 
 

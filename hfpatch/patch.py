@@ -118,6 +118,7 @@ def patch_model(
     request = Request.of(schemes, only, keep, init, **others, reversible=reversible, compile=compile)
     new_lengths = _new_lengths(request)
     plan, prices = make_plan(model, request), dict[str, float]()
+    kept = _undo_state_for(model) if request.reversible else None
     _require_patchable(plan, model, request)
     data = None if calibration is None else calibration_for(model, calibration, tokenizer)
     if request.budget is not None and data is not None:
@@ -126,7 +127,6 @@ def patch_model(
         prices, staying = within_budget(model, plan, request.budget, data)
         plan = make_plan(model, request.keeping(staying))
     parameters, lengths = list(model.parameters()), plan.lengths_in(model.config)  # as they are before the patch
-    kept = _undo_state_for(model) if reversible else None
     transaction = Transaction.on(model) if kept is None else kept.transaction
     with transaction.all_or_nothing():
         if plan.planned:
@@ -154,15 +154,12 @@ def _require_patchable(plan: Plan, model: PreTrainedModel, request: Request) -> 
 
     Raises:
         UnsupportedError: a fold multiplies weights, and the model has none yet; or it has no blocks to compile.
-        NotReversibleError: an earlier patch wasn't reversible.
         OptionError: calibration, for a model that is patched already; or none, and a scheme needs it.
     """
     if (scheme := next((one for one in plan.schemes if one.folds), None)) and not has_weights(model):
         raise UnsupportedError(
             f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
         )
-    if request.reversible:
-        _undo_state_for(model)
     if request.compile:
         from .compile import require_blocks
 

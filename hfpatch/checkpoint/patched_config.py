@@ -54,7 +54,7 @@ def give_patched_config(
             for one in held[part][-2:] if setting in vars(module) and setting in vars(own) else ():
                 setattr(one, setting, vars(module)[setting])
     for path, attribute, value in lengths:
-        original = config_at(model, path)
+        original = config_at(model.config, path)
         changed: Any = copies[id(original)]
         generation: Any = getattr(model, "generation_config", None)
         of_text = isinstance(value, int) and attribute not in (IMAGE_SIZE, ORIGINAL)

@@ -69,7 +69,7 @@ class Row:
         return replace(self, becomes=becomes, losses=lost, why_exact=None if lost else why_exact, reason=note)
 
     def keep(self, reason: str | None) -> Row:
-        """Return the row of the module as it stays, with the reason."""
+        """Return the row of a module that is kept, with the reason."""
         return replace(self, becomes=None, losses=(), why_exact=None, reason=reason)
 
     def with_note(self, note: str) -> Row:

@@ -70,9 +70,9 @@ def setting(model: Any, config: Any, attribute: str, value: Any) -> Setting:
     return path, attribute, value
 
 
-def config_at(model: Any, path: tuple[str, ...]) -> Any:
+def config_at(config: Any, path: tuple[str, ...]) -> Any:
     """Return the config inside a model's that a setting is of."""
-    return reduce(getattr, path, model.config)
+    return reduce(getattr, path, config)
 
 
 def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> ConfigDiff:
@@ -132,7 +132,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     config = unpatched_config(model.config)
     try:
         for path, attribute, value in settings:
-            setattr(reduce(getattr, path, config), attribute, value)  # which some configs check
+            setattr(config_at(config, path), attribute, value)  # which some configs check
         return copy_of(model, config=config, device="meta")
     except Exception as error:
         reason = describe_error(error, 120)
@@ -267,7 +267,7 @@ def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
     written = unpatched_config(config)
     try:
         for path, name, value in settings:
-            setattr(reduce(getattr, path, written), name, value)
+            setattr(config_at(written, path), name, value)
         if hasattr(written, "validate"):
             written.validate()
         read = type(written).from_dict(json.loads(written.to_json_string()))
@@ -275,7 +275,7 @@ def _fault(config: PreTrainedConfig, settings: list[Setting]) -> str | None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1][:300] if lines else describe_error(error)
     for path, name, value in settings:
-        found = getattr(reduce(getattr, path, read), name)
+        found = getattr(config_at(read, path), name)
         if _as_json(found) != _as_json(value):
             return f"read again, its {'.'.join((*path, name))} is {found!r:.120}"
     return None

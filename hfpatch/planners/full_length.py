@@ -127,7 +127,7 @@ def _scaled_lengths(model: nn.Module) -> Iterator[int]:
             yield int(min((start or 0) * (settings.get("factor") or 2.0), _LONGEST))
 
 
-def full_inputs(model: nn.Module, length: int | None, make: _Make = example_inputs) -> dict[str, Any]:
+def full_inputs(model: nn.Module, length: int | None, make: _Make) -> dict[str, Any]:
     """Return inputs at a model's full length and image size.
 
     Args:
@@ -166,7 +166,7 @@ def adapt_inputs(
         settings: what changed in its config.
     """
     sized = [one for one in settings if one[1] == IMAGE_SIZE]
-    sizes = [(sides(getattr(config_at(original, path), name)), sides(value)) for path, name, value in sized]
+    sizes = [(sides(getattr(config_at(original.config, path), name)), sides(value)) for path, name, value in sized]
 
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -83,7 +83,7 @@ def changing_rotations(sites: Sites, part: SchemeRequest[Position]) -> Iterator[
     """Return the model's own rotations that a part changes and a config describes, each with that config."""
     for rotation in sites.rotations if part.scheme.name in ("rope", "nope") else ():
         if rotation.path is not None and not sites.names.reason_to_keep([rotation.name], part.only, part.keep):
-            yield rotation, config_at(sites.model, rotation.path)
+            yield rotation, config_at(sites.model.config, rotation.path)
 
 
 def original_lengths(sites: Sites, part: SchemeRequest[Position]) -> set[int]:
@@ -113,7 +113,7 @@ def rotation_of(model: Any, rotation: NativeRotation, scheme: RoPE) -> Rotation:
 
 def _config_of(model: Any, rotation: NativeRotation) -> Any:
     """The config that a rotation's settings are saved in; its module's own if none is."""
-    return rotation.module.config if rotation.path is None else config_at(model, rotation.path)
+    return rotation.module.config if rotation.path is None else config_at(model.config, rotation.path)
 
 
 def _settings_in_config(model: Any, rotation: NativeRotation, after: Rotation) -> list[Setting]:
@@ -231,7 +231,7 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
         if rotation.name not in names or rotation.path is None:
             continue
         with torch.device("cpu"):
-            built = host_class(type(rotation.module))(config_at(model, rotation.path))
+            built = host_class(type(rotation.module))(config_at(model.config, rotation.path))
         now, expected = rotation.frequencies(rotation.module), rotation.frequencies(built)
         same_scale = rotation.scale(rotation.module) == rotation.scale(built)
         if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
@@ -316,7 +316,7 @@ def _require_same_as_built(
     error, settings = 0.0, _settings_in_config(model, rotation, after)
     try:
         part, candidates, patched, own = _small_model(model, rotation, example_inputs)
-        of_part = [setting(part, config_at(model, path), name, value) for path, name, value in settings]
+        of_part = [setting(part, config_at(model.config, path), name, value) for path, name, value in settings]
         built, inputs = twin(host_with(part, of_part), candidates)
         if settings:
             patched.load_state_dict(built.state_dict(), strict=False)

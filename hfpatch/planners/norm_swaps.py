@@ -56,7 +56,7 @@ def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
     """Plan a norm scheme: exact swaps if scheme and `init` allow it, else with copied gain and shift."""
     if part.scheme.centring is None or part.init in ("copy", "reset"):  # only the norms are swapped
         return PlannerResult(part, plan_norms(sites, part))
-    changes, conversion = plan_with(sites, part, Conversion())
+    changes, conversion = plan_with(sites, part, exactly=True)
     assert conversion is not None
     init = part.init if conversion.centres else "copy"  # as the record stores it
     return PlannerResult(replace(part, init=init), changes, conversion)
@@ -64,23 +64,23 @@ def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
 
 def plan_norms(sites: Sites, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
     """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
-    return plan_with(sites, part, None, special)[0]
+    return plan_with(sites, part, special)[0]
 
 
 def plan_with(
     sites: Sites,
     part: SchemeRequest[Norm],
-    conversion: Conversion | None,
     special: Mapping[str, str] | None = None,
+    exactly: bool = False,
 ) -> tuple[list[Change], Conversion | None]:
     """Plan what `part` does to each of the model's norms; nothing is changed yet.
 
     Args:
         sites: of any module tree.
         part: a norm scheme with its globs.
-        conversion: an empty one, for a search for norms that can be swapped exactly and what to centre for that; None
-            copies gain and shift.
         special: norm -> what it is, for further ones that are kept unless `only` names them.
+        exactly: search for norms that can be swapped exactly, and what to centre for that; else gain and shift are
+            copied, and there is no conversion.
 
     Returns:
         The changes, and the conversion with what it found and the norms that it changes.
@@ -97,7 +97,8 @@ def plan_with(
         )
     _give_reasons_to_keep(norms, part, sites.names, special or {})
     changing = [site for site in norms if site.reason is None]
-    if conversion is not None and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
+    conversion = Conversion() if exactly else None
+    if exactly and any(site.facts is not None and site.facts.kind == "layer" for site in changing):
         conversion = find_conversion(sites.model, part.scheme, sites.example_inputs)
     for site in changing:
         _give_loss(site, part, conversion)

@@ -118,8 +118,8 @@ class Tree:
         first, _, rest = pattern.partition(".")
         if first == HEAD and not self.base:
             return
-        itself = first in (HEAD, self.own) and first
-        start, path = (self.model, rest) if itself else (self.model.get_submodule(self.base), pattern)
+        of_model = first == HEAD or (self.own and first == self.own)
+        start, path = (self.model, rest) if of_model else (self.model.get_submodule(self.base), pattern)
         for _, way in modules_at(start, path):
             yield way[-1], self.fresh and any(self._is_patched(one) for one in way if one is not self.model)
 
