@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 SIZES = {
-    "lines of hfpatch": Budget(32_244, 31_685),
+    "lines of hfpatch": Budget(32_244, 31_670),
     "files of hfpatch": Budget(198, 181),
     "lines of recipes": Budget(6_843, 6_842),
     "files of recipes": Budget(38, 37),

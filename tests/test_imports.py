@@ -18,7 +18,7 @@ import hfpatch
 ROOT = Path(hfpatch.__file__).parent
 # From the top to the bottom: a folder (or a module that stands beside them) imports only what is below it, or in it.
 ORDER = (
-    *("__init__", "patch", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
+    *("__init__", "extras", "patch", "outcome", "plan", "hub", "export", "verification", "checkpoint", "repairs"),
     *("planners", "exact", "sites", "schemes", "measure", "core", "runtime"),
 )
 BESIDE = {"cli": "__init__", "extend": "__init__", "compile": "measure"}
@@ -130,6 +130,11 @@ def test_imports_go_down_only() -> None:
     assert against_the_order(graph()) == set()
     for module, targets in BOTTOM.items():
         assert graph()[module] == targets
+
+
+def test_extras_stand_on_the_library_and_nothing_on_them() -> None:
+    users = {module for module, targets in graph().items() if "extras" in map(top, targets) and top(module) != "extras"}
+    assert users == {"cli"}
 
 
 def test_runtime_needs_nothing_but_torch_and_transformers() -> None:

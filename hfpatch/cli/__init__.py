@@ -24,7 +24,7 @@ from ..core.staging import require_free, stage_folder
 from ..errors import OptionError
 from ..export import export_model
 from ..export.runtimes import RUNTIMES
-from ..hub.page import default_place, write_page
+from ..extras.page import default_place, write_page
 from ..hub.push import push_patched
 from ..measure.batches import LENGTH, SEQUENCES
 from ..measure.text_batches import processor_of, tokenizer_of

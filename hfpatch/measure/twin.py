@@ -16,7 +16,6 @@ from .float64_forward import host_errors, outputs_in_float64
 from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
 from .randomness import randomise, seed_deterministically
-from .snapshot import media_inputs
 
 _SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
 
@@ -61,15 +60,6 @@ def twin(
         f"no small model like this {type(model).__name__} could be made and run ({'; '.join(failures)}). "
         "Pass example_inputs={...}, the keyword arguments of one forward, with the model's weights loaded."
     )
-
-
-def twin_with_media(
-    model: nn.Module, example_inputs: Mapping[str, Any] | None = None
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Return `twin`, whose inputs also have images or sounds if the model reads these next to text."""
-    small, inputs = twin(model, example_inputs)
-    media = media_inputs(small) if example_inputs is None else None
-    return small, inputs if media is None else cast(media, torch.device("cpu"), torch.float64)
 
 
 def _candidates(model: nn.Module, narrow: bool) -> Iterator[tuple[str, Any]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.plan_table import Change, refuse_private_forward
-from ..measure.twin import twin
 from ..runtime.batch_norm import Padded, takes_mask
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
 from ..runtime.joins import Joins
@@ -37,7 +35,7 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
             f"left out of the statistics. Start from the original checkpoint; it takes placement= and {request} in one "
             "request."
         )
-    stacks = _stacks(model, request, sites.example_inputs)
+    stacks = _stacks(sites, request)
     if not any(stacks.values()):
         raise UnsupportedError(
             f"{type(model).__name__}: no block lets a position attend to later ones, so the model seems to be causal, "
@@ -54,12 +52,11 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
     return PlannerResult(part, changes)
 
 
-def _stacks(model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None) -> dict[str, bool]:
+def _stacks(sites: Sites, request: str) -> dict[str, bool]:
     """By the pattern of each stack's blocks, whether a position there sees later ones."""
-    small, inputs = twin(model, example_inputs)
     stacks: dict[str, bool] = {}
-    with measuring(model, f"it can't be shown to be an encoder, as {request} requires"):
-        for block in stream_blocks(small, inputs):
+    with measuring(sites.model, f"it can't be shown to be an encoder, as {request} requires"):
+        for block in stream_blocks(*sites.twin):
             pattern = pattern_of(block.name)
             stacks[pattern] = _sees_later(block) or stacks.get(pattern, False)
     return stacks

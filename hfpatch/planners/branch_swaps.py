@@ -46,7 +46,7 @@ def plan_placement(sites: Sites, part: SchemeRequest[Placement]) -> PlannerResul
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"placement={part.scheme.name!r}"
-    found = discover(sites.model, request, sites.example_inputs)
+    found = discover(sites, request)
     for branch in found.branches:
         _require_strict(branch, found)
     require_transparent(found, request)
@@ -106,7 +106,7 @@ def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"norm={part.scheme.name!r}"
-    found = discover(sites.model, request, sites.example_inputs, weights=part.init == "reset")
+    found = discover(sites, request, weights=part.init == "reset")
     for branch in found.branches:
         _require_sequential(branch, part.scheme)
     if any(branch.placement == "pre" for branch in found.branches):

@@ -16,7 +16,6 @@ from ..errors import OptionError
 from ..measure.hooks import observe_calls
 from ..measure.inputs import input_embedding, text_config
 from ..measure.quiet_forward import inference_state
-from ..measure.twin import twin
 from ..runtime.edits import SCALE_SLOT, Edit, pattern_of
 from ..runtime.lens import SCALE, SCALED
 from ..runtime.patch_errors import UnsupportedError
@@ -76,7 +75,7 @@ def plan_dyt_llm(sites: Sites, part: SchemeRequest) -> PlannerResult:
         )
     _require_language_model(model, request)
     require_untouched(model)
-    small, inputs = twin(model, sites.example_inputs)
+    small, inputs = sites.twin
     with measuring(model, f"{request} can't tell the norms of attentions from others. Pass a number as alpha"):
         attentions = _attention_patterns(find_branches(small, inputs), small)
         called = _called_embeddings(small, inputs)

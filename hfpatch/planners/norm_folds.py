@@ -112,7 +112,7 @@ class _Folder:
         for place, (name, module) in enumerate(model.named_modules()):
             if is_linear_map(module) or holds_maps(module):  # and no norm beside one in a Sequential
                 maps.setdefault(pattern_of(name), []).append((place, name))
-        return cls(model, part, sites.names, find_readers(*sites.twin), owners, maps)
+        return cls(model, part, sites.names, find_readers(sites.twin[0], sites.media_inputs), owners, maps)
 
     def named(self, changes: Iterable[Change]) -> set[tuple[str, ...]]:
         """The names of norms whose output a model inside returns, and that `only` names nevertheless."""

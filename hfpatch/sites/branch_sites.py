@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import nn
 from ..core.globs import Names
 from ..core.plan_table import refuse_private_forward
 from ..errors import NothingToPatchError
+from ..measure.copies import copy_of
 from ..measure.float64_forward import host_errors
 from ..measure.outputs import max_error, outputs_of
 from ..measure.quiet_forward import inference_state
-from ..measure.twin import twin
 from ..runtime.apply import apply, condense
 from ..runtime.batch_norm import Padded
 from ..runtime.edits import LENS_SLOT, Edit, pattern_of
@@ -26,6 +26,7 @@ from ..schemes.placements import Depth
 from .block_runs import measuring
 from .deepnorm_weights import with_weights
 from .residual_branches import Branch, find_branches
+from .sites import Sites
 
 SECOND_NORM_SUFFIX = "_after"  # a sandwich's second norm is called like the first one, with this
 _CONTAINERS = (nn.Sequential, nn.ModuleDict)
@@ -64,7 +65,7 @@ class StackBranches:
     Attributes:
         branches: one for all layers of a stack, with the pattern of the blocks' names in place of the name.
         depths: pattern of blocks -> the depth of that stack in the user's model.
-        small, inputs: the small model, which may be changed, and keyword arguments of its forward.
+        small, inputs: the sites' twin.
     """
 
     branches: list[Branch]
@@ -73,23 +74,21 @@ class StackBranches:
     inputs: dict[str, Any]
 
 
-def discover(
-    model: nn.Module, request: str, example_inputs: Mapping[str, Any] | None, weights: bool = False
-) -> StackBranches:
-    """Find the residual branches of a model.
+def discover(sites: Sites, request: str, weights: bool = False) -> StackBranches:
+    """Find the residual branches of a model, whose weights aren't needed.
 
     Args:
-        model: isn't changed; its weights aren't needed.
+        sites: of the model.
         request: named in error messages.
-        example_inputs: keyword arguments of one forward; needed if they can't be generated.
         weights: also find the weights that DeepNorm scales.
 
     Raises:
         UnsupportedError: no small model runs, an earlier patch changed the branches, or layers of a stack differ.
         NothingToPatchError: the model has no residual branch with a norm.
     """
+    model = sites.model
     require_untouched(model)
-    small, inputs = twin(model, example_inputs)
+    small, inputs = sites.twin
     with measuring(model, f"{request} can't find their branches"):
         layers = find_branches(small, inputs)
         layers = with_weights(small, inputs, layers) if weights else layers
@@ -217,21 +216,22 @@ def require_transparent(found: StackBranches, request: str) -> None:
     """Refuse blocks whose outputs change under joins with the present placement.
 
     Raises:
-        UnsupportedError: they change, or fail, on the small model (which is changed).
+        UnsupportedError: they change, or fail, on the small model.
     """
-    sites = list(sites_of(found.small, found.branches))
+    small = copy_of(found.small)
+    sites = list(sites_of(small, found.branches))
     for site in sites:
         require_joinable(site)
-    with inference_state(found.small):
-        before = outputs_of(found.small, found.inputs)
+    with inference_state(small):
+        before = outputs_of(small, found.inputs)
         with host_errors(
-            f"{type(found.small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
+            f"{type(small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
             f"the module ({{error}}), so {request} can't change its branches."
         ):
-            apply(condense([site.join(site.branch.placement) for site in sites], found.small), found.small)
-            same = max_error(before, outputs_of(found.small, found.inputs)) <= _TOLERANCE
+            apply(condense([site.join(site.branch.placement) for site in sites], small), small)
+            same = max_error(before, outputs_of(small, found.inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(
-            f"{type(found.small).__name__}: its blocks give other outputs when run with the branches that were found "
+            f"{type(small).__name__}: its blocks give other outputs when run with the branches that were found "
             f"in them, so {request} can't change them. Please report this model."
         )

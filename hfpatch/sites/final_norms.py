@@ -21,9 +21,9 @@ def find_final_norms(sites: Sites) -> set[str]:
     Raises:
         UnsupportedError: no small model runs.
     """
-    model, (small, inputs) = sites.model, sites.twin
+    model, (small, _) = sites.model, sites.twin
     with measuring(model, "its last norm isn't known"):
-        patterns, last_in_block = _observe(small, inputs)
+        patterns, last_in_block = _observe(small, sites.media_inputs)
     found = {name for name, module in model.named_modules() if describe(module) and pattern_of(name) in patterns}
     for pattern in last_in_block:  # of the last block
         found.update([name for name, _ in model.named_modules() if pattern_of(name) == pattern][-1:])

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.globs import Names
-from ..measure.twin import twin_with_media
+from ..measure.quiet_forward import cast
+from ..measure.snapshot import media_inputs
+from ..measure.twin import twin
 from .architectures.biases import BIASES, OWN_ROTATIONS
 from .rotations import NativeRotation, find_rotations
 from .stacks import FoundStack, find_stacks
@@ -40,12 +43,19 @@ class Sites:
 
     @cached_property
     def twin(self) -> tuple[nn.Module, dict[str, Any]]:
-        """A small model of the class, which isn't to be changed, and inputs that reach its towers of images and sounds.
+        """A small random float64 model of the class, which isn't to be changed, and inputs for its forward.
 
         Raises:
             UnsupportedError: none can be made and run.
         """
-        return twin_with_media(self.model, self.example_inputs)
+        return twin(self.model, self.example_inputs)
+
+    @cached_property
+    def media_inputs(self) -> dict[str, Any]:
+        """Inputs of the twin with images or sounds too, if it reads these next to text and the user gave no inputs."""
+        small, inputs = self.twin
+        media = media_inputs(small) if self.example_inputs is None else None
+        return inputs if media is None else cast(media, torch.device("cpu"), torch.float64)
 
     @cached_property
     def tables(self) -> list[FoundStack]:

@@ -26,7 +26,7 @@ from hfpatch.errors import UnsupportedError
 pytest.importorskip("transformer_lens", reason="transformer-lens isn't installed")
 from transformer_lens.model_bridge import TransformerBridge
 
-import hfpatch.export.transformer_lens as adapters
+import hfpatch.extras.transformer_lens as adapters
 
 pytestmark = pytest.mark.slow
 IDS = torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.export.tokenizer import save_tokenizer
+from hfpatch.export import save_tokenizer
 
 CODE = "auto_map", "custom_pipelines"
 OF_MODEL = {"AutoConfig": "they/it--configuration_x.X", "AutoModelForCausalLM": "they/it--modeling_x.Y"}

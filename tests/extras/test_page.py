@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from hfpatch.checkpoint.files import PAGE
 from hfpatch.cli import app
 from hfpatch.export import export_model
+from hfpatch.extras.page import changed_modules, layer_figures, unpatched_model, write_page
+from hfpatch.extras.sketch import Sketches, sketches
 from hfpatch.hub.folder import read_checkpoint
-from hfpatch.hub.page import changed_modules, layer_figures, unpatched_model, write_page
-from hfpatch.hub.sketch import Sketches, sketches
 from hfpatch.patch import patch_model, repair_report
 from hfpatch.repairs.repair_report import RepairReport, Step
 from hfpatch.verification.verify import verify

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.plan_table import group_rows
-from ..measure.twin import twin
 from ..runtime.fixed import NoNorm
 from ..runtime.joins import Gains, Joins
 from ..runtime.lens import lens_of
@@ -25,6 +24,7 @@ from ..sites.branch_sites import BranchSite, sites_of
 from ..sites.mlp_sites import MLPSite, find_mlps
 from ..sites.norm_facts import describe
 from ..sites.residual_branches import Branch, find_branches
+from ..sites.sites import Sites
 from ..verification.verify_report import ModuleRow
 
 # By placement: how a branch f meets the stream x, and the order of its pieces (n a norm, m the second one, f the rest)
@@ -107,9 +107,9 @@ def _branches(host: PreTrainedModel) -> list[Branch]:
     Raises:
         UnsupportedError: no small model runs, nothing was found, or the layers of a stack differ.
     """
-    small, inputs = twin(host)
+    twin = Sites(host).twin
     with measuring(host, "they aren't drawn"):
-        layers = find_branches(small, inputs)
+        layers = find_branches(*twin)
     found: dict[tuple, Branch] = {}
     for branch in layers:
         key = branch.stack, branch.outlet, branch.call, branch.projection

@@ -21,6 +21,7 @@ from ..core.bare import require_bare
 from ..core.results import Table
 from ..core.staging import stage
 from ..errors import OptionError
+from ..hub.card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from ..measure.copies import copy_of, unpatched_config
 from ..repairs.repair_report import RepairReport
 from ..runtime.lens import host_class
@@ -30,7 +31,6 @@ from ..schemes.request import Record
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.module_diff import compare_modules
 from ..verification.verify_report import LayerRow, ModuleRow, Report, module_lines, title_of
-from .card import auto_class_and_task, how_to_make, metadata_of, ways_to_open
 from .sketch import sketches
 
 _PATCHED = "PATCHED"  # stands for the name of a checkpoint that isn't known
@@ -94,7 +94,7 @@ def default_place(checkpoint: str) -> Path:
 
 
 def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("hfpatch", "hub")
+    loader = jinja2.PackageLoader("hfpatch", "extras")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
