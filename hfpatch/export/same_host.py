@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ..measure.copies import unpatched_config
 from ..measure.randomness import keep_random_state
+from ..planners.config_diff import config_at
 from ..runtime.attention import BIAS, ROTARY, AttentionLens
 from ..runtime.constants import ConstantPositions, FixedArguments
 from ..runtime.fixed import NoNorm
@@ -106,7 +106,7 @@ def _without_dropped_rotations(model: Any) -> Any:
             continue
         if rotation.path is None or rotation.reads_only_theta:
             raise UnsupportedError(f"{rotation.name} {_STAYS_ON.format(host=host_class(type(model)).__name__)}")
-        part: Any = reduce(getattr, rotation.path, config)
+        part: Any = config_at(config, rotation.path)
         for name, value in settings_in(part, merged(NO_ROTATION, rotation.settings), rotation.layer_type).items():
             setattr(part, name, value)
     return config
