@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -237,8 +237,8 @@ def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
     return f"on inputs without {missing}" if missing else ""
 
 
-def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Sequence[Outcome]], init: str) -> None:
-    """Store outcomes of a patch's schemes, by kind, in a patched model's record.
+def write_outcomes(model: PreTrainedModel, record: Record, outcomes: dict[str, list[Outcome]], init: str) -> None:
+    """Store outcomes of a patch's schemes, by kind, with a patched model's record.
 
     Raises:
         VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
@@ -250,4 +250,4 @@ def write_outcomes(model: PreTrainedModel, outcomes: Mapping[str, Sequence[Outco
             advice = " Pass example_inputs={...}, the keyword arguments of one forward." if unmeasured else ""
             text = f"{type(model).__name__}: {outcome}.{advice} The model was left unchanged."
             raise VerificationError(text, str(outcome))
-    setattr(model.config, KEY, Record.of(model.config).with_outcomes(outcomes).to_json())
+    setattr(model.config, KEY, record.with_outcomes(outcomes).to_json())

@@ -195,7 +195,8 @@ def _carry_out(
         transaction.set_class(model, patched_model_class(host_class(type(model)), LENS in vars(model)))
         repairs = calibration is not None and original is not None and bool(plan.losses())
         finite = init != "reset" and not repairs
-        write_outcomes(model, measure_outcomes(plan, before, model, original, verdict, inputs, finite), init)
+        measured = measure_outcomes(plan, before, model, original, verdict, inputs, finite)
+        write_outcomes(model, plan.record, measured, init)
         report = repair(model, original, calibration, transaction, request.fit) if repairs else None
         fold_repaired(plan, model, transaction, inputs)
         return plan, report

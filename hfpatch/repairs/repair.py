@@ -129,8 +129,8 @@ def repair(
         new = BlockReplay(model, batches)
         old = BlockReplay(reference, batches)
         repairer = _Repairer(new, old, transaction, fit, gives_up=not by_itself, writes=not data.drawn)
-        repairer.run()
         record, original = Record.of(model.config), Record.of(reference.config)
+        repairer.run(record, original)
         transaction.set_attribute(model.config, KEY, record.with_repair(original, repairer.report.outcome()).to_json())
         transaction.set_attribute(model, REPAIR, repairer.report)
     if by_itself and not repairer.report.suffices:
@@ -171,13 +171,15 @@ class _Repairer:
 
     # Order of the steps
 
-    def run(self) -> None:
+    def run(self, record: Record, original: Record) -> None:
         """Repair all segments; undo everything if the outputs aren't nearer to the original's afterwards.
 
         Raises:
             UnsupportedError: neither the repaired model nor the one before it gives finite outputs; or the repair of
                 a scheme that needs one was undone.
         """
+        self.moved = record.pos != original.pos
+        self.touched = self.moved or record.mlp != original.mlp or record.placement != original.placement
         segments = self._segments()
         needed = self.gives_up and self._start()
         mark = len(self.transaction)
@@ -240,9 +242,6 @@ class _Repairer:
         self.roles = Roles(self.new, self.old, segments)
         self.fitter = Fitter(self.new, self.old, self.transaction, self.roles, self.report, self.fit)
         self.changed, self.norms = changed, changed - several
-        new, old = (Record.of(one.model.config) for one in (self.new, self.old))
-        self.moved = new.pos != old.pos
-        self.touched = self.moved or new.mlp != old.mlp or new.placement != old.placement
         return [one for one in segments if one.block or self.changed & {*one.modules, *one.shared}]
 
     def _repair(self, segment: Segment) -> None:
