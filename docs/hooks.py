@@ -1,14 +1,13 @@
-"""What the site has besides the pages in docs/: tables of sweeps, figures of recipes and notebooks, the command line.
+"""What the site has besides docs/: two pages and figures from elsewhere, links to the repository, tables that wrap.
 
-mkdocs calls `on_files` before it reads the pages, then `on_page_markdown` and `on_page_content` for each of them.
+Pages link as their files lie, so that they read on a code host, too. mkdocs calls `on_files` before it reads the pages,
+then `on_page_markdown` and `on_page_content` for each of them.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import os
 import re
-from collections.abc import Iterator
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -17,65 +16,56 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 BLOB = "https://github.com/hfpatch/hfpatch/blob/main"
-SWEEPS = (
-    "norm_swap",
-    "exact",
-    "positions",
-    "native_rope",
-    "native_export",
-    "patching_cost",
-    "operations",
-    "acceptance",
-    "weight_decay",
-    "fold",
-    "repaired_types",
-)
-TEXTS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-TEXTS |= {"support/ecosystem.md": "tests/ecosystem/results.md", "support/real-models.md": "tests/sweeps/real_models.md"}
-TEXTS |= {f"support/{name}.md": f"tests/sweeps/{name}.md" for name in SWEEPS}
-_INCLUDE = re.compile(r"(?m)^<!-- include: (.+) -->$")
-_LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
+TEXTS = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # pages of the site that lie elsewhere
+_LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 _PRINTED = re.compile(r'(?s)<div class="language-text highlight"><pre><span></span><code>(.*?)</code></pre></div>')
 _RULE = re.compile(r"-+(  -+)+")  # between the headings and the rows of a table that hfpatch prints
 _CELL = re.compile(r"(?<=<td)((?: style=\"[^\"]*\")?)>((?:[^<]|<(?!/td>))*)(?=</td>)")
-_LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#]+)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages and figures that lie elsewhere in the repository, and the reference of the command line."""
-    for page, source in TEXTS.items():
-        files.append(File.generated(config, page, content=_with_links_to_source((ROOT / source).read_text(), source)))
+    """Add the pages and figures that lie elsewhere in the repository."""
+    for source, page in TEXTS.items():
+        files.append(File.generated(config, page, content=site_links((ROOT / source).read_text(), ROOT, page)))
     for figure in sorted((ROOT / "recipes/results").glob("*/*.png")):
-        files.append(File.generated(config, f"results/{figure.parent.name}.png", abs_src_path=str(figure)))
-    for name, content in _figures_of_notebooks():
-        files.append(File.generated(config, f"examples/{name}", content=content))
-    files.append(File.generated(config, "reference/cli.md", content=_command_line()))
+        files.append(File.generated(config, place_of(figure), abs_src_path=str(figure)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace each line `<!-- include: PATH -->` or `<!-- include: PATH#HEADING -->` with a file, or a section of it.
-
-    Its own heading stays behind; those below it go two levels down. A line of prose stays a line. A page of wide tables
-    goes without its contents at the side.
-    """
-    if page.file.src_uri.startswith("support/"):
+    """Turn links to files outside of docs/ into the site's; a page of wide tables goes without contents at the side."""
+    uri = page.file.src_uri
+    if uri.startswith("support/"):
         page.meta["hide"] = ["toc"]
+    return markdown if uri in TEXTS.values() else site_links(markdown, (DOCS / uri).parent, uri)
 
-    def text_of(match: re.Match[str]) -> str:
-        name, _, heading = match[1].partition("#")
-        path = ROOT / name
-        if not path.is_file():
-            raise PluginError(f"{match[0]}: there is no {name}.")
-        sections = {part.partition("\n")[0].strip(): part for part in re.split(r"(?m)^#+ ", path.read_text())}
-        if heading and heading not in sections:
-            raise PluginError(f"{match[0]}: {name} has no heading {heading!r}.")
-        text = sections[heading].partition("\n")[2] if heading else re.sub(r"\A#[^\n]*\n", "", path.read_text())
-        text = _LINE_OF_PROSE.sub(r"\g<0>  ", re.sub(r"(?m)^(#+ )", r"##\1", text.strip()))
-        return _with_links_to_source(text, name)
 
-    return _INCLUDE.sub(text_of, markdown)
+def place_of(path: Path) -> str:
+    """Where the site has a file of the repository: a path inside docs/, or an address if it isn't part of the site.
+
+    Raises:
+        PluginError: there is no such file.
+    """
+    name = os.path.relpath(path, ROOT)
+    if not path.exists():
+        raise PluginError(f"there is no {name}, to which a page links.")
+    if path.is_relative_to(DOCS):
+        return os.path.relpath(path, DOCS)
+    if path.suffix == ".png":
+        return f"results/{path.parent.name}.png"
+    return TEXTS.get(name, f"{BLOB}/{name}")
+
+
+def site_links(text: str, folder: Path, page: str) -> str:
+    """A text's relative links, from the folder where it lies, as links of the site's page that has it."""
+
+    def link(match: re.Match[str]) -> str:
+        place = place_of(Path(os.path.normpath(folder / match[1])))
+        return place if place.startswith("https:") else os.path.relpath(place, os.path.dirname(page) or ".")
+
+    return _LINK.sub(link, text)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -141,48 +131,3 @@ def _names(text: str) -> str:
     """Names that wrap behind their number of layers, and nowhere inside braces or figures."""
     text = text.replace("}.", "}.<wbr>")
     return re.sub(r"\{.*?\}|[\d.]+e-\d+", r'<span class="whole">\g<0></span>', text)
-
-
-def _figures_of_notebooks() -> Iterator[tuple[str, str | bytes]]:
-    """The pictures that each notebook shows, called NAME-1.png, NAME-2.png, ... in their order."""
-    for path in sorted((ROOT / "docs/examples").glob("*.ipynb")):
-        outputs = [one for cell in json.loads(path.read_text())["cells"] for one in cell.get("outputs", [])]
-        shown = [one["data"] for one in outputs if {"image/png", "image/svg+xml"} & one.get("data", {}).keys()]
-        for number, data in enumerate(shown, start=1):
-            if "image/png" in data:
-                yield f"{path.stem}-{number}.png", base64.b64decode("".join(data["image/png"]))
-            else:
-                yield f"{path.stem}-{number}.svg", "".join(data["image/svg+xml"])
-
-
-def _with_links_to_source(text: str, source: str) -> str:
-    """A file's relative links as links into the repository; those into docs/ as links between pages."""
-
-    def link(match: re.Match[str]) -> str:
-        target = (ROOT / source).parent.joinpath(match[1]).resolve().relative_to(ROOT)
-        return str(target.relative_to("docs")) if target.is_relative_to("docs") else f"{BLOB}/{target}"
-
-    return _LINK.sub(link, text)
-
-
-_COMMAND_LINE = """\
-Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
-weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
-[Troubleshooting](../guides/troubleshooting.md#command-line)."""
-
-
-def _command_line() -> str:
-    """The help of every command as Markdown, by typer's own generator; the list of commands, which it cuts, in full."""
-    import typer
-    from typer.cli import get_docs_for_click
-
-    from hfpatch.cli import app
-
-    command: Any = typer.main.get_command(app)
-    context = command.context_class(command, info_name="hfpatch")
-    text = get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
-    firsts = {name: one.help.split("\n\n")[0].replace("\n", " ") for name, one in command.commands.items()}
-    listed = "\n".join(f"* [`hfpatch {name}`](#hfpatch-{name}): {first}" for name, first in firsts.items())
-    text = re.sub(r"(?s)(?<=\*\*Commands\*\*:\n\n).*?(?=\n\n)", lambda _: listed, text, count=1)
-    text = re.sub(r"\bx>=(\d+)", r"at least \1", text)
-    return text.replace("Architecture surgery for Hugging Face models.", _COMMAND_LINE, 1)

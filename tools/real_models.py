@@ -7,7 +7,7 @@ as norm, pos or mlp, several joined by +. Each row is measured in a process of i
 data (*copied*), and, where that isn't exact, with a repair on text (*repaired*), each beside the original on other text
 (real_judges.py says how). A refusal is a row as well, with its reason.
 
-Rows are only added, to tests/sweeps/real_models.jsonl, one JSON object a line, and real_models.md beside it is their
+Rows are only added, to tests/sweeps/real_models.jsonl, one JSON object a line; docs/support/real-models.md is their
 table. A row of the same weights, patch, settings and version of hfpatch is there already and isn't measured again, so
 that the same command goes on where it was stopped. `--version` names the hfpatch that runs, before a release.
 """
@@ -44,7 +44,8 @@ from hfpatch.schemes.norm_schemes import Norm
 from hfpatch.schemes.position_schemes import Position
 from hfpatch.schemes.request import budget_in
 
-OUT = Path(__file__).resolve().parents[1] / "tests/sweeps/real_models.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+OUT, PAGE = ROOT / "tests/sweeps/real_models.jsonl", ROOT / "docs/support/real-models.md"
 KINDS: dict[str, Any] = {"norm": Norm, "pos": Position, "mlp": MLP}
 Row = dict[str, Any]
 
@@ -249,7 +250,8 @@ def add(request: Request, out: Path) -> Row | None:
     row["date"] = str(datetime.date.today())
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
-    out.with_suffix(".md").write_text(to_markdown(read(out)))
+    page = PAGE if out == OUT else out.with_suffix(".md")
+    page.write_text(to_markdown(read(out)))
     return row
 
 

@@ -1,24 +1,31 @@
-"""Writes the generated blocks of README.md and docs/: `python tests/docs/update.py [BLOCK ...]`.
+"""Writes what is generated in README.md and docs/: `python tests/docs/update.py [BLOCK ...]`.
 
-A block stands between `<!-- NAME: COMMAND -->` and `<!-- /NAME -->`, where COMMAND makes what it is made of;
-tests/docs/test_generated.py compares. Figures of the recipes aren't blocks: docs/hooks.py includes their files.
+A block stands between `<!-- NAME: COMMAND -->` and `<!-- /NAME -->`, where COMMAND makes what it is made of. A table of
+a recipe or sweep stands between `<!-- include: FILE -->` (or `FILE#HEADING`, for one section) and `<!-- /include -->`.
+Pictures of notebooks to which a page links lie beside the notebooks. tests/docs/test_generated.py compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
+import os
 import re
 import site
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from blocks import PAGES, ROOT
 
 SWEEPS = ROOT / "tests/sweeps"
-SITE = "https://hfpatch.github.io/hfpatch"
+NOTEBOOKS = ROOT / "docs/examples"
+_INCLUDE = re.compile(r"(?ms)^<!-- include: (\S[^\n]*?) -->\n(.*?)^<!-- /include -->$")
+_LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
+_LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 
 site.addsitedir(str(SWEEPS))
 
@@ -46,7 +53,7 @@ def settings_that_differ() -> int:
 
 
 def support() -> str:
-    """A row for each sweep, for the README: links are absolute."""
+    """A row for each sweep, for the README."""
     repaired = Counter(totals("repaired_types")["norm"])
     norms, places, turned, counts = totals("norm_swap"), totals("positions"), totals("native_rope"), exact_counts()
     rows = [
@@ -76,7 +83,7 @@ def support() -> str:
         ),
         ("native export, no code needed", f"{len(stock_architectures())} stock architectures", "native_export"),
     ]
-    lines = [f"| {what} | {count} | [table]({SITE}/support/{page}/) |" for what, count, page in rows]
+    lines = [f"| {what} | {count} | [table](docs/support/{page}.md) |" for what, count, page in rows]
     return "\n".join([f"| what | measured with transformers {norms['transformers']} | |", "|---|---|---|", *lines])
 
 
@@ -167,6 +174,30 @@ def versions() -> str:
     return sweep.table(totals("versions"))
 
 
+_COMMAND_LINE = """\
+Here you look up each command of `hfpatch` and its options. `MODEL` is a Hub id, a folder, or `config:FAMILY` for random
+weights of a family's default config. Errors are one line on stderr and exit status 1; those that newcomers meet are in
+[Troubleshooting](../guides/troubleshooting.md#command-line)."""
+
+
+def cli() -> str:
+    """The help of every command as Markdown, by typer's own generator; the list of commands, which it cuts, in full."""
+    import typer
+    from typer.cli import get_docs_for_click
+
+    from hfpatch.cli import app
+
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="hfpatch")
+    text = get_docs_for_click(obj=command, ctx=context, name="hfpatch", title="Command line")
+    firsts = {name: one.help.split("\n\n")[0].replace("\n", " ") for name, one in command.commands.items()}
+    listed = "\n".join(f"* [`hfpatch {name}`](#hfpatch-{name}): {first}" for name, first in firsts.items())
+    text = re.sub(r"(?s)(?<=\*\*Commands\*\*:\n\n).*?(?=\n\n)", lambda _: listed, text, count=1)
+    text = re.sub(r"\bx>=(\d+)", r"at least \1", text)
+    text = text.replace("Architecture surgery for Hugging Face models.", _COMMAND_LINE, 1).strip()
+    return f"{text}\n\nWritten by typer {version('typer')}."
+
+
 _ALL = (
     support,
     sweep,
@@ -178,6 +209,7 @@ _ALL = (
     repaired_types,
     native_export,
     versions,
+    cli,
 )
 BLOCKS = {block.__name__: block for block in _ALL}
 
@@ -191,13 +223,53 @@ def pages_with(name: str) -> list[Path]:
     return [page for page in PAGES if block_pattern(name).search(page.read_text())]
 
 
+def included(name: str, page: Path) -> str:
+    """The text of a file, or of a section of it, for a page.
+
+    Its own heading stays behind; those below it go two levels down. A line of prose stays a line.
+    """
+    path, _, heading = name.partition("#")
+    text = (ROOT / path).read_text()
+    sections = {part.partition("\n")[0].strip(): part for part in re.split(r"(?m)^#+ ", text)}
+    text = sections[heading].partition("\n")[2] if heading else re.sub(r"\A#[^\n]*\n", "", text)
+    text = _LINE_OF_PROSE.sub(r"\g<0>  ", re.sub(r"(?m)^(#+ )", r"##\1", text.strip()))
+    return _LINK.sub(lambda link: os.path.relpath((ROOT / path).parent / link[1], page.parent), text)
+
+
+def with_includes(page: Path) -> str:
+    """A page's text with its tables as their files have them."""
+
+    def written(match: re.Match[str]) -> str:
+        return f"<!-- include: {match[1]} -->\n\n{included(match[1], page)}\n\n<!-- /include -->"
+
+    return _INCLUDE.sub(written, page.read_text())
+
+
+def pictures() -> Iterator[tuple[Path, bytes]]:
+    """The pictures of notebooks to which a page links: NAME-1.png, NAME-2.svg, ... in their order."""
+    links = {NOTEBOOKS / name for name in _LINK.findall((NOTEBOOKS / "index.md").read_text())}
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        outputs = [one for cell in json.loads(path.read_text())["cells"] for one in cell.get("outputs", [])]
+        shown = [one["data"] for one in outputs if {"image/png", "image/svg+xml"} & one.get("data", {}).keys()]
+        for number, data in enumerate(shown, start=1):
+            png = data.get("image/png")
+            picture = path.with_name(f"{path.stem}-{number}.{'png' if png else 'svg'}")
+            if picture in links:
+                yield picture, base64.b64decode("".join(png)) if png else "".join(data["image/svg+xml"]).encode()
+
+
 def main(names: Iterable[str] = ()) -> None:
-    """Writes the named blocks, or all."""
+    """Writes the named blocks, or all that is generated."""
     for name in names or BLOCKS:
         written = BLOCKS[name]()
         for page in pages_with(name):
             text = block_pattern(name).sub(lambda match, new=written: f"{match[1]}{new}\n{match[3]}", page.read_text())
             page.write_text(text)
+    if not names:
+        for page in PAGES:
+            page.write_text(with_includes(page))
+        for picture, content in pictures():
+            picture.write_bytes(content)
 
 
 if __name__ == "__main__":

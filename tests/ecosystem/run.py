@@ -23,7 +23,8 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
 SUITES = {path.stem.removeprefix("test_"): path for path in sorted(HERE.glob("test_*.py"))}
-RESULTS = HERE / "results.md"
+RESULTS = HERE / "results.json"
+PAGE = HERE.parents[1] / "docs/support/ecosystem.md"
 
 
 def run(suite: str) -> dict[str, Any]:
@@ -101,15 +102,15 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="NAME", nargs="+", choices=SUITES, default=list(SUITES), help=", ".join(SUITES)
     )
-    parser.add_argument("--out", metavar="FILE.md", type=Path, default=RESULTS)
+    parser.add_argument("--out", metavar="FILE.json", type=Path, default=RESULTS, help="with a table beside it")
     args = parser.parse_args()
-    stored = args.out.with_suffix(".json")
-    known = json.loads(stored.read_text()) if stored.exists() else {}
+    page = PAGE if args.out == RESULTS else args.out.with_suffix(".md")
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
     for suite in args.only:
         known[suite] = run(suite)
         suites = {name: known[name] for name in SUITES if name in known}
-        stored.write_text(json.dumps(suites, indent=1) + "\n")
-        args.out.write_text(to_markdown(suites))
+        args.out.write_text(json.dumps(suites, indent=1) + "\n")
+        page.write_text(to_markdown(suites))
     return int(any(known[suite]["failed"] for suite in args.only))
 
 

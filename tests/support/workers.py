@@ -20,6 +20,7 @@ import transformers
 from zoo import Unbuildable, last_line
 
 GIGABYTES = 8  # per process
+PAGES = Path(__file__).resolve().parents[2] / "docs/support"
 KILLED = "killed: time or memory limit"
 NAMED = (transformers, torch)  # whose versions a report names
 
@@ -140,6 +141,11 @@ class Sweep:
             sys.exit(f"the report has no row of {', '.join(sorted(unknown))}")
         return [*(rows | dict(zip(model_types, self.sweep(model_types), strict=True))).values()]
 
+    def file(self, suffix: str) -> Path:
+        """Where that of a suffix is: rows beside the script, the page in the documentation."""
+        beside = self.script.with_suffix(suffix)
+        return PAGES / beside.name if suffix == ".md" else beside
+
     def texts(self, results: list[Any], versions: Mapping[str, str]) -> dict[str, str]:
         """The report by its files' suffixes: a function of the rows and of the versions that they were found with."""
         of = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -147,7 +153,7 @@ class Sweep:
 
     def write(self, results: list[Any], versions: Mapping[str, str]) -> None:
         for suffix, text in self.texts(results, versions).items():
-            self.script.with_suffix(suffix).write_text(text)
+            self.file(suffix).write_text(text)
 
     def work(self, model_types: list[str]) -> None:
         """Examine types in this process, and print a line of JSON for each, on the real standard output alone."""

@@ -1,6 +1,6 @@
 """What is accepted runs: position schemes, scalings, lengths and image sizes on every class that has positions.
 
-    python tests/sweeps/acceptance.py                # all types; writes acceptance.json and acceptance.md
+    python tests/sweeps/acceptance.py                # all types; writes acceptance.json and docs/support/acceptance.md
     python tests/sweeps/acceptance.py gpt2 dinov2    # these types; prints what it found
 
 One tiny random model for each request. *ok*: the patched model runs on inputs of the old length or size (a few tokens,

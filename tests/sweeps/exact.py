@@ -1,6 +1,6 @@
 """Function-preserving LayerNorm -> RMSNorm over every model type of transformers that has a LayerNorm.
 
-    python tests/sweeps/exact.py                   # all types; writes exact.json and exact.md beside itself
+    python tests/sweeps/exact.py                   # all types; writes exact.json and docs/support/exact.md
     python tests/sweeps/exact.py gpt2 bert         # these types; prints what it found
 
 What is exact is found on a model of one seed, and `patch_model` converts a model of another seed. The whole model is

@@ -1,6 +1,6 @@
 """Folded norms over every model type of transformers that has a norm: what is folded, what is kept, and the error.
 
-    python tests/sweeps/fold.py                   # all types; writes fold.json and fold.md beside itself
+    python tests/sweeps/fold.py                   # all types; writes fold.json and docs/support/fold.md
     python tests/sweeps/fold.py gpt2 bert         # these types; prints what it found
 
 Tiny random models in float64. `norm="folded"` is compared with the model before, and `norm="none"` with `norm="fixed"`

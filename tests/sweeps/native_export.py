@@ -1,6 +1,6 @@
 """Which architectures of transformers a patched model equals, measured in float64 and float32.
 
-    python tests/sweeps/native_export.py            # writes native_export.json and native_export.md beside it
+    python tests/sweeps/native_export.py            # writes native_export.json and docs/support/native_export.md
 
 The cases are those of tests/support/native_cases.py: tiny random models with gains, shifts and biases far from zero.
 Each candidate's outputs are compared with the patched model's (hfpatch/export/equality.py says on which inputs).

@@ -1,6 +1,6 @@
 """Every model type that rotates queries and keys by itself: what position schemes make of its rotation.
 
-    python tests/sweeps/native_rope.py              # all types; writes native_rope.json and native_rope.md
+    python tests/sweeps/native_rope.py              # all types; writes native_rope.json and docs/support/native_rope.md
     python tests/sweeps/native_rope.py llama phi    # these; prints what it found
 
 One tiny random model each. `same`: pos=RoPE() leaves every bit of the outputs. `theta`, `linear`, `partial`: the

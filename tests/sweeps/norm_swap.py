@@ -1,6 +1,6 @@
 """Swap the norms of every model type of transformers and check the result against a ground truth of its own.
 
-    python tests/sweeps/norm_swap.py                   # all types; writes norm_swap.json and norm_swap.md beside itself
+    python tests/sweeps/norm_swap.py                   # all types; writes norm_swap.json and docs/support/norm_swap.md
     python tests/sweeps/norm_swap.py gpt2 bert         # these types; prints what it found
 
 What is a LayerNorm is settled here without hfpatch: a leaf module is one if what it returns is, by least squares,

@@ -1,6 +1,6 @@
 """Count the operations that patched models dispatch, in every model type with a table of positions that can decode.
 
-    python tests/sweeps/operations.py              # all types; writes operations.json and operations.md beside itself
+    python tests/sweeps/operations.py              # all types; writes operations.json and docs/support/operations.md
     python tests/sweeps/operations.py gpt2 bert    # these types; prints what it found
 
 An operation is what PyTorch's dispatcher is asked for, views among them; on a GPU most of them start a kernel, which

@@ -1,6 +1,6 @@
 """What planning and patching take, without a repair: seconds, and how they grow with the layers. Random weights.
 
-    python tests/sweeps/patching_cost.py            # a minute; writes patching_cost.md
+    python tests/sweeps/patching_cost.py            # a minute; writes docs/support/patching_cost.md
 
 One thread, CPU seconds, medians of five.
 """
@@ -25,7 +25,7 @@ from hfpatch.exact import search as find
 from hfpatch.patch import patch_model
 from hfpatch.plan import plan_patch
 
-OUT = Path(__file__).with_name("patching_cost.md")
+OUT = Path(__file__).resolve().parents[2] / "docs/support/patching_cost.md"
 REPEATS = 5
 COPY = {"norm": "rms", "init": "copy", "pos": "rope"}
 EXACT = {"norm": "rms", "pos": "rope"}

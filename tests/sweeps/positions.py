@@ -1,6 +1,6 @@
 """Swap the positions of every model type of transformers to RoPE and prove each class that owns a table.
 
-    python tests/sweeps/positions.py                   # all types; writes positions.json and positions.md beside itself
+    python tests/sweeps/positions.py                   # all types; writes positions.json and docs/support/positions.md
     python tests/sweeps/positions.py gpt2 clip         # these types; prints what it found
 
 The proof is that of tests/support/proof.py: moving all positions of a stack by a constant leaves every output alone

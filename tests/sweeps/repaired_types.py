@@ -1,6 +1,6 @@
 """What a repair does on every model type: runs and helps, is undone, or is refused, and on inputs it has never seen.
 
-    python tests/sweeps/repaired_types.py                 # all types; writes repaired_types.json and .md beside itself
+    python tests/sweeps/repaired_types.py      # all types; writes repaired_types.json, docs/support/repaired_types.md
     python tests/sweeps/repaired_types.py gpt2 albert     # these types; prints what it found
 
 One tiny random model for each request, `norm="dyt"` and `pos="rope"`, calibrated on noise: what is measured is whether

@@ -1,6 +1,6 @@
 """Extend the position tables of every family that hfpatch knows, and see which inputs stay equal, bit for bit.
 
-    python tests/sweeps/tables.py                   # all families; writes tables.json and tables.md beside itself
+    python tests/sweeps/tables.py                   # all families; writes tables.json and docs/support/tables.md
     python tests/sweeps/tables.py gpt2 opt          # these; prints what it found
 
 Tables that a class knows of are extended to twice their N rows, of which the first n = N / 2 are repeated. With

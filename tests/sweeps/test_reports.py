@@ -42,7 +42,7 @@ SWEEPS = (
 
 def differing(sweep: workers.Sweep, results: list[Any], versions: dict[str, str]) -> list[str]:
     """Which files of the report aren't what these rows, found with these versions, make."""
-    written = {suffix: sweep.script.with_suffix(suffix).read_text() for suffix in (".json", ".md")}
+    written = {suffix: sweep.file(suffix).read_text() for suffix in (".json", ".md")}
     made = sweep.texts(results, versions)
     return [suffix for suffix in written if written[suffix] != made[suffix]]
 

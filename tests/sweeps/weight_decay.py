@@ -1,6 +1,6 @@
 """Which Parameters decay under transformers' Trainer, before and after every patch of every model type.
 
-    python tests/sweeps/weight_decay.py                   # all types; writes weight_decay.json and .md beside itself
+    python tests/sweeps/weight_decay.py         # all types; writes weight_decay.json and docs/support/weight_decay.md
     python tests/sweeps/weight_decay.py gpt2 bert         # these types; prints what it found
 
 A control of an ablation has to train as the original does, and nothing that a patch adds may decay for its class or

@@ -179,7 +179,7 @@ def test_windows_begin_with_bos_if_that_is_asked_for(request_of: Any) -> None:
 
 
 def test_the_page_is_made_of_the_rows() -> None:
-    rows, page = real_models.read(real_models.OUT), real_models.OUT.with_suffix(".md").read_text()
+    rows, page = real_models.read(real_models.OUT), real_models.PAGE.read_text()
     assert page == real_models.to_markdown(rows)
     assert page != real_models.to_markdown(rows[1:])  # control
     keys = [
