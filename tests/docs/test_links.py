@@ -69,3 +69,13 @@ def test_the_command_line_is_told_as_it_is() -> None:
     told, is_now = match[2], update.cli()
     assert set(re.findall(r"--[a-z-]+", told)) == set(re.findall(r"--[a-z-]+", is_now))
     assert f"typer {version('typer')}." not in told or told.strip() == is_now
+
+
+def test_the_printed_model_is_what_a_patch_makes_of_it() -> None:
+    """The lines that change; those around them are transformers'."""
+    (page,) = update.pages_with("model")
+    match = update.block_pattern("model").search(page.read_text())
+    assert match is not None
+    told, is_now = ([line for line in text.splitlines() if line[:1] in "+-"] for text in (match[2], update.model()))
+    assert told == is_now
+    assert len(told) == 9

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
+import difflib
 import json
 import os
 import re
 import site
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from blocks import PAGES, ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hfpatch import patch_model
 
 SWEEPS = ROOT / "tests/sweeps"
 NOTEBOOKS = ROOT / "docs/examples"
@@ -198,7 +205,20 @@ def cli() -> str:
     return f"{text}\n\nWritten by typer {version('typer')}."
 
 
+def model() -> str:
+    """The lines of GPT-2's printed model that a patch changes, with one around each."""
+    with torch.device("meta"):
+        gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        printed = [repr(one).splitlines() for one in (gpt2, patch_model(copy.deepcopy(gpt2), norm="rms", pos="rope"))]
+    lines = [line for line in difflib.unified_diff(*printed, n=1) if not line.startswith(("---", "+++", "@@"))]
+    text = re.sub(r"(LayerNorm\(\(768,\), eps=1e-05).*\)", r"\1, ...)", "\n".join(lines))  # the rest is torch's
+    return f"```diff\n{text}\n```"
+
+
 _ALL = (
+    model,
     support,
     sweep,
     exact,
