@@ -238,7 +238,7 @@ def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | Verificat
     lines = [f"  {name}: {reason}." for name, reason in reasons.items()]
     message = "\n".join(
         (
-            f"{host_class(type(model)).__name__} with this patch equals no architecture of transformers "
+            f"{host_class(type(model)).__name__} equals no architecture of transformers "
             f"{transformers.__version__} that hfpatch can write:",
             *lines,
             "Use to='remote' for a checkpoint that opens without hfpatch (by remote code), to='plugin' for one that "
