@@ -47,7 +47,7 @@ def test_folders_are_told_in_the_order_of_imports() -> None:
 
 
 @pytest.mark.skipif(not FORMS.exists(), reason="an sdist has none")
-@pytest.mark.parametrize("form", ["bug", "model", "feature"])
+@pytest.mark.parametrize("form", ["bug", "model", "feature", "verify"])
 def test_issue_forms(form: str) -> None:
     """What GitHub asks of a form: names, unique ids, and text that needs an answer."""
     read = yaml.safe_load((FORMS / f"{form}.yml").read_text())
