@@ -271,9 +271,8 @@ def repair_report(model: nn.Module) -> RepairReport | None:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
         >>> model = GPT2LMHeadModel(config)
-        >>> from functools import partial
         >>> from hfpatch import patch_model, repair_report, sample_batches
-        >>> few = partial(sample_batches, sequences=8, length=16)
+        >>> few = sample_batches(model, sequences=8, length=16)
         >>> print(repair_report(patch_model(model, norm="dyt", calibration=few)).summary())
         Repair on 8 sequences...: KL divergence ... -> ... on 2 held-out sequences...
     """

@@ -25,8 +25,10 @@ from ..runtime.patch_errors import CheckpointError, PatchError, first_line
 from ..runtime.record import KEY, saved_from
 from .auto_classes import class_to_build
 from .file_digests import digests_or_warning
+from .files import finder
 from .mapped_weights import files_of, open_mapped
 from .patched_classes import patched_model_class, with_loading_info
+from .sentence_modules import MODULES
 
 _RANDOM = "config:"
 _MOST_NAMED, _LONGEST = 3, 400
@@ -115,7 +117,7 @@ def open_model(
     """Load a model by its name, in the dtype that it was saved in.
 
     Args:
-        head: as in `random_weights`.
+        head: as in `random_weights`; of a sentence encoder without the head in its config None is AutoModel.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
         stored: whether the weights stay in their files where they can (see mapped_weights.py).
@@ -127,6 +129,10 @@ def open_model(
     config = config_of(model, trust)
     with opening(model):
         built, missing = _open(model, config, head, trust, strongest, stored, options)
+        of_base = any(key.startswith(f"{built.base_model_prefix}.") for key in missing)
+        if missing and head is None and not of_base and finder(model, {})(MODULES) is not None:
+            # sentence encoders are saved without the head that their config still names
+            built, missing = _open(model, config, "AutoModel", trust, strongest, stored, options)
         _require_weights(built, missing, model, config, trust)
     return built
 

@@ -20,13 +20,13 @@ from urllib.parse import urljoin
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from transformers import CONFIG_MAPPING
 
 from ..checkpoint.auto_classes import USUAL, auto_classes_of
 from ..checkpoint.files import PAGE
 from ..errors import OptionError
 from ..measure.inputs import main_input
-from ..runtime.record import KEY, MODEL_TYPES
+from ..runtime.lens import host_class
+from ..runtime.record import KEY
 from ..schemes.request import KINDS, Record, SchemeRequest
 from ..schemes.verdicts import MEASUREMENT_NOTE, outcome_table
 from ..verification.verify_report import Report
@@ -73,7 +73,8 @@ def card(
         raise OptionError(f"the metadata of {CARD} can't be read: {reason:.200}. Mend or remove it.") from error
     before, _, rest = present.text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    auto, task = _auto_class_and_task(found.config)
+    cls = getattr(transformers, (found.config.get("architectures") or [""])[0], None)
+    auto, task = auto_class_and_task(cls, host_class(type(found.opened))) if cls is not None else ("AutoModel", None)
     data: Any = present.data
     if data.library_name in (None, *_LIBRARIES):  # by it the Hub chooses the code that it shows, which has to work
         data.library_name = "hfpatch" if found.form == "plugin" else "transformers"
@@ -103,16 +104,6 @@ def card(
             "folder has none, and only its card is read"
         )
     return str(present), notes
-
-
-def _auto_class_and_task(config: dict[str, Any]) -> tuple[str, str | None]:
-    """The Auto class that opens a checkpoint as what it was saved from, and the Hub's task for it."""
-    model_type = config.get("model_type")
-    if model_type in MODEL_TYPES:
-        model_type = config[KEY]["base_model_type"]
-    cls = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    known = cls is not None and model_type in CONFIG_MAPPING
-    return auto_class_and_task(cls, CONFIG_MAPPING[model_type]) if known else ("AutoModel", None)
 
 
 def _section(

@@ -33,7 +33,7 @@ IGNORED = (
     *(".*", "*.env", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "credentials*", "secret*", "token"),
     *("checkpoint-*", "global_step*", "optimizer*", "scheduler.*", "scaler.*", "rng_state*", "random_states*"),
     *("training_args.*", "trainer_state.*", "zero_to_fp32.py", "pytorch_model_fsdp*"),
-    *("*.log", "events.out.tfevents*", "runs", "logs", "wandb", "mlruns"),
+    *("*.log", "events.out.tfevents*", "runs", "logs", "wandb", "mlruns", "desktop.ini", "thumbs.db"),
     *("__pycache__", "*.pyc", "*.lock", "*.incomplete", "*.tmp"),
     *("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib", "*.npz"),  # pickles run code when opened
     *("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.gguf", "*.tflite", "*.bin.index.json"),  # weights that weren't patched

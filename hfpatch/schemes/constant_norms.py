@@ -47,9 +47,8 @@ class Fixed(Elementwise):
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
         >>> model = GPT2LMHeadModel(config)
-        >>> from functools import partial
         >>> from hfpatch import patch_model, sample_batches
-        >>> few = partial(sample_batches, sequences=8, length=16)
+        >>> few = sample_batches(model, sequences=8, length=16)
         >>> patch_model(model, norm="fixed", calibration=few).transformer.h[0].ln_1
         FixedNorm(16, ...)
     """
@@ -104,9 +103,8 @@ class WithoutNorms(Fixed):
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=0, eos_token_id=1)
         >>> model = GPT2LMHeadModel(config)
-        >>> from functools import partial
         >>> from hfpatch import patch_model, sample_batches
-        >>> few = partial(sample_batches, sequences=8, length=16)
+        >>> few = sample_batches(model, sequences=8, length=16)
         >>> patch_model(model, norm="none", calibration=few).transformer.h[0].ln_1
         NoNorm()
     """

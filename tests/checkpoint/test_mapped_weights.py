@@ -236,6 +236,21 @@ def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_pa
     assert glob.strip("*") in str(caught.value)
 
 
+@either_way
+def test_a_sentence_encoder_whose_config_names_another_class(streamed: bool, tmp_path: Path) -> None:
+    """all-mpnet-base-v2 says MPNetForMaskedLM and has no such head: its encoder is opened, if nothing of it is missing."""
+    tiny("bert").save_pretrained(tmp_path)
+    with_config(tmp_path, architectures=["BertForMaskedLM"])
+    with pytest.raises(CheckpointError, match=r"lacks \d+ weights of BertForMaskedLM .*--head AutoModel"):
+        by_name.open_model(str(tmp_path), None, False, stored=streamed)
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert type(by_name.open_model(str(tmp_path), None, False, stored=streamed)).__name__ == "BertModel"
+    without(tmp_path, "encoder.layer.0.*")
+    with pytest.raises(CheckpointError, match=r"lacks \d+ weights"):
+        by_name.open_model(str(tmp_path), None, False, stored=streamed)
+
+
 def test_a_patched_checkpoint_under_another_head(tmp_path: Path) -> None:
     """What is fresh is told there, too; what it lacks of its base is refused."""
     patch(tiny("llama", CAUSAL), norm="dyt").save_pretrained(tmp_path)
