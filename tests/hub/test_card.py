@@ -132,7 +132,7 @@ def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
 def test_task_and_class(family: str, auto: str, task: str | None) -> None:
     model = patch(tiny(family, auto), norm="dyt")
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
-    text, _ = card(Checkpoint(config, None, None, {}, []), "me/model")
+    text, _ = card(Checkpoint(config, model.config, None, {}, []), "me/model")
     assert f"{auto}.from_pretrained" in text
     assert parsed(text).data.pipeline_tag == task
 
