@@ -117,7 +117,7 @@ def open_model(
     """Load a model by its name, in the dtype that it was saved in.
 
     Args:
-        head: as in `random_weights`; of a sentence encoder without the head in its config None is AutoModel.
+        head: as in `random_weights`. None opens a sentence encoder without its config's head as AutoModel.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
         stored: whether the weights stay in their files where they can (see mapped_weights.py).
