@@ -1,1 +1,1 @@
-"""Adapters and pages that stand on the library: the report page, TransformerLens. Only the command line imports them."""
+"""Adapters and pages that stand on the library: the report page, TransformerLens. Only cli/ imports them."""
