@@ -238,7 +238,7 @@ def test_a_weight_that_the_file_lacks_is_named(case: str, streamed: bool, tmp_pa
 
 @either_way
 def test_a_sentence_encoder_whose_config_names_another_class(streamed: bool, tmp_path: Path) -> None:
-    """all-mpnet-base-v2 says MPNetForMaskedLM and has no such head: its encoder is opened, if nothing of it is missing."""
+    """all-mpnet-base-v2 says MPNetForMaskedLM and has no such head: its encoder is opened, if it is whole."""
     tiny("bert").save_pretrained(tmp_path)
     with_config(tmp_path, architectures=["BertForMaskedLM"])
     with pytest.raises(CheckpointError, match=r"lacks \d+ weights of BertForMaskedLM .*--head AutoModel"):
