@@ -45,15 +45,14 @@ def read_batches(
     """Return some data as batches of inputs for `model`, as `calibration=` and `verify` read theirs.
 
     Args:
-        data: one of these, or an iterable of them, such as a list, a DataLoader or a generator:
+        data: one of these, or an iterable of them, such as a list, a DataLoader or a generator. Strings are left out of
+            rows and batches, and what the forward doesn't take out of rows and of what a tokenizer returned.
 
             * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the one
               that is called "text"), or a path of a text file, one text a line. Empty ones are left out.
             * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
               one text). They are padded on the right and get an attention mask.
             * batches: dictionaries of tensors or of lists (padded, too), as a DataLoader gives; or the main input.
-            Strings are left out of rows and batches, and what the forward doesn't take out of rows and of what a
-            tokenizer returned.
         model: the model that takes the inputs; it isn't run. An encoder-decoder that is given input_ids alone reads
             them, shifted by one, in its decoder too.
         tokenizer: a tokenizer, or a processor that has one; needed for texts. It stays as it is.

@@ -49,7 +49,7 @@ def plan_placement(sites: Sites, part: SchemeRequest[Placement]) -> PlannerResul
     found = discover(sites, request)
     for branch in found.branches:
         _require_strict(branch, found)
-    require_transparent(found, request)
+    require_transparent(sites, found.branches, request)
     branches, others = _sites_to_change(sites, found, part, "placement")
     for site in branches:
         if site.branch.placement == part.scheme.name:
@@ -110,7 +110,7 @@ def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
     for branch in found.branches:
         _require_sequential(branch, part.scheme)
     if any(branch.placement == "pre" for branch in found.branches):
-        require_transparent(found, request)
+        require_transparent(sites, found.branches, request)
     branches, changes = _sites_to_change(sites, found, part, "norm")
     for site in branches:
         alpha, beta = part.scheme.gains(found.depths[site.branch.stack])

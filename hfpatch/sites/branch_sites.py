@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -65,13 +64,10 @@ class StackBranches:
     Attributes:
         branches: one for all layers of a stack, with the pattern of the blocks' names in place of the name.
         depths: pattern of blocks -> the depth of that stack in the user's model.
-        small, inputs: the sites' twin.
     """
 
     branches: list[Branch]
     depths: dict[str, Depth]
-    small: nn.Module
-    inputs: dict[str, Any]
 
 
 def discover(sites: Sites, request: str, weights: bool = False) -> StackBranches:
@@ -98,7 +94,7 @@ def discover(sites: Sites, request: str, weights: bool = False) -> StackBranches
         )
     branches = _merge(layers, request)
     _require_everywhere(small, branches, layers, request)
-    return StackBranches(branches, _depths(model, branches, layers), small, inputs)
+    return StackBranches(branches, _depths(model, branches, layers))
 
 
 def require_untouched(model: nn.Module) -> None:
@@ -212,24 +208,25 @@ def require_own_forward(name: str, module: nn.Module) -> None:
         )
 
 
-def require_transparent(found: StackBranches, request: str) -> None:
+def require_transparent(sites: Sites, branches: list[Branch], request: str) -> None:
     """Refuse blocks whose outputs change under joins with the present placement.
 
     Raises:
         UnsupportedError: they change, or fail, on the small model.
     """
-    small = copy_of(found.small)
-    sites = list(sites_of(small, found.branches))
-    for site in sites:
+    twin, inputs = sites.twin
+    small = copy_of(twin)
+    places = list(sites_of(small, branches))
+    for site in places:
         require_joinable(site)
     with inference_state(small):
-        before = outputs_of(small, found.inputs)
+        before = outputs_of(small, inputs)
         with host_errors(
-            f"{type(small).__name__}: the forward of its {type(sites[0].block).__name__} fails on a stand-in for "
+            f"{type(small).__name__}: the forward of its {type(places[0].block).__name__} fails on a stand-in for "
             f"the module ({{error}}), so {request} can't change its branches."
         ):
-            apply(condense([site.join(site.branch.placement) for site in sites], small), small)
-            same = max_error(before, outputs_of(small, found.inputs)) <= _TOLERANCE
+            apply(condense([site.join(site.branch.placement) for site in places], small), small)
+            same = max_error(before, outputs_of(small, inputs)) <= _TOLERANCE
     if not same:
         raise UnsupportedError(
             f"{type(small).__name__}: its blocks give other outputs when run with the branches that were found "

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 SHOWN = {"text", "console", "json", "yaml", "toml", "diff", "html"}  # languages of what is only to be read
+LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")  # a relative one, without its anchor
 _BLOCK = re.compile(
     r"(?m)^(?P<indent> *)(?:<!-- (?P<mark>not run: [^\n]+|slow|output) -->\n\1)?```(?P<language>\w+)[^\n]*\n"
     r"(?P<code>.*?)^\1```$",

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import update
-from blocks import PAGES, ROOT
+from blocks import LINK, PAGES, ROOT
 
 TEXTS = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md"))]
-LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)[^)]*\)")
 CODE = re.compile(r"(?ms)^ *```.*?^ *```$|`[^`\n]+`")
 
 

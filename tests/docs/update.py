@@ -2,7 +2,7 @@
 
 A block stands between `<!-- NAME: COMMAND -->` and `<!-- /NAME -->`, where COMMAND makes what it is made of. A table of
 a recipe or sweep stands between `<!-- include: FILE -->` (or `FILE#HEADING`, for one section) and `<!-- /include -->`.
-Pictures of notebooks to which a page links lie beside the notebooks. tests/docs/test_generated.py compares.
+Pictures of notebooks to which a page links lie beside the notebooks. test_generated.py and test_links.py compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blocks import PAGES, ROOT
+from blocks import LINK, PAGES, ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfpatch import patch_model
@@ -32,7 +32,6 @@ SWEEPS = ROOT / "tests/sweeps"
 NOTEBOOKS = ROOT / "docs/examples"
 _INCLUDE = re.compile(r"(?ms)^<!-- include: (\S[^\n]*?) -->\n(.*?)^<!-- /include -->$")
 _LINE_OF_PROSE = re.compile(r"(?m)^(?!\||\* |#).+(?=\n[^\n])")  # two spaces behind it are Markdown's line break
-_LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)")
 
 site.addsitedir(str(SWEEPS))
 
@@ -253,7 +252,7 @@ def included(name: str, page: Path) -> str:
     sections = {part.partition("\n")[0].strip(): part for part in re.split(r"(?m)^#+ ", text)}
     text = sections[heading].partition("\n")[2] if heading else re.sub(r"\A#[^\n]*\n", "", text)
     text = _LINE_OF_PROSE.sub(r"\g<0>  ", re.sub(r"(?m)^(#+ )", r"##\1", text.strip()))
-    return _LINK.sub(lambda link: os.path.relpath((ROOT / path).parent / link[1], page.parent), text)
+    return LINK.sub(lambda link: os.path.relpath((ROOT / path).parent / link[1], page.parent), text)
 
 
 def with_includes(page: Path) -> str:
@@ -267,7 +266,7 @@ def with_includes(page: Path) -> str:
 
 def pictures() -> Iterator[tuple[Path, bytes]]:
     """The pictures of notebooks to which a page links: NAME-1.png, NAME-2.svg, ... in their order."""
-    links = {NOTEBOOKS / name for name in _LINK.findall((NOTEBOOKS / "index.md").read_text())}
+    links = {NOTEBOOKS / name for name in LINK.findall((NOTEBOOKS / "index.md").read_text())}
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         outputs = [one for cell in json.loads(path.read_text())["cells"] for one in cell.get("outputs", [])]
         shown = [one["data"] for one in outputs if {"image/png", "image/svg+xml"} & one.get("data", {}).keys()]
