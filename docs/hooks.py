@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages and figures that lie elsewhere in the repository."""
     for source, page in TEXTS.items():
         files.append(File.generated(config, page, content=site_links((ROOT / source).read_text(), ROOT, page)))
-    for figure in sorted((ROOT / "recipes/results").glob("*/*.png")):
+    for figure in sorted((ROOT / "tools/results/figures").glob("*/*.png")):
         files.append(File.generated(config, place_of(figure), abs_src_path=str(figure)))
     return files
 

@@ -1,172 +1,218 @@
-"""What patched models cost, eager and compiled: against the unpatched ones and their stock siblings.
+"""What a patch costs in time: against the unpatched model, eager and compiled.
 
-Whole models (a training step, a forward, a cached decoding), the replaced modules where they stand in them (on a CPU),
-and norms and rotations by themselves are timed subject after subject in turn, so that whatever else the machine does
-meets all of them. Figures are medians, and ratios of one run. On a CPU nothing else should run: threads wait as torch's
-own do, spinning, where the other recipes let them sleep.
+A training step, a forward and a cached decoding are timed of one model and its patched copies, in turn, sample after
+sample, so that whatever else the machine does meets all of them. The control is an unpatched copy: that its ratio isn't
+1 is chance. Without --model it is a GPT-2 with random weights, small on a CPU, whole on a GPU.
 
-    python recipes/benchmark.py                          # small sizes on a CPU, full ones on a GPU; under 10 minutes
-    python recipes/benchmark.py --parts models --models gpt2 bert --layers 12 --minutes 60   # at full size on a CPU
-    python recipes/benchmark.py --parts micro --widths 768 --modes eager --repeats 5
+    python recipes/benchmark.py
+    python recipes/benchmark.py --model openai-community/gpt2 --patches control rms+rope --modes compiled
+    python recipes/benchmark.py --patches control "rms then folded" --batch_size 8 --block_size 1024 --dtype bfloat16
 
-In the output folder: results.md, results.json, benchmark.png.
+On a CPU nothing else should run. Another kind of work is a function beside `training`, `forward` and `decoding`.
 """
 
-import sys
+import copy
+import json
+import random
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
+import torch
 import transformers
-from accelerate import Accelerator, PartialState
-from hfrecipes.bench_micro import micro_cases
-from hfrecipes.bench_models import MODELS, NATIVE, cases, place_cases
-from hfrecipes.bench_report import MICRO, colours_of, draw_ratios, failures, name_of, panels_of, part_table
-from hfrecipes.command import keep_freed_memory, progress, run_recipe
-from hfrecipes.corpus import RecipeError
-from hfrecipes.report import machine
-from hfrecipes.results import OutputFolder
-from hfrecipes.settings import (
-    CONTROL,
-    COUNT,
-    NOT_NEGATIVE,
-    Range,
-    multiple_of,
-    option,
-    parse_variants,
-    read_settings,
-)
-from hfrecipes.timing import MODES, time_in_turn
+from accelerate import Accelerator
+from accelerate.utils import tqdm
+from methods import CONTROL, keep_freed_memory, open_model, patched, request_of, switch_off_dropout
+from paired import spread
+from texts import RecipeError, one_line_errors
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
 
-# what is timed, and in which modes: compiled, no module stands by itself
-PARTS = {"models": (cases, MODES), "places": (place_cases, MODES[:1]), "micro": (micro_cases, MODES)}
-NOTES = {
-    "models": "Compiled are the blocks, for decoding the whole model, which then has a static cache; *first call*: "
-    f"compilation included. *{NATIVE}*: the stock model of transformers with equal weights. The weights of all lie in "
-    "the same memory while they are timed.",
-    "places": "*before*, *after*: the time in all of the modules that a patch replaced, where they stand in the model. "
-    "The ratio is that of the whole model's time if nothing else of it changed.",
-    "micro": "*basis*: LayerNorm, for rotations transformers' own.",
-}
-PRECISIONS = ("float32", "bfloat16")
-CONTROL_NOTE = " *control*: an unpatched copy: that its ratio isn't 1 is chance."
+from hfpatch import compile_model
+from hfpatch.runtime.patch_errors import PatchError, first_line
+
+MODES = ("eager", "compiled")
+UNPATCHED = "unpatched"
 
 
-def by_device(cpu: Any, gpu: Any, about: str, choices: Range | Collection | None = None) -> Any:
-    """A setting whose default goes by the device."""
-    return option(lambda: gpu if PartialState().device.type == "cuda" else cpu, about, choices)
+# -- the work: of a model and its inputs, a function that does it once
+
+
+def training(model: Any, ids: torch.Tensor, c: Any) -> Callable[[], Any]:
+    """Loss, gradients and AdamW, without dropout, which would be another random stream in each model."""
+    switch_off_dropout(model.train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ids.is_cuda)
+
+    def once() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return once
+
+
+def forward(model: Any, ids: torch.Tensor, c: Any) -> Callable[[], Any]:
+    """Logits of all tokens, without gradients or a cache."""
+    model.eval()
+    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False))
+
+
+def decoding(model: Any, ids: torch.Tensor, c: Any) -> Callable[[], Any]:
+    """Greedy decoding behind a prompt, with a static cache, which compiled code needs."""
+    model.eval()
+    prompt, count = ids[:, : c.new_tokens], c.new_tokens
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True}  # generate's own way of compiling
+    return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+
+WORK = {"training step": training, "forward": forward, "decoding": decoding}
+
+
+# -- settings
 
 
 @dataclass
-class BenchmarkConfig:
-    """Sizes go by the device: small ones on a CPU, full ones on a GPU."""
+class Settings:
+    """Flags of recipes/benchmark.py."""
 
-    output_dir: str = option("runs/benchmark", "where the results go")
-    parts: list[str] = option([*PARTS], "in this order", PARTS)
-    modes: list[str] = option([*MODES], "how models run", MODES)
-    repeats: int = option(9, "samples of each subject, after those that warm it up", COUNT)
-    minutes: float = option(8.0, "no measurement begins later; the report names what is left", NOT_NEGATIVE)
-    patches: list[str] = option(
-        ["control", "rms", "rope", "dyt", "rms+rope"],
-        "schemes joined by +, patches one after the other by ' then ' (\"rms then folded\"); control is an unpatched "
-        "copy, which shows what chance does",
+    model: str | None = field(default=None, metadata={"help": "a folder or Hub id of a causal LM; none: a GPT-2"})
+    patches: list[str] = field(
+        default_factory=lambda: [CONTROL, "rms", "rope", "dyt", "rms+rope"],
+        metadata={"help": "by registered names, joined by +; one after the other by ' then '; control: no patch"},
     )
-    models: list[str] = by_device(["gpt2", "bert"], list(MODELS), "with random weights", MODELS)
-    layers: int | None = by_device(2, None, "of every model; none: the model's own", COUNT)
-    width: int | None = option(None, "channels, 64 to a head; none: the model's own", multiple_of(64))
-    vocab_size: int = by_device(8192, 50257, "tokens that a model knows", COUNT)
-    batch_size: int = by_device(2, 8, "sequences or images", COUNT)
-    block_size: int = by_device(128, 1024, "tokens of a sequence", COUNT)
-    new_tokens: int = by_device(16, 128, "tokens that are decoded, behind a prompt of as many", COUNT)
-    precision: str = by_device("float32", "bfloat16", "bfloat16: autocast for training, else weights", PRECISIONS)
-    widths: list[int] = by_device(
-        [768, 2048], [768, 1024, 2048, 4096, 8192, 16384], "channels of the micro part", multiple_of(64)
+    work: list[str] = field(default_factory=lambda: [*WORK], metadata={"help": "what is timed", "choices": [*WORK]})
+    modes: list[str] = field(default_factory=lambda: [*MODES], metadata={"help": "how", "choices": MODES})
+    repeats: int = field(default=15, metadata={"help": "samples of each, after those that warm it up"})
+    batch_size: int = field(default=2, metadata={"help": "sequences"})
+    block_size: int = field(default=128, metadata={"help": "tokens of a sequence"})
+    new_tokens: int = field(default=16, metadata={"help": "tokens that are decoded"})
+    dtype: str = field(default="float32", metadata={"help": "of weights", "choices": ("float32", "bfloat16")})
+    output_dir: Path = field(default=Path("runs/benchmark"), metadata={"help": "where results go"})
+
+
+# -- the race
+
+
+def make_models(c: Settings, device: torch.device) -> dict[str, Any]:
+    """The unpatched model and a copy for each patch; in place of one that is refused, why."""
+    if c.model:
+        plain, _, kind = open_model(c.model)
+        if kind != "causal":
+            raise RecipeError(f"{c.model} isn't a causal language model")
+    else:
+        size = {} if device.type == "cuda" else {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8192}
+        tokens = {"bos_token_id": 0, "eos_token_id": None}
+        plain = GPT2LMHeadModel(GPT2Config(n_positions=2 * c.block_size, **size, **tokens))
+    plain = plain.to(device, getattr(torch, c.dtype))
+    models: dict[str, Any] = {UNPATCHED: plain}
+    for patch in c.patches:
+        try:
+            models[patch] = copy.deepcopy(plain)
+            for part in patch.split(" then "):
+                patched(models[patch], part, "auto", [])
+        except PatchError as error:
+            models[patch] = first_line(error)
+    return models
+
+
+def race(models: dict[str, Any], work: str, mode: str, ids: torch.Tensor, c: Settings) -> list[dict[str, Any]]:
+    """Time all models in turn, each round in an order of its own. Returns a row for each."""
+    torch.compiler.reset()
+    rows, runs, order = [], {}, random.Random(0)
+    for name, model in models.items():
+        row = {"work": work, "mode": mode, "model": name}
+        rows.append(row)
+        if isinstance(model, str):
+            row["refused"] = model
+            continue
+        model = copy.deepcopy(model)
+        if mode == "compiled":
+            compile_model(model, regions="model" if work == "decoding" else "blocks")
+        once = WORK[work](model, ids, c)
+        row["first call, s"] = seconds(once, ids)
+        once()
+        runs[name] = once
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in tqdm(range(c.repeats), desc=f"{work}, {mode}", mininterval=1):
+        for name in order.sample([*runs], len(runs)):
+            times[name].append(seconds(runs[name], ids))
+    for row in rows:
+        if row["model"] in times:
+            own, base = times[row["model"]], times[UNPATCHED]
+            ratio, low, high = spread([a / b for a, b in zip(own, base, strict=True)])
+            row |= {"ms": 1000 * sorted(own)[len(own) // 2], "ratio": ratio, "low": low, "high": high}
+    return rows
+
+
+def seconds(once: Callable[[], Any], ids: torch.Tensor) -> float:
+    """That one run takes; a GPU is waited for."""
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    wait()
+    begun = time.perf_counter()
+    once()
+    wait()
+    return time.perf_counter() - begun
+
+
+def run(c: Settings) -> pd.DataFrame:
+    """Every kind of work in every mode; write and print the table. Returns it."""
+    for patch in c.patches:
+        for part in patch.split(" then "):
+            request_of(part)  # refused before anything is timed
+    if c.new_tokens > c.block_size or min(c.repeats, c.batch_size, c.new_tokens) < 1:
+        raise RecipeError(
+            "--repeats, --batch_size and --new_tokens are at least 1, and at most --block_size is decoded"
+        )
+    device, rows = Accelerator().device, []
+    c.output_dir.mkdir(parents=True, exist_ok=True)
+    models = make_models(c, device)
+    vocabulary = models[UNPATCHED].get_input_embeddings().num_embeddings
+    ids = torch.randint(vocabulary, (c.batch_size, c.block_size), device=device)
+    for mode in c.modes:
+        for work in c.work:
+            rows += race(models, work, mode, ids, c)
+    table = pd.DataFrame(rows)
+    text = table.astype(object).where(table.notna(), "-").to_markdown(index=False, floatfmt=".3f")
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
+    about = (
+        f"Medians of {c.repeats} samples taken in turn; *ratio* to the unpatched model's of the same round, with the "
     )
-    mebibytes: int = by_device(8, 512, "that a tensor of the micro part takes", COUNT)  # a GPU's call takes its time
-
-    def check(self) -> None:
-        if self.new_tokens > self.block_size:
-            raise RecipeError(
-                f"--new_tokens can't be more than --block_size, {self.block_size}: they are the prompt too"
-            )
-        for patch in self.patches:
-            parse_variants(patch)
+    about += f"ends of its 95 % interval. {gpu}, torch {torch.__version__}, transformers {transformers.__version__}."
+    (c.output_dir / "results.md").write_text(f"{text}\n\n{about}\n", "utf-8")
+    settings = {name: str(value) for name, value in asdict(c).items()}
+    (c.output_dir / "results.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1), "utf-8")
+    draw(table, c.output_dir)
+    print(f"\n{text}\n\n{about}")
+    return table
 
 
-def benchmark(config: BenchmarkConfig, command: str) -> None:
-    transformers.logging.set_verbosity_error()
-    folder, started = OutputFolder(config, command, Accelerator()), time.perf_counter()
-    planned = [
-        ({"part": part, "case": case, "work": work, "mode": mode}, entrants)
-        for part in config.parts
-        for case, work, entrants in PARTS[part][0](config, folder.accelerator.device)
-        for mode in PARTS[part][1]
-        if mode in config.modes
-    ]
-    if not planned:
-        raise RecipeError("nothing to measure: --parts places is on a CPU and in --modes eager")
-    results = folder.open_results(memory_kept=keep_freed_memory(), races=[], left_out=[])
-    try:
-        with progress("benchmark", len(planned)) as bar:
-            for told, entrants in planned:
-                if time.perf_counter() - started > 60 * config.minutes:
-                    results["left_out"].append(name_of(told))
-                else:
-                    timings = time_in_turn(entrants(told["mode"]), told["mode"], config.repeats)
-                    results["races"].append(told | {"timings": timings})
-                folder.write_results()
-                bar.set_postfix_str(name_of(told), refresh=False)
-                bar.update()
-    finally:  # Ctrl-C too: what was measured is reported
-        folder.report(benchmark_report, draw_benchmark, "benchmark.png")
-
-
-# -- what a reader sees
-
-
-def benchmark_report(results: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    config, lines = results["config"], []
-    failed = [f"{name}: out of time" for name in results["left_out"]]
-    for part, note in NOTES.items():
-        races = [race for race in results["races"] if race["part"] == part]
-        if races:
-            control = CONTROL_NOTE if part != MICRO and CONTROL in config["patches"] else ""
-            lines += [*part_table(races), "", f"{note}{control}", ""]
-        failed += failures(races)
-    if failed:
-        lines += ["Not measured:", "", *(f"* {line}" for line in failed), ""]
-    sizes = ("layers", "width", "vocab_size", "batch_size", "block_size", "new_tokens", "precision")
-    told = ", ".join(f"{name} {config[name] or 'of the model itself'}" for name in sizes)
-    lines.append(f"{told}. Medians of {config['repeats']} samples taken in turn; in brackets their 95 % interval.")
-    if results["memory_kept"]:
-        lines.append("Freed memory is kept by the process, so that page faults aren't timed.")
-    return "\n".join([*lines, machine(results), f"`{results['command']}`", ""])
-
-
-def draw_benchmark(results: dict[str, Any], path: Path) -> None:
-    """Ratios to the basis: a panel for each part and mode, if there is any."""
-    panels = panels_of(results["races"])
-    if not panels:
-        return
-    figure, axes = plt.subplots(len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained")
-    colours = colours_of(subject for _, points in panels for subject in points["subject"])
-    for ((part, mode), points), axis in zip(panels, axes[:, 0], strict=True):
-        draw_ratios(axis, part, mode, points, colours)
-    figure.savefig(path, dpi=130)
+def draw(table: pd.DataFrame, folder: Path) -> None:
+    """The ratios, with their intervals: a panel for each kind of work and mode."""
+    groups = [*table.dropna(subset=["ratio"]).groupby(["work", "mode"], sort=False)]
+    figure, axes = plt.subplots(1, len(groups), figsize=(3 * len(groups), 3.5), sharey=True, squeeze=False)
+    for (title, own), axis in zip(groups, axes[0], strict=True):
+        low, high = own.ratio - own.low, own.high - own.ratio
+        axis.errorbar(own.ratio, own.model, xerr=[low, high], fmt="o", capsize=4)
+        axis.axvline(1, color="black", lw=1)
+        axis.set(title=", ".join(title), xlabel="time, 1: unpatched")
+    figure.tight_layout()
+    figure.savefig(folder / "benchmark.png", dpi=130)
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe. Returns the exit status: 0, 2 (bad input) or 130 (stopped)."""
-    return run_recipe(
-        "benchmark.py", argv, __doc__, partial(read_settings, BenchmarkConfig), benchmark, resumable=False
-    )
+def main(argv: list[str] | None = None) -> pd.DataFrame:
+    """Read the flags, and run."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
+    return run(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    keep_freed_memory()
+    with one_line_errors():
+        main()

@@ -1,142 +1,247 @@
-"""Which swap is worth it: a grid of patches, starts and methods over seeds and budgets, against an unpatched control.
+"""Which patch is worth it: patches and starts over several seeds, against an unpatched control.
 
-For each seed a baseline is trained once; every model of the grid starts from it and trains on the same batches in the
-same order, as does the control: an unpatched copy for each seed and budget, which is always there. Differences are
-taken within a seed, and their interval over the seeds says whether a swap is better, the same or worse.
+For each seed a baseline is trained once (or your model is taken); every copy begins with it and is trained on the same
+batches in the same order, as is the control. Differences are taken within a seed. Their interval over the seeds says
+whether a patch is better, the same or worse.
 
-    python recipes/compare.py                                                      # rms, dyt, rope, rms+rope; 5 seeds
-    python recipes/compare.py --variants dyt rope --starts copied repaired --methods finetune distil
-    python recipes/compare.py --variants none --schedules 1 0                      # at once, and norm after norm
-    python recipes/compare.py --baseline_steps 0 --starts reset --steps 900       # all models from scratch
-    accelerate launch --num_cpu_threads_per_process 2 recipes/compare.py          # with torchrun: -- before the script
+    python recipes/compare.py                                              # rms, dyt, rope, rms+rope; five seeds
+    python recipes/compare.py --variants dyt rope --starts copied repaired --seeds 0 1 2
+    python recipes/compare.py --baseline_steps 0 --starts reset --steps 900             # all models from scratch
+    python recipes/compare.py --model openai-community/gpt2 --text notes/*.txt --learning_rate 1e-4
 
-In the output folder: report.html, results.md, results.json, curves.png. A grid that was stopped (Ctrl-C, kill -9)
-goes on with --resume, and trains no model twice; one stopped by Ctrl-C or SIGTERM reports what is finished.
+What is finished stands in results.json, and the same command goes on behind it. The loop is `train`.
 """
 
+import copy
+import json
+import math
 import os
-import shutil
-import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in finetune.py; read when torch is loaded
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from hfrecipes.command import DivergedError
-from hfrecipes.compare_report import compare_report, draw_reports
-from hfrecipes.corpus import RecipeError
-from hfrecipes.methods import METHODS, MethodConfig
-from hfrecipes.paired import AT_ONCE, Cell
-from hfrecipes.settings import CONTROL, COUNT, FREE_TO_CHANGE, NOT_NEGATIVE, STARTS, option
-from hfrecipes.start import Baseline, check_schedule
-from hfrecipes.training import Run, run_training
-
-# What may change besides when a grid goes on: finished models keep their figures, others come on top.
-GRID = {"methods", "starts", "schedules", "seeds", "steps", "start", "seed", "margin", "keep_models"}
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed, tqdm
+from methods import (
+    CONTROL,
+    STARTS,
+    inputs_of,
+    open_model,
+    parameter_groups,
+    patched,
+    request_of,
+    small_gpt2,
+    switch_off_dropout,
+    task_loss,
+)
+from paired import UNDECIDED, half_width, seeds_needed, verdict
+from texts import (
+    HeldOutBlocks,
+    Objective,
+    RandomBlocks,
+    RecipeError,
+    encode,
+    one_line_errors,
+    read_texts,
+    split_documents,
+    train_tokenizer,
+)
+from torch.utils.data import DataLoader
+from transformers import HfArgumentParser, get_scheduler
 
 
 @dataclass
-class CompareConfig(MethodConfig):
-    """The grid; what is trained on what are the flags of finetune.py."""
+class Settings:
+    """Flags of recipes/compare.py."""
 
-    variants: list[str] = option(
-        ["rms", "dyt", "rope", "rms+rope"],
-        "patches, by registered names as in rms+rope or dyt:alpha=0.8; the control is always there",
+    model: str | None = field(default=None, metadata={"help": "a folder or Hub id; none: a small GPT-2 from scratch"})
+    text: list[str] | None = field(default=None, metadata={"help": "text files, tables or Hub ids; none: the plays"})
+    variants: list[str] = field(
+        default_factory=lambda: ["rms", "dyt", "rope", "rms+rope"],
+        metadata={"help": "patches by registered names, joined by +; the control is always there"},
     )
-    methods: list[str] = option(["finetune"], "how patched copies are trained; see heal.py", METHODS)
-    starts: list[str] | None = option(None, "how patched copies begin; none: as --start says", STARTS)
-    schedules: list[int] = option(
-        [1],
-        "of norms: parts in which they change while a model is trained, from the first layers to the last; 1: all at "
-        "once, before; 0: norm after norm",
-        NOT_NEGATIVE,
+    starts: list[str] = field(
+        default_factory=lambda: ["repaired"], metadata={"help": "how patched copies begin", "choices": STARTS}
     )
-    seeds: list[int] | None = option(
-        None, "of weights and of the order of the data; none: five, the first is --seed", NOT_NEGATIVE
-    )
-    steps: list[int] = option([150], "budgets: steps after the patch, the control's as well", COUNT)
-    margin: float = option(0.005, "a difference below this share of the control's figure counts as none", NOT_NEGATIVE)
-    keep_models: bool = option(False, "keep the trained models, not only their figures")
-    output_dir: str = option("runs/compare", "where the results go")
-
-    def __post_init__(self) -> None:
-        self.starts = self.starts or [self.start]
-        self.seeds = self.seeds or [self.seed + i for i in range(5)]
-        for name in ("variants", "methods", "starts", "schedules", "seeds", "steps"):
-            setattr(self, name, list(dict.fromkeys(getattr(self, name))))  # each once
-        self.variants = [variant for variant in self.variants if variant != CONTROL]
-        # For checks of a single run; what can't begin with an untrained model must meet the one that says so.
-        self.start = next((start for start in self.starts if start != "reset"), "reset")
-
-    def check(self) -> None:
-        if not self.variants:
-            raise RecipeError("--variants names nothing to compare with the control")
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "of weights and data"})
+    margin: float = field(default=0.005, metadata={"help": "a difference below this share of the loss counts as none"})
+    calibration: int = field(default=64, metadata={"help": "blocks of text that a repair takes"})
+    baseline_steps: int | None = field(default=None, metadata={"help": "before the patch; none: 900, 0 for --model"})
+    steps: int = field(default=150, metadata={"help": "after the patch, the same for every copy"})
+    batch_size: int = field(default=16, metadata={"help": "blocks in a batch"})
+    block_size: int = field(default=128, metadata={"help": "tokens in a block"})
+    heldout_blocks: int = field(default=320, metadata={"help": "held-out blocks, at most"})
+    learning_rate: float = field(default=2e-3, metadata={"help": "AdamW's peak; 1e-4 or less for a pretrained model"})
+    output_dir: Path = field(default=Path("runs/compare"), metadata={"help": "where results go"})
 
 
-def cells_of(config: Any) -> list[Cell]:
-    """Seed after seed, each with its controls: what is finished of a stopped grid can be compared."""
-    cells = []
-    for seed in config.seeds:
-        cells += [Cell(CONTROL, "", control_method(config), steps, seed, "") for steps in config.steps]
-        axes = config.variants, config.starts, config.methods, config.steps, [seed], map(in_words, config.schedules)
-        cells += [Cell(*kind) for kind in product(*axes)]
-    return cells
+class Data:
+    """The model to begin with, and blocks of the text: random ones to learn from, and held-out ones."""
+
+    def __init__(self, c: Settings, accelerator: Accelerator) -> None:
+        train, heldout = split_documents(read_texts(c.text))
+        if c.model:
+            _, self.tokenizer, kind = open_model(c.model)
+            if kind != "causal":
+                raise RecipeError(f"{c.model} isn't a causal language model: heal.py takes it")
+        else:
+            self.tokenizer = train_tokenizer(train, 1024, c.output_dir / "tokenizer")
+        self.objective = Objective(c.block_size)
+        self.tokens, (held, sizes) = encode(train, self.tokenizer)[0], encode(heldout, self.tokenizer)
+        if min(len(self.tokens), len(held)) < c.block_size:
+            raise RecipeError(f"the text has less than two blocks of {c.block_size}: more --text, or a --block_size")
+        blocks = HeldOutBlocks(held, sizes, self.objective, c.heldout_blocks)
+        self.heldout = accelerator.prepare(DataLoader(blocks, c.batch_size))
 
 
-def in_words(schedule: int) -> str:
-    return {0: "norm after norm", 1: AT_ONCE}.get(schedule, f"in {schedule} parts")
+def train(accelerator: Accelerator, model: Any, data: Data, c: Settings, name: str, seed: int, first: int) -> Any:
+    """Train a model from the data's step `first` on: on the baseline's batches, or on those behind them."""
+    steps = c.steps if first else c.baseline_steps
+    optimizer = torch.optim.AdamW(parameter_groups(model, c.learning_rate, weight_decay=0.01))
+    kind = "cosine" if first else "constant_with_warmup"
+    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=10, num_training_steps=steps)
+    blocks = RandomBlocks(data.tokens, data.objective, seed, first * c.batch_size, steps * c.batch_size)
+    loader = DataLoader(blocks, c.batch_size, generator=torch.Generator())
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    for step, batch in enumerate(tqdm(loader, desc=f"{name}, seed {seed}", mininterval=1), 1):
+        loss = task_loss(model.train(), None, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"loss {loss.item()} in step {step}")
+    return model
 
 
-def control_method(config: Any) -> str:
-    """How the control is trained: on the task's loss (""), or, where no method uses labels, distilled from itself."""
-    return "distil" if config.distil_weight == 1 and config.methods == ["distil"] else ""
+@torch.no_grad()
+def measure(model: Any, data: Data) -> float:
+    """The loss in nats a token on held-out blocks."""
+    losses = [(len(batch["labels"]), task_loss(model.eval(), None, batch).item()) for batch in data.heldout]
+    return sum(count * loss for count, loss in losses) / sum(count for count, _ in losses)
 
 
-def compare(run: Run) -> None:
-    """Train what isn't trained yet, and report all that is, also when it is stopped."""
-    c, cells = run.config, cells_of(run.config)
-    check_schedule(run, c.variants, c.schedules)
-    first = Baseline(run.task, c, c.seeds[0], c.variants)
-    run.begin(FREE_TO_CHANGE | GRID)
-    run.results["control_method"] = control_method(c)
-    run.results["grid"] = [cell._asdict() for cell in cells]
-    run.results["from_scratch"] = not first.steps and not c.model
+def baseline(accelerator: Accelerator, data: Data, c: Settings, seed: int) -> Any:
+    """What every copy of a seed begins with: your model, or a small GPT-2 after its own training."""
+    set_seed(seed)
+    if c.model:
+        model = open_model(c.model).model
+        switch_off_dropout(model)
+    else:
+        model = small_gpt2(data.tokenizer, c.block_size)
+    if c.baseline_steps:
+        model = train(accelerator, model, data, c, "baseline", seed, 0)
+        accelerator.free_memory()
+    return model
+
+
+def train_copy(accelerator: Accelerator, begin: Any, cell: dict[str, Any], data: Data, c: Settings) -> dict[str, Any]:
+    """A copy, patched, measured, trained and measured: a row. A loss that isn't finite is a result as well."""
+    blocks = RandomBlocks(data.tokens, data.objective, cell["seed"], 0, c.calibration)
+    calibration = [inputs_of(batch) for batch in DataLoader(blocks, c.batch_size)]
+    set_seed(cell["seed"])
+    model = patched(copy.deepcopy(begin).cpu(), cell["variant"], cell["start"], calibration).to(accelerator.device)
+    row = cell | {"swapped": measure(model, data)}
     try:
-        for seed in c.seeds:
-            left = [cell for cell in cells if cell.seed == seed and cell.name not in run.results["stages"]]
-            run.accelerator.print(f"seed {seed}: {len(left)} of {len(cells) // len(c.seeds)} models to train")
-            if left:
-                train_seed(run, first if seed == c.seeds[0] else Baseline(run.task, c, seed, []), left)
-    finally:
-        if any(cell.name in run.results["stages"] for cell in cells):
-            run.report(compare_report, draw_reports)
-    run.accelerator.end_training()
+        row["loss"] = measure(
+            train(accelerator, model, data, c, cell["variant"], cell["seed"], max(1, c.baseline_steps)), data
+        )
+    except FloatingPointError as error:
+        row |= {"loss": math.nan, "failed": str(error)}
+    accelerator.free_memory()
+    return row
 
 
-def train_seed(run: Run, baseline: Baseline, cells: list[Cell]) -> None:
-    """A baseline, and all models that begin with it; each goes on in its data."""
-    baseline.train(run, f"baseline-{baseline.seed}")
-    for cell in cells:
-        method = METHODS[cell.method or "finetune"](run.task, run.config, baseline.copy)
-        schedule = {in_words(schedule): schedule for schedule in run.config.schedules}.get(cell.schedule, 1)
-        build, changes = baseline.in_parts(cell.variant, schedule, cell.steps, cell.start)
-        options = {"seed": cell.seed, "first": baseline.steps, "method": method, "changes": changes}
-        try:
-            run.stage(cell.name, build, cell.steps, **options)
-        except DivergedError as error:  # a result as well
-            run.accelerator.print(f"{cell.name}: {error}")
-            run.results["stages"][cell.name] = {"name": cell.name, "failed": str(error).partition(": ")[0]}
-            run.accelerator.free_memory()
-            run.write_results()
-        if run.is_main and not run.config.keep_models:  # only figures are
-            shutil.rmtree(run.model_folder(cell.name), ignore_errors=True)
+def run(c: Settings) -> pd.DataFrame:
+    """Train what isn't trained yet, seed after seed, and report. Returns the table."""
+    accelerator, path = Accelerator(), c.output_dir / "results.json"
+    if accelerator.num_processes > 1:
+        raise RecipeError("compare.py trains one model after another in one process: start it without a launcher")
+    for variant in c.variants:
+        request_of(variant)  # refused before anything is trained
+    if c.baseline_steps is None:
+        c.baseline_steps = 0 if c.model else 900
+    fixed = {name: str(value) for name, value in asdict(c).items() if name not in FREE_TO_CHANGE}
+    found = json.loads(path.read_text("utf-8")) if path.exists() else {"settings": fixed, "rows": []}
+    if found["settings"] != fixed:
+        raise RecipeError(f"{path} is of other settings: take another --output_dir")
+    c.output_dir.mkdir(parents=True, exist_ok=True)
+    data = Data(c, accelerator)
+    kinds = [(CONTROL, ""), *product([name for name in c.variants if name != CONTROL], c.starts)]
+    for seed in c.seeds:
+        cells = [{"variant": variant, "start": start, "seed": seed} for variant, start in kinds]
+        left = [cell for cell in cells if not any(cell.items() <= row.items() for row in found["rows"])]
+        begin = baseline(accelerator, data, c, seed) if left else None
+        for cell in left:
+            found["rows"].append(train_copy(accelerator, begin, cell, data, c))
+            path.write_text(json.dumps(found, indent=1), "utf-8")
+    table = summarise(pd.DataFrame(found["rows"]), c.margin)
+    shown = table.astype(object).where(table.notna(), "-")
+    text = f"{shown.to_markdown(index=False, floatfmt='.4f')}\n\n{ABOUT}\n"
+    (c.output_dir / "results.md").write_text(text, "utf-8")
+    draw(table, c.output_dir)
+    print(f"\n{text}")
+    return table
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_training("compare.py", argv, __doc__, compare, CompareConfig)
+# -- what a reader sees
+
+FREE_TO_CHANGE = ("variants", "starts", "seeds", "margin", "output_dir")  # finished rows stay comparable
+ABOUT = """*difference*: the loss minus the control's of the same seed, the mean over seeds; *low*, *high*: its 95 %
+interval by Student's t. *verdict*: same, if the interval lies within the margin; better or worse, if it lies on one
+side of zero and reaches beyond the margin; undecided, if it holds zero and reaches beyond: about as many *seeds needed*
+would narrow it down. *after the swap*: the difference before any training."""
+
+
+def summarise(rows: pd.DataFrame, margin: float) -> pd.DataFrame:
+    """A row for each patch and start, against the controls of its seeds."""
+    control = rows[rows.variant == CONTROL].set_index("seed")[["loss", "swapped"]]
+    table = []
+    for (variant, start), own in rows.groupby(["variant", "start"], sort=False):
+        pairs = own.set_index("seed").join(control.add_suffix(" of control")).dropna(subset="loss")
+        difference, limit = pairs["loss"] - pairs["loss of control"], margin * control.loss.mean()
+        half, mean = half_width(difference.std(), len(pairs)), difference.mean()
+        cells = {"patch": variant, "start": start, "seeds": len(pairs), "loss": pairs["loss"].mean()}
+        if variant != CONTROL:
+            told = verdict(mean - half, mean + half, limit, higher_is_better=False)
+            cells |= {"difference": mean, "low": mean - half, "high": mean + half, "verdict": told}
+            cells |= {"after the swap": (pairs["swapped"] - pairs["swapped of control"]).mean()}
+            cells |= {"seeds needed": seeds_needed(difference.std(), limit) if told == UNDECIDED else None}
+            cells |= {"failed": int(own.loss.isna().sum()) or None}
+        table.append(cells)
+    found = pd.DataFrame(table)
+    told = [name for name in ("seeds needed", "failed") if name in found and found[name].isna().all()]
+    return found.drop(columns=told)
+
+
+def draw(table: pd.DataFrame, folder: Path) -> None:
+    """Each patch's difference from the control, with its interval."""
+    own = table[table.patch != CONTROL]
+    figure, axis = plt.subplots(figsize=(8, 1 + 0.5 * len(own)), layout="constrained")
+    axis.errorbar(own.difference, own.patch + " " + own.start, xerr=own.high - own.difference, fmt="o", capsize=4)
+    axis.axvline(0, color="black", lw=1)
+    axis.set(xlabel="loss minus the control's, nats a token")
+    figure.savefig(folder / "differences.png", dpi=130)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> pd.DataFrame:
+    """Read the flags, and run."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
+    return run(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_line_errors():
+        main()

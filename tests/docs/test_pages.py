@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 from blocks import PAGES, ROOT, SHOWN, Block, blocks
-from hfrecipes import settings
+from harness import settings
+from methods import request_of
 from stand_ins import CORPUS, STAND_INS, save_stand_in
 from typer.testing import CliRunner
 
@@ -28,7 +29,7 @@ from hfpatch.core.registry import ARCHITECTURES, MLPS, NORMS, POSITIONS
 from hfpatch.errors import NotPreservedWarning
 from hfpatch.repairs.sample import sample_batches
 
-RECIPES = {path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.py")}
+RECIPES = {path.relative_to(ROOT) for folder in ("recipes", "tools/results") for path in (ROOT / folder).glob("*.py")}
 OF_THE_SHELL = {
     "pip",
     "pytest",
@@ -71,10 +72,16 @@ def run_recipe(words: list[str], index: int, monkeypatch: pytest.MonkeyPatch) ->
             settings.check(config)
         raise SettingsReadError
 
-    flags = [str(ROOT / word) if word.startswith("recipes/") else word for word in words[index + 1 :]]
+    def read_alone_of_a_recipe(config: Any, *_: Any) -> None:
+        for name in (*getattr(config, "variants", ()), getattr(config, "patch", "rms")):
+            request_of(name)
+        raise SettingsReadError
+
+    flags = [str(ROOT / word) if word.startswith("tools/results/") else word for word in words[index + 1 :]]
     with monkeypatch.context() as patch:
         for module in (settings, recipe):
             patch.setattr(module, "read_settings", read_alone, raising=False)
+        patch.setattr(recipe, "run", read_alone_of_a_recipe, raising=False)
         with pytest.raises(SettingsReadError):
             recipe.main(flags)
 

@@ -1,18 +1,19 @@
 """Recipes are imported as the scripts that they are, and run on the CPU."""
 
-from contextlib import contextmanager
+from pathlib import Path
 
 import finetune
 import pytest
 from accelerate.state import AcceleratorState
-from run_files import tiny
 from tiny_encoder import write_bert, write_sources
 from transformers import BertForMaskedLM, BertModel
 
+SMALL = "--block_size 16 --heldout_blocks 20 --batch_size 4 --baseline_steps 6 --steps 4 --eval_every 2 --calibration 8"
 
-@contextmanager
-def accelerate_on_cpu():
-    """Bit for bit is promised on the CPU; accelerate remembers its settings for the life of a process."""
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """accelerate remembers its settings for the life of a process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -20,14 +21,8 @@ def accelerate_on_cpu():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    with accelerate_on_cpu():
-        yield
-
-
 @pytest.fixture(scope="session")
-def text(tmp_path_factory):
+def text(tmp_path_factory) -> Path:
     """A text with structure to learn, and a few characters of more than one byte."""
     path = tmp_path_factory.mktemp("text") / "rhyme.txt"
     lines = [f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back — naïve, said the dög.\n" for i in range(400)]
@@ -36,27 +31,23 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished(text, tmp_path_factory):
-    """An uninterrupted run of finetune.py, which tests only read."""
+def finished(text, tmp_path_factory) -> Path:
+    """The folder of a run of finetune.py, which tests only read."""
     out = tmp_path_factory.mktemp("finished")
-    with accelerate_on_cpu():
-        assert finetune.main(tiny(out, text)) == 0
+    flags = ["--text", str(text), "--output_dir", str(out), "--variants", "dyt", "rms+rope", "control"]
+    finetune.main([*SMALL.split(), *flags])
     return out
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory):
-    """Python source for an encoder to read."""
-    return write_sources(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="session")
-def folder(files, tmp_path_factory):
-    """A tiny encoder with a tokenizer of that source."""
+def encoder(tmp_path_factory) -> str:
+    """A tiny encoder without a head, with its tokenizer."""
+    files = write_sources(tmp_path_factory.mktemp("source"))
     return write_bert(BertModel, tmp_path_factory.mktemp("encoder"), files)
 
 
 @pytest.fixture(scope="session")
-def bert(files, tmp_path_factory):
-    """A tiny masked language model with a tokenizer of that source."""
+def bert(tmp_path_factory) -> str:
+    """A tiny masked language model with its tokenizer."""
+    files = write_sources(tmp_path_factory.mktemp("source"))
     return write_bert(BertForMaskedLM, tmp_path_factory.mktemp("bert"), files)

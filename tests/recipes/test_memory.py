@@ -9,7 +9,7 @@ import pytest
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FAULTS = """
 import resource, statistics, sys, torch, hfpatch  # which the recipes import
-from hfrecipes.command import keep_freed_memory
+from methods import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("not here")
 def use():
@@ -38,7 +38,7 @@ def test_freed_memory_is_kept() -> None:
 RETURNED = """
 import sys, torch
 from hfpatch.measure.quiet_forward import free_unused_memory
-from hfrecipes.command import keep_freed_memory
+from methods import keep_freed_memory
 if not keep_freed_memory():
     sys.exit("not here")
 

@@ -1,1 +1,0 @@
-"""What the recipes share: settings, tasks, training, statistics and reports."""
