@@ -112,11 +112,8 @@ def opener_of(model: Any) -> Any:
 
 
 def opened(folder: Path, opener: Any, **options: Any) -> Any:
-    """The model in a folder, its weights in memory of their own (mapped ones may lie unaligned)."""
-    model = opener.from_pretrained(folder, **options)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model
+    """The model in a folder, its weights in memory of their own (`load` says why)."""
+    return tiny_models.load(folder, opener, **options)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,25 @@
-"""Sequences of requests, and what must hold of each: drawn for any scheme that is registered, over many families."""
+"""Sequences of requests, and what must hold of each: drawn for any scheme that is registered, over many families.
+
+The first of them may be interrupted, by an error or Ctrl-C at the call of any function that plans, changes or repairs
+(tests/test_patch.py has every single change): the model must be what it was, and the same patch must work afterwards.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 import types
 import typing
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import torch
 from fuzz_models import (
     FAMILIES,
     Finding,
@@ -31,8 +36,9 @@ from fuzz_models import (
 from hypothesis import strategies as st
 from tiny_models import changes, fingerprint
 
+import hfpatch
 from hfpatch.core.registry import NORMS
-from hfpatch.errors import FingerprintWarning, NotPreservedWarning, VerificationError
+from hfpatch.errors import NotPreservedWarning, VerificationError
 from hfpatch.measure.outputs import max_error
 from hfpatch.patch import patch_model, unpatch_model
 from hfpatch.plan import plan_patch
@@ -41,76 +47,36 @@ from hfpatch.schemes.request import INITS, KINDS
 from hfpatch.schemes.rope import SCALINGS
 
 EXACT = 1e-9  # by the output's size, in float64
-SINGLE = 1e-5  # what rounding to float32 in a buffer makes of the outputs of a tiny model
 CHECKS = ("plan", "again", "save", "unpatch", "train", "calibration")
 LENGTHS = ("max_positions", "image_size")  # options after which inputs of the old size may be refused
+ROOT = str(Path(hfpatch.__file__).parent)
+WATCHED = tuple(
+    f"{ROOT}/{part}" for part in ("patch.py", "outcome.py", "plan.py", "planners", "exact", "repairs", "core")
+)
+LAST = ("all_or_nothing", "close")  # what runs when a patch is complete
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A scheme with options, as text or as the object that the text stands for."""
-
-    kind: str
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    text: bool
-
-    def value(self) -> Any:
-        registry, options = KINDS[self.kind].registry, dict(self.options)
-        if not self.text:
-            return registry[self.name](**options)
-        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
-        return self.name + (":" if words else "") + ",".join(f"{key}={word}" for key, word in words.items())
-
-
-@dataclass(frozen=True)
-class Several:
-    """Schemes of a kind by globs; None keeps what its glob matches."""
-
-    kind: str
-    by_glob: tuple[tuple[str, Choice | None], ...]
-
-    @property
-    def options(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(option for _, choice in self.by_glob if choice is not None for option in choice.options)
-
-    def value(self) -> Any:
-        return {glob: None if choice is None else choice.value() for glob, choice in self.by_glob}
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of one `patch_model`."""
-
-    choices: tuple[Choice | Several, ...]
-    only: tuple[str, ...] | None = None
-    keep: tuple[str, ...] | None = None
-    init: str = "auto"
-
-    def arguments(self) -> dict[str, Any]:
-        schemes = {choice.kind: choice.value() for choice in self.choices}
-        return {**schemes, "only": self.only, "keep": self.keep, "init": self.init}
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether a patch needs calibration, which a plan can't know of."""
-        found = [one for choice in self.choices for one in getattr(choice, "by_glob", ((None, choice),))]
-        names = [choice.name for _, choice in found if choice is not None and choice.kind == "norm"]
-        return self.init != "reset" and any(NORMS[name].needs_calibration for name in names)
+Request = dict[str, Any]  # the arguments of one `patch_model`
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, the requests that it gets, and which of the checks are made on the way."""
+    """One model, the requests that it gets, and which of the checks are made on the way.
+
+    Attributes:
+        strike: at which call the first request is interrupted, as a share of all; None if it isn't.
+    """
 
     family: str
     head: bool
     dtype: str
     requests: tuple[Request, ...]
-    checks: frozenset[str]
+    checks: frozenset[str] = frozenset()
+    strike: float | None = None
+    error: type[BaseException] = KeyboardInterrupt
 
 
 _NUMBERS: dict[type, list[Any]] = {
@@ -149,50 +115,56 @@ def _scalings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def choices(draw: st.DrawFn, kind: str) -> Choice:
-    """A registered scheme with options by their types; words for an option are those that the docstring quotes."""
-    registry = KINDS[kind].registry
-    name = draw(st.sampled_from(sorted(registry)))
-    scheme = registry[name]
+def schemes(draw: st.DrawFn, kind: str) -> Any:
+    """A registered scheme with options by their types, as text or, of options that it takes, as an object.
+
+    Words for an option are those that the docstring quotes.
+    """
+    name, scheme = draw(st.sampled_from(sorted(KINDS[kind].registry.items())))
     hints = typing.get_type_hints(scheme)
     words = tuple(dict.fromkeys(re.findall(r'"([a-z][a-z0-9-]*)"', scheme.__doc__ or "")))
-    options = []
+    options: dict[str, Any] = {}
     for field in fields(scheme):
         if draw(st.integers(0, 3)) == 3:
             wrong = draw(st.integers(0, 15)) == 15
-            options.append((field.name, draw(_WRONG if wrong else values(hints[field.name], words))))
-    return Choice(kind, name, tuple(options), draw(st.booleans()))
+            options[field.name] = draw(_WRONG if wrong else values(hints[field.name], words))
+    if draw(st.booleans()):
+        with suppress(PatchError):
+            return scheme(**options)
+    texts = (f"{key}={one if isinstance(one, str) else json.dumps(one)}" for key, one in options.items())
+    return name + (":" if options else "") + ",".join(texts)
 
 
-@st.composite
-def globs(draw: st.DrawFn, names: list[str]) -> tuple[str, ...] | None:
-    """Mostly none; else names of modules as they are, or with stars, and now and then one that matches nothing."""
-    found = []
-    for _ in range(draw(st.sampled_from([0] * 8 + [1, 2]))):
-        name = draw(st.sampled_from(names))
-        last = name.rpartition(".")[2]
-        forms = [name, f"{name}*", re.sub(r"\d+", "*", name), f"*{last}", f"*.{last}.*", "*"]
-        found.append(draw(st.sampled_from([*forms, *forms, "nothing.*", "[", ""])))
-    return tuple(found) or None
-
-
-@st.composite
-def several(draw: st.DrawFn, kind: str, names: list[str]) -> Several:
-    """A mapping: some of the model's modules, and mostly the rest."""
-    name = draw(st.sampled_from(names))
-    some = draw(st.sampled_from([name, re.sub(r"\d+", "*", name), f"*{name.rpartition('.')[2]}"]))
-    rest = draw(st.sampled_from(["*", "*", "*", "nothing.*"]))
-    mapping = {glob: draw(st.one_of(choices(kind), choices(kind), st.none())) for glob in (some, rest)}
-    return Several(kind, tuple(mapping.items()))
+def _forms(name: str) -> list[str]:
+    """Globs for a module: its name as it is, or with stars."""
+    last = name.rpartition(".")[2]
+    return [name, f"{name}*", re.sub(r"\d+", "*", name), f"*{last}", f"*.{last}.*", "*"]
 
 
 @st.composite
 def requests(draw: st.DrawFn, names: list[str]) -> Request:
-    kinds = draw(st.lists(st.sampled_from(_USUAL), min_size=1, max_size=2, unique=True))
-    init = draw(st.sampled_from(["auto"] * 8 + list(INITS) * 4 + ["exakt"]))
-    by_glob = [kind != "placement" and draw(st.integers(0, 5)) == 5 for kind in kinds]
-    found = (draw(several(kind, names) if many else choices(kind)) for kind, many in zip(kinds, by_glob, strict=True))
-    return Request(tuple(found), draw(globs(names)), draw(globs(names)), init)
+    """Mostly of one kind or two, for the whole model; now and then by globs, or by some that match nothing."""
+    glob = st.sampled_from(names).flatmap(lambda name: st.sampled_from([*_forms(name) * 2, "nothing.*", "[", ""]))
+    globs = st.sampled_from([0] * 8 + [1, 2]).flatmap(lambda n: st.lists(glob, min_size=n, max_size=n))
+    request: Request = {"init": draw(st.sampled_from(["auto"] * 8 + list(INITS) * 4 + ["exakt"]))}
+    for kind in draw(st.lists(st.sampled_from(_USUAL), min_size=1, max_size=2, unique=True)):
+        request[kind] = draw(schemes(kind))
+        if kind != "placement" and draw(st.integers(0, 5)) == 5:
+            maybe = st.one_of(schemes(kind), schemes(kind), st.none())
+            request[kind] = {draw(glob): draw(maybe), draw(st.sampled_from(["*", "*", "nothing.*"])): draw(maybe)}
+    return request | {"only": draw(globs) or None, "keep": draw(globs) or None}
+
+
+def of_kind(request: Request, kind: str) -> list[str]:
+    """The schemes of a kind that a request has, as text."""
+    chosen = request.get(kind)
+    return [str(one) for one in (chosen.values() if isinstance(chosen, dict) else [chosen]) if one is not None]
+
+
+def needs_data(request: Request) -> bool:
+    """Whether a patch needs calibration, which a plan can't know of."""
+    names = [text.partition(":")[0] for text in of_kind(request, "norm")]
+    return request.get("init") != "reset" and any(NORMS[name].needs_calibration for name in names)
 
 
 @st.composite
@@ -206,18 +178,70 @@ def cases(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> Case:
     return Case(family, head, dtype, tuple(several), checks)
 
 
+STRUCK: list[Request] = [
+    *({"norm": name} for name in ("rms", "dyt", "deepnorm", "folded", "none")),
+    *({"pos": "rope"}, {"norm": "rms", "pos": "nope"}, {"norm": "layer", "mlp": "swiglu"}),
+    *({"placement": "olmo2"}, {"norm": "rms", "init": "reset"}, {"norm": "dyt", "pos": "rope"}),
+]
+
+
+def interrupts(families: tuple[str, ...] = FAMILIES) -> st.SearchStrategy[Case]:
+    """Requests that most families take, interrupted; one in three repairs."""
+    errors = st.sampled_from([KeyboardInterrupt, RuntimeError, MemoryError])
+    requests = st.sampled_from(STRUCK).map(lambda one: (one,))
+    checks = st.sampled_from(["unpatch", "save", "calibration"]).map(lambda one: frozenset([one]))
+    places = st.floats(0, 1, exclude_max=True, width=32)
+    of = st.sampled_from(families)
+    return st.builds(Case, of, st.just(False), st.just("float32"), requests, checks, places, errors)
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
+class Strike:
+    """Context that counts calls of the functions that are watched, and raises an error at one of them.
+
+    Generator expressions aside: Python closes one that `any` or `next` left unfinished, which is a call to the
+    profiler, and ignores what is raised there (it goes to `sys.unraisablehook`).
+
+    Attributes:
+        where: the function that was struck; "" until then.
+    """
+
+    def __init__(self, at: int = -1, error: type[BaseException] = KeyboardInterrupt):
+        self.at, self.error, self.calls, self.where = at, error, 0, ""
+
+    def __enter__(self) -> Strike:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(WATCHED) and code.co_name != "<genexpr>":
+            self.calls += 1
+            if self.calls - 1 == self.at:
+                self.where = code.co_name
+                raise self.error("struck")
+
+
 @contextmanager
-def only_our_errors(what: str) -> Iterator[None]:
-    """Any exception but a PatchError is a finding."""
-    try:
-        yield
-    except (PatchError, Finding):
-        raise
-    except Exception as error:
-        raise Finding("untyped", f"{what}: {describe_error(error)}") from error
+def only_our_errors(what: str) -> Iterator[list[warnings.WarningMessage]]:
+    """Any exception but a PatchError is a finding; warnings are collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield caught
+        except (PatchError, Finding):
+            raise
+        except Exception as error:
+            raise Finding("untyped", f"{what}: {describe_error(error)}") from error
+
+
+def warned(caught: list[warnings.WarningMessage]) -> bool:
+    return any(issubclass(one.category, NotPreservedWarning) for one in caught)
 
 
 def require_unchanged(what: str, before: dict[str, Any], model: Any, ignored: str | tuple[str, ...] = "?") -> None:
@@ -245,18 +269,21 @@ class Run:
         self.model, self.inputs = fresh(case.family, case.head, case.dtype)
         self.truth = run(self.model, self.inputs, throughout=True) if case.dtype == "float64" else None
         self.preserved, self.patched, self.resized = True, False, False
+        self.more: dict[str, Any] = {"reversible": "unpatch" in case.checks}
+        if "calibration" in case.checks:
+            self.more["calibration"] = [self.inputs] * 2
 
     def carried_out(self) -> list[str]:
         case, untouched = self.case, fingerprint(self.model)
         run(self.model, self.inputs)
         by_forwards = tuple(changes(untouched, fingerprint(self.model)))  # Qwen2.5-Omni keeps numbers of the last input
-        statuses = [self.request(request) for request in case.requests]
+        statuses = [] if case.strike is None else self.struck(case.requests[0], case.strike)
+        statuses += [self.request(request) for request in case.requests]
         if not self.patched:
             return statuses
-        statuses += [self.forward()]
-        if "again" in case.checks and statuses[len(case.requests) - 1].startswith(
-            ("exact", "approximate", "repaired", "fresh")
-        ):
+        newest = statuses[-1]
+        statuses.append(self.forward())
+        if "again" in case.checks and not newest.startswith(("refused", "no change")):
             statuses.append(self.again(case.requests[-1]))
         if "save" in case.checks and "unpatch" not in case.checks:  # saving writes to the config, which stays then
             statuses.append(self.saved())
@@ -269,52 +296,68 @@ class Run:
             statuses.append(self.trained())
         return statuses
 
+    def struck(self, request: Request, place: float) -> list[str]:
+        """Interrupt the first request, and carry it out afterwards; what became of it."""
+        other = fresh(self.case.family, self.case.head, self.case.dtype)[0]
+        try:
+            with only_our_errors("patch_model"), Strike() as whole:
+                patch_model(other, **request, **self.more)
+        except PatchError:
+            return ["the request is refused"]
+        strike, before = Strike(int(place * whole.calls), self.case.error), fingerprint(self.model)
+        what = f"{self.case.error.__name__}, call {strike.at} of {whole.calls},"
+        try:
+            with warnings.catch_warnings(), strike:
+                warnings.simplefilter("ignore")
+                patch_model(self.model, **request, **self.more)
+        except BaseException as error:
+            if not strike.where:
+                raise Finding("untyped", describe_error(error)) from error
+            if strike.where in LAST and same_bits(other.state_dict(), self.model.state_dict()):
+                return ["after the end, patched as a whole"]
+            require_unchanged(what, before, self.model)
+            with only_our_errors(f"after {what}"):
+                patch_model(self.model, **request, **self.more)
+            if not same_bits(other.state_dict(), self.model.state_dict()):
+                raise Finding("afterwards", "the same patch gives another model") from None
+            self.patched, self.preserved = True, False
+            return ["restored to the bit"]
+        if not strike.where:  # a search that the first run made is known now
+            return ["over before"]
+        if issubclass(self.case.error, KeyboardInterrupt):
+            raise Finding("swallowed", what)
+        return ["the error is handled"]
+
     def request(self, request: Request) -> str:
         """Carry out one request; what became of it."""
-        before = fingerprint(self.model)
-        planned = None
-        try:
-            with only_our_errors("arguments"):
-                arguments = request.arguments()
-        except PatchError as error:
-            return f"refused: {type(error).__name__}"
+        before, planned = fingerprint(self.model), None
         if "plan" in self.case.checks:
             try:
-                with only_our_errors("plan_patch"), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    planned = plan_patch(self.model, **arguments)
+                with only_our_errors("plan_patch"):
+                    planned = plan_patch(self.model, **request)
                     str(planned)
             except PatchError as error:
                 planned = error
             require_unchanged("plan_patch", before, self.model)
-        more: dict[str, Any] = {"reversible": "unpatch" in self.case.checks}
-        if "calibration" in self.case.checks:
-            more["calibration"] = [self.inputs] * 2
         try:
-            with only_our_errors("patch_model"), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                patch_model(self.model, **arguments, **more)
+            with only_our_errors("patch_model") as caught:
+                patch_model(self.model, **request, **self.more)
         except PatchError as error:
             require_unchanged(f"the refused request ({describe_error(error)})", before, self.model)
-            if isinstance(planned, PatchError) != isinstance(error, PatchError) and planned is not None:
-                allowed = isinstance(error, VerificationError) or "calibration" in more or request.needs_data
-                if not allowed:
-                    raise Finding(
-                        "plan", f"plan_patch took what patch_model refuses: {describe_error(error)}"
-                    ) from error
+            unplanned = isinstance(error, VerificationError) or "calibration" in self.more or needs_data(request)
+            if not unplanned and planned is not None and not isinstance(planned, PatchError):
+                raise Finding("plan", f"plan_patch took what is refused: {describe_error(error)}") from error
             return f"refused: {type(error).__name__}"
         if isinstance(planned, PatchError):
             raise Finding("plan", f"plan_patch refused what patch_model takes: {describe_error(planned)}")
-        warned = any(issubclass(one.category, NotPreservedWarning) for one in caught)
         if not changes(before, fingerprint(self.model)):
             return "no change"
+        lossy, repaired = warned(caught), "calibration" in self.more  # no warning if that took half of the distance
+        afresh = request.get("init") == "reset"
         self.patched = True
-        repaired = "calibration" in more  # no warning if that took half of the distance
-        self.preserved &= not warned and not repaired and request.init != "reset"
-        self.resized |= any(name in LENGTHS for choice in request.choices for name, _ in choice.options)
-        if request.init == "reset" or repaired:
-            return "fresh" if request.init == "reset" else "repaired"
-        return "approximate, with a warning" if warned else "exact"
+        self.preserved &= not (lossy or repaired or afresh)
+        self.resized |= any(f"{name}=" in text for text in of_kind(request, "pos") for name in LENGTHS)
+        return "fresh" if afresh else "repaired" if repaired else "approximate, with a warning" if lossy else "exact"
 
     def forward(self) -> str:
         """One forward, and whether it is the original's where nobody was warned."""
@@ -334,21 +377,22 @@ class Run:
     def again(self, request: Request) -> str:
         """The newest request once more: nothing, or the documented error."""
         before = fingerprint(self.model)
-        with only_our_errors("the same request again"), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with only_our_errors("the same request again") as caught:
             try:
-                patch_model(self.model, **request.arguments())
+                patch_model(self.model, **request)
             except PatchError as error:
                 raise Finding("not idempotent", describe_error(error)) from error
         require_unchanged("the same request again", before, self.model)
-        if any(issubclass(one.category, NotPreservedWarning) for one in caught):
+        if warned(caught):
             raise Finding("not idempotent", "a warning for a request that changes nothing")
         return "the same request again: no change"
 
     def saved(self) -> str:
-        """Saved and opened: the same tensors and outputs to the bit."""
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        """Saved and opened, in a dtype in which the unpatched model comes back: the same tensors and outputs."""
+        if self.truth is not None or not comes_back(self.case.family, self.case.head, self.case.dtype):
+            return "not saved"
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             before = fingerprint(self.model)
             with only_our_errors("save_pretrained"):
                 self.model.save_pretrained(folder)
@@ -357,14 +401,7 @@ class Run:
                 other = opened(Path(folder), opener_of(self.model), dtype=self.model.dtype)
             except Exception as error:
                 raise Finding("doesn't open", describe_error(error)) from error
-        case = self.case
-        not_by_stock = "saved and opened; the unpatched model doesn't come back in this dtype either"
-        own, found = self.model.state_dict(), other.state_dict()
-        single = {name for name in own.keys() & found.keys() if own[name].dtype != found[name].dtype == torch.float32}
-        saved = {name: x.float() if name in single else x for name, x in own.items()}
-        if not same_bits(saved, found):
-            if not comes_back(case.family, case.head, case.dtype):
-                return not_by_stock
+        if not same_bits(self.model.state_dict(), other.state_dict()):
             raise Finding("another model came back", "its tensors differ")
         try:
             old = run(self.model, self.inputs)
@@ -373,16 +410,10 @@ class Run:
         try:
             new = run(other, self.inputs)
         except Exception as error:
-            if single and not comes_back(case.family, case.head, case.dtype):  # XLNet in float64 is half in float32
-                return not_by_stock
             raise Finding("doesn't run", f"opened again: {describe_error(error)}") from error
         if not same_bits(old, new):
-            off = max_error(old, new)
-            if single and off < SINGLE:
-                return "saved and opened; what the unpatched model builds in float32 comes back in it"
-            raise Finding("another model came back", f"its outputs are off by {off:.1e}")
-        less = any(issubclass(one.category, FingerprintWarning) for one in caught)
-        return f"saved and opened, equal to the bit{' (no full fingerprint)' if less else ''}"
+            raise Finding("another model came back", f"its outputs are off by {max_error(old, new):.1e}")
+        return "saved and opened, equal to the bit"
 
     def trained(self) -> str:
         """A backward, if the unpatched model has one."""

@@ -1,7 +1,6 @@
 """The fuzzer: a fixed sample in every run, all of it on request, and whether it sees what it looks for.
 
-What a case must keep is in fuzz_requests.py, fuzz_configs.py, fuzz_files.py and fuzz_interrupts.py; anything else is a
-*finding*.
+What a case must keep is in fuzz_requests.py and fuzz_files.py; anything else is a *finding*.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fuzz_configs
 import fuzz_files
-import fuzz_interrupts
 import fuzz_requests
 import pytest
 from fuzz_models import FAMILIES, Finding
@@ -40,9 +37,8 @@ class Kind:
 
 KINDS = {
     "requests": Kind(fuzz_requests.cases, fuzz_requests.check, 5, 21, 100),
-    "configs": Kind(fuzz_configs.cases, fuzz_configs.check, 10, 21, 200),
-    "files": Kind(fuzz_files.cases, fuzz_files.check, 10, 21, 50),
-    "interrupts": Kind(fuzz_interrupts.cases, fuzz_interrupts.check, 1, 6, 20),
+    "interrupts": Kind(fuzz_requests.interrupts, fuzz_requests.check, 1, 6, 20),
+    "files": Kind(fuzz_files.cases, fuzz_files.check, 18, 21, 250),
 }
 QUIETLY: Any = {"database": None, "deadline": None, "suppress_health_check": HealthCheck}
 PARTS = 20  # of the families; a chunk draws from one of them
@@ -78,20 +74,22 @@ def test_a_chunk(name: str, number: int) -> None:
     assert len(became) > 1, "all of them came to the same"
 
 
+def asked(*checks: str, dtype: str = "float32", **more: Any) -> fuzz_requests.Case:
+    return fuzz_requests.Case("gpt2", False, dtype, ({"pos": "rope"},), frozenset(checks), **more)
+
+
 class TestFailuresAreSeen:
     """Controls."""
 
-    ROPE = fuzz_requests.Request((fuzz_requests.Choice("pos", "rope", (), True),))
-
     def test_a_patch_that_is_not_undone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = fuzz_interrupts.Case("gpt2", 1, 0.9, "interrupt")
-        assert fuzz_interrupts.check(case) == ["restored to the bit"]
+        case = asked(strike=0.9)
+        assert fuzz_requests.check(case) == ["restored to the bit", "no change", "ran"]
         monkeypatch.setattr(Transaction, "undo", lambda self, length=0: None)
         with pytest.raises(Finding, match=r"changed: .*call \d+ of \d+"):
-            fuzz_interrupts.check(case)
+            fuzz_requests.check(case)
 
     def test_a_warning_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = fuzz_requests.Case("gpt2", False, "float64", (self.ROPE,), frozenset())
+        case = asked(dtype="float64")
         assert fuzz_requests.check(case) == ["approximate, with a warning", "ran"]
         monkeypatch.setattr("hfpatch.patch._warn", lambda *args: None)
         with pytest.raises(Finding, match="silent"):
@@ -103,7 +101,7 @@ class TestFailuresAreSeen:
 
         monkeypatch.setattr(fuzz_requests, "patch_model", fail)
         with pytest.raises(Finding, match="untyped: patch_model: ZeroDivisionError"):
-            fuzz_requests.check(fuzz_requests.Case("gpt2", False, "float32", (self.ROPE,), frozenset()))
+            fuzz_requests.check(asked())
 
     def test_a_plan_that_changes_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = fuzz_requests.plan_patch
@@ -114,30 +112,30 @@ class TestFailuresAreSeen:
 
         monkeypatch.setattr(fuzz_requests, "plan_patch", careless)
         with pytest.raises(Finding, match=r"plan_patch.*wte"):
-            fuzz_requests.check(fuzz_requests.Case("gpt2", False, "float32", (self.ROPE,), frozenset({"plan"})))
+            fuzz_requests.check(asked("plan"))
 
     def test_another_function_from_a_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        case = fuzz_configs.Case("llama", 0, ("rope_parameters", "rope_theta"), "500.0")
-        assert fuzz_configs.check(case) == ["opened with a warning, other outputs"]
+        case = fuzz_files.Case("llama", 0, fuzz_files.Setting(("rope_parameters", "rope_theta"), "500.0"))
+        assert fuzz_files.check(case) == ["opened with a warning, other outputs"]
         monkeypatch.setattr("hfpatch.checkpoint.patched_classes.ConfigFile.require_unchanged", lambda *_, **__: None)
         with pytest.raises(Finding, match="silent"):
-            fuzz_configs.check(case)
+            fuzz_files.check(case)
 
     def test_a_hang(self) -> None:
         def endless() -> None:
             while True:
                 pass
 
-        with pytest.raises(fuzz_configs.TooLong), fuzz_configs.guarded(0.05):
+        with pytest.raises(fuzz_files.TooLong), fuzz_files.guarded(0.05):
             endless()
 
     def test_code_that_is_run(self) -> None:
-        with pytest.raises(fuzz_configs.Forbidden, match=r"subprocess\.Popen"), fuzz_configs.guarded():
+        with pytest.raises(fuzz_files.Forbidden, match=r"subprocess\.Popen"), fuzz_files.guarded():
             subprocess.run(["true"], check=False)
 
     @pytest.mark.slow
     def test_a_damage_that_the_full_check_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cases = (fuzz_files.Case("gpt2", "float32", False, "zeros", number) for number in range(200))
+        cases = (fuzz_files.Case("gpt2", 0, fuzz_files.Damage("zeros", number)) for number in range(200))
         passed = next(case for case in cases if "opened, changed" in fuzz_files.check(case)[0])
         monkeypatch.setattr(fuzz_files, "FULL", {"check_fingerprint": True})
         with pytest.raises(Finding, match="silent"):
