@@ -238,7 +238,7 @@ FAULTS = [
         "hub/push.py",
         "parent_commit=push.commit, ",
         "",
-        ("hub/test_faults.py::test_what_somebody_else_pushed_meanwhile_stays",),
+        ("hub/test_push.py::test_what_somebody_else_pushed_meanwhile_stays",),
     ),
     Fault(
         "weights of an earlier push stay beside the new ones",

@@ -36,7 +36,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         monkeypatch.setattr(constants, name, value, raising=False)
     monkeypatch.setenv("HF_TOKEN", OWNER)
     disable_progress_bars()
-    monkeypatch.setattr(time, "sleep", hub.waits.append)  # nobody waits
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # nobody waits
     hooks = {"request": [hf_request_event_hook]}
     set_client_factory(lambda: http.Client(transport=http.MockTransport(hub), event_hooks=hooks, follow_redirects=True))
     with caplog.at_level(logging.DEBUG, "huggingface_hub"):
@@ -46,24 +46,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     assert not [token for token in (*USERS, INVALID) if token in caplog.text]
 
 
-@pytest.fixture
-def name() -> str:
-    return "me/model"
-
-
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A patched checkpoint in several shards; tests copy it before they change it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     made().save_pretrained(folder, max_shard_size="20KB")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another one in a single file."""
-    folder = tmp_path_factory.mktemp("saved") / "whole"
-    made(seed=1).save_pretrained(folder)
     return folder
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_store import INITIAL, Repo
+from local_hub import INITIAL, Repo
 from tiny_models import load, patch, tiny
 
 # Tokens. None of them is a real one; the last is nobody's
 OWNER, READER, OTHER, INVALID = "hf_test-owner-7c1", "hf_test-reader-2e9", "hf_test-other-5d4", "hf_test-nobody-8b0"
 USERS = {OWNER: ("me", "write"), READER: ("me", "read"), OTHER: ("other", "write")}
-HEAD = "AutoModelForCausalLM"
-CARD = "README.md"
+HEAD, CARD, NAME = "AutoModelForCausalLM", "README.md", "me/model"
 
 
 def made(norm: str | None = "dyt", pos: str | None = "rope", seed: int = 0) -> Any:
@@ -33,30 +32,20 @@ def commits(repo: Repo) -> int:
     return len(repo.commits) - 1
 
 
-def digests(files: dict[str, bytes], prefix: str = "") -> dict[str, str]:
+def digests(files: dict[str, bytes]) -> dict[str, str]:
     """sha256 of every file by its path, but for the card and what a new repository has."""
-    return {
-        f"{prefix}{path}": hashlib.sha256(content).hexdigest()
-        for path, content in files.items()
-        if path not in INITIAL and not path.endswith(CARD)
-    }
+    known = (*INITIAL, CARD)
+    return {path: hashlib.sha256(content).hexdigest() for path, content in files.items() if path not in known}
 
 
-def sent(folder: Path, prefix: str = "") -> dict[str, str]:
+def sent(folder: Path) -> dict[str, str]:
     """The same of a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
-    return digests({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, prefix)
+    return digests({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths})
 
 
-def require_identical(repo: Repo, folder: Path, revision: str = "main", prefix: str = "") -> None:
-    """The commit holds the folder's files, byte for byte, a card, and nothing else."""
-    assert digests(repo.files(revision)) == sent(folder, prefix)
-    assert f"{prefix}{CARD}" in repo.files(revision)
-
-
-def require_whole(repo: Repo, *folders: Path) -> None:
-    """Wherever a ref pointed at any time, there was nothing, or one of these checkpoints with its card."""
-    for ref, oid in repo.moves:
-        files = repo.files(oid)
-        found = digests(files)
-        assert found == {} or (found in map(sent, folders) and CARD in files), f"{ref} pointed to half a checkpoint"
+def require_identical(repo: Repo, folder: Path, revision: str = "main", after: int = 1) -> None:
+    """After so many commits, the newest holds the folder's files, byte for byte, a card, and nothing else."""
+    assert digests(repo.files(revision)) == sent(folder)
+    assert CARD in repo.files(revision)
+    assert commits(repo) == after

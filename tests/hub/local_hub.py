@@ -7,19 +7,125 @@ test asserts to be empty.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
 from huggingface_hub import constants, errors
-from local_store import RefusedError, Repo
 
 http: Any = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # httpx or httpx2
+INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
 LICENSES = ("apache-2.0", "mit", "gpl-3.0")  # some of those that the Hub knows
+
+
+class RefusedError(Exception):
+    """What the Hub answers instead of doing it: a status, a message, and the code that the client reads."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+# Repositories: the Hub's side of git
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One file of a commit; `sha256` is set of a large one, whose content lies outside git."""
+
+    content: bytes
+    sha256: str | None = None
+
+    @property
+    def oid(self) -> str:
+        """As git names it: the content's, or that of the pointer which git holds in its place."""
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n"
+        held = pointer.encode() if self.sha256 else self.content
+        return hashlib.sha1(f"blob {len(held)}\0".encode() + held).hexdigest()
+
+
+@dataclass(frozen=True)
+class Commit:
+    oid: str
+    title: str
+    files: dict[str, Blob]
+
+
+@dataclass
+class Repo:
+    """A repository, in memory.
+
+    Attributes:
+        objects: content of large files by sha256; `stored` counts how often one arrived.
+    """
+
+    id: str
+    private: bool = False
+    objects: dict[str, bytes] = field(default_factory=dict)
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    stored: int = 0
+
+    def __post_init__(self) -> None:
+        self.push("initial commit", {name: Blob(content) for name, content in INITIAL.items()})
+
+    def push(self, title: str, files: dict[str, Blob], ref: str = "refs/heads/main") -> Commit:
+        """A commit of these files, which a ref points to from now on."""
+        listing = "".join(f"{path} {files[path].oid}\n" for path in sorted(files))
+        commit = Commit(hashlib.sha1(f"{title}\n{len(self.commits)}\n{listing}".encode()).hexdigest(), title, files)
+        self.commits[commit.oid] = commit
+        self.refs[ref] = commit.oid
+        return commit
+
+    def resolve(self, revision: str) -> Commit:
+        oid = self.refs.get(f"refs/heads/{revision}") or self.refs.get(revision, revision)
+        if oid not in self.commits:
+            raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return self.commits[oid]
+
+    @property
+    def head(self) -> Commit:
+        return self.resolve("main")
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        return {path: blob.content for path, blob in self.resolve(revision).files.items()}
+
+    def store(self, sha256: str, content: bytes) -> None:
+        """Keep a large file, if it is the one that its name says."""
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise RefusedError(422, "Object has another size or sha256 than announced")
+        self.objects[sha256] = content
+        self.stored += 1
+
+    def commit(self, branch: str, lines: list[dict[str, Any]], create_pr: bool = False) -> tuple[Commit, str]:
+        """Carry a commit out as one step: all of its lines are read before the ref moves."""
+        header, parent = lines[0]["value"], self.resolve(branch)
+        if not create_pr and not parent.oid.startswith(header.get("parentCommit") or ""):
+            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(parent.files)
+        for line in lines[1:]:
+            value, path = line["value"], line["value"]["path"]
+            if line["key"] == "file":
+                files[path] = Blob(base64.b64decode(value["content"], validate=True))
+            elif line["key"] == "lfsFile":
+                if value["oid"] not in self.objects:
+                    raise RefusedError(400, f"LFS pointer of {path} points to an object that does not exist")
+                files[path] = Blob(self.objects[value["oid"]], value["oid"])
+            else:
+                assert line["key"] == "deletedFile"
+                del files[path]
+        ref = branch if branch.startswith("refs/") else f"refs/heads/{branch}"
+        ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in self.refs)}" if create_pr else ref
+        return self.push(header["summary"], files, ref), ref
+
+
+# Requests and replies
 
 
 @dataclass
@@ -30,7 +136,7 @@ class Fault:
         status: answer this instead of doing it.
         drop: "before" breaks the connection; "after" does what was asked and breaks it.
         before: is called first.
-        skip, times: let so many pass, then act on so many.
+        skip: let so many pass; all that follow are faulty.
     """
 
     pattern: str
@@ -38,7 +144,6 @@ class Fault:
     drop: str | None = None
     before: Callable[[], None] | None = None
     skip: int = 0
-    times: int = 1
     hits: int = 0
 
 
@@ -50,27 +155,14 @@ class LocalHub:
     def __init__(self, users: dict[str, tuple[str, str]]) -> None:
         self.users = users  # by token: the name, and "write" or "read"
         self.repos: dict[str, Repo] = {}
-        self.reset()
-
-    def reset(self) -> None:
-        """Without faults and memories of requests; repositories stay."""
         self.faults: list[Fault] = []
         self.requests: list[str] = []  # "METHOD path"
         self.unexpected: list[str] = []
-        self.waits: list[float] = []  # the seconds that the client wanted to sleep
 
     def fault(self, pattern: str, **how: Any) -> Fault:
-        """Order a fault; it stays until it has acted `times` times."""
+        """Order a fault, which lasts until `faults` is cleared."""
         self.faults.append(Fault(pattern, **how))
         return self.faults[-1]
-
-    def due(self, line: str) -> Fault:
-        for fault in self.faults:
-            if re.search(fault.pattern, line):
-                fault.hits += 1
-                if fault.skip < fault.hits <= fault.skip + fault.times:
-                    return fault
-        return Fault("")
 
     def count(self, pattern: str) -> int:
         """How many requests "METHOD path" fit."""
@@ -79,7 +171,11 @@ class LocalHub:
     def __call__(self, request: Any) -> Any:
         line = f"{request.method} {request.url.raw_path.decode().partition('?')[0]}"  # a branch's slash is quoted
         self.requests.append(line)
-        fault = self.due(line)
+        fault = Fault("")
+        for one in self.faults:
+            if re.search(one.pattern, line):
+                one.hits += 1
+                fault = one if one.hits > one.skip else fault
         if fault.before:
             fault.before()
         if fault.status:
@@ -96,9 +192,11 @@ class LocalHub:
                 try:
                     return action(_Asked(self, request), **names)
                 except RefusedError as refused:
-                    code = {"X-Error-Code": refused.code} if refused.code else {}
-                    headers = {"X-Error-Message": refused.message, **code}
-                    return http.Response(refused.status, json={"error": refused.message}, headers=headers)
+                    headers = {
+                        "X-Error-Message": str(refused),
+                        **({"X-Error-Code": refused.code} if refused.code else {}),
+                    }
+                    return http.Response(refused.status, json={"error": str(refused)}, headers=headers)
         self.unexpected.append(line)
         return http.Response(404, json={"error": "Not Found"})
 
@@ -110,37 +208,34 @@ class _Asked:
         self.hub, self.body, self.request = hub, request.content, request
         self.create_pr = "create_pr" in request.url.params
 
-    def user(self) -> tuple[str, str] | None:
+    def user(self, known: bool = False) -> tuple[str, str]:
+        """The name, and "write" or "read"; "" for nobody, who is refused where one has to be known."""
         header = self.request.headers.get("Authorization")
-        if header is None:
-            return None
-        if (token := header.removeprefix("Bearer ")) not in self.hub.users:
-            raise RefusedError(401, "Invalid credentials in Authorization header")
-        return self.hub.users[token]
-
-    def known_user(self) -> tuple[str, str]:
-        if (user := self.user()) is None:
+        if header is None and known:
             raise RefusedError(401, "Invalid username or password.")
-        return user
+        token = (header or "").removeprefix("Bearer ")
+        if token and token not in self.hub.users:
+            raise RefusedError(401, "Invalid credentials in Authorization header")
+        return self.hub.users.get(token, ("", "read"))
 
     def readable(self, repo_id: str) -> Repo:
         """A repository that the user may know of."""
-        user, repo = self.user(), self.hub.repos.get(repo_id)
-        if repo is None or (repo.private and (user is None or user[0] != repo_id.split("/")[0])):
-            raise RefusedError(401 if user is None else 404, "Repository not found", "RepoNotFound")
+        user, repo = self.user()[0], self.hub.repos.get(repo_id)
+        if repo is None or (repo.private and user != repo_id.split("/")[0]):
+            raise RefusedError(404 if user else 401, "Repository not found", "RepoNotFound")
         return repo
 
     def writable(self, repo_id: str, pull_request: bool = False) -> Repo:
-        repo, user = self.readable(repo_id), self.user()
-        if user is None or user[1] != "write" or not (pull_request or user[0] == repo.id.split("/")[0]):
+        repo, (user, role) = self.readable(repo_id), self.user()
+        if role != "write" or not (pull_request or user == repo.id.split("/")[0]):
             raise RefusedError(403, "Forbidden: pass a token with write access")
         return repo
 
     def whoami(self) -> Any:
-        return _json({"type": "user", "name": self.known_user()[0], "orgs": [], "auth": {"type": "access_token"}})
+        return _json({"type": "user", "name": self.user(known=True)[0], "orgs": [], "auth": {"type": "access_token"}})
 
     def create(self) -> Any:
-        given, user = json.loads(self.body), self.known_user()
+        given, user = json.loads(self.body), self.user(known=True)
         name = f"{given.get('organization') or user[0]}/{given['name']}"
         if user != (name.split("/")[0], "write"):
             raise RefusedError(403, "You don't have the rights to create a model under this namespace")
@@ -175,7 +270,7 @@ class _Asked:
 
     def branch(self, id: str, rev: str) -> Any:
         repo = self.writable(id)
-        repo.move(f"refs/heads/{rev}", repo.head.oid)
+        repo.refs[f"refs/heads/{rev}"] = repo.head.oid
         return _json({"success": True})
 
     # A push
