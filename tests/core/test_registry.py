@@ -29,18 +29,13 @@ from hfpatch.schemes.rope import RoPE
 from hfpatch.sites.sites import Sites
 
 
-def test_a_registry_is_a_sorted_mapping_in_which_a_name_is_given_once() -> None:
+def test_a_name_is_given_once_until_it_is_taken_back() -> None:
     registry: Registry[object] = Registry("scheme of a test")
-    b, a = object(), object()
     for _ in range(2):  # a module imported twice does no harm
-        assert registry.register("b")(b) is b
-    registry.register("a")(a)
-    assert list(registry) == ["a", "b"]
-    assert (len(registry), registry["b"], registry.name_of(a)) == (2, b, "a")
-    assert "c" not in registry
+        assert registry.register("b")(NORMS) is NORMS
+    assert (list(registry), len(registry), registry["b"], registry.name_of(NORMS)) == (["b"], 1, NORMS, "b")
     with pytest.raises(PatchError, match="'b'"):
         registry.register("b")(object())
-    assert registry["b"] is b
     registry.unregister("b")
     registry.register("b")(object())
 
@@ -111,29 +106,45 @@ class Tilted(Position):
         return Call.of(Tilt, head_dim, self.speed)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "vit"])
-def test_a_third_party_norm_is_planned_patched_and_reloaded(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with registered(NORMS, "mean", Mean):
+THIRD_PARTY: dict[str, tuple[Registry, str, type, dict[str, Any], str]] = {
+    "norm": (NORMS, "mean", Mean, {"norm": "mean:power=0.5"}, "power"),
+    "position": (POSITIONS, "tilted", Tilted, {"pos": Tilted(0.1)}, "speed"),
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart", "vit"])
+@pytest.mark.parametrize("kind", THIRD_PARTY)
+def test_a_third_party_scheme_is_planned_patched_and_reloaded(kind: str, family: str, tmp_path: Path) -> None:
+    registry, name, scheme, request, parameter = THIRD_PARTY[kind]
+    with registered(registry, name, scheme):
         model = tiny(family)
         before = outputs(model)
-        assert "MedianNorm(32)" in str(plan_patch(model, norm="mean:power=0.5"))
-        patch(model, norm="mean:power=0.5")
-        assert difference(before, outputs(model)) > 0.05
+        assert ("MedianNorm(32)" if kind == "norm" else "tilted") in str(plan_patch(model, **request))
+        patch(model, **request)
+        active = outputs(model)
+        assert difference(before, active) > 0.05
         with torch.no_grad():
-            for module in model.modules():
-                if isinstance(module, MedianNorm):
-                    module.power.fill_(0.75)
+            for key, value in model.named_parameters():
+                if key.endswith(parameter):
+                    value.mul_(0.5)
+        assert difference(active, outputs(model)) > 1e-3  # control: what is learned matters
         assert difference(model, reload(model, tmp_path)) == 0
-    again = reload(model, tmp_path)  # the module's class is enough to open it, not to patch it once more
+        half = patch(tiny(family).bfloat16(), **request)
+        assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
+
+
+def test_a_component_is_enough_to_open_a_model_and_not_to_patch_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registered(NORMS, "mean", Mean):
+        model = patch(tiny("gpt2"), norm="mean")
+    again = reload(model, tmp_path)
     assert difference(model, again) == 0
     with pytest.raises(CheckpointError, match="'mean'"):
         plan_patch(again, norm="rms")
-    with registered(NORMS, "mean", Mean):
-        monkeypatch.delitem(COMPONENTS, "MedianNorm")
-        with pytest.raises(CheckpointError, match="'MedianNorm'"):
-            reload(model, tmp_path)
+    monkeypatch.delitem(COMPONENTS, "MedianNorm")
+    with registered(NORMS, "mean", Mean), pytest.raises(CheckpointError, match="'MedianNorm'"):
+        reload(model, tmp_path)
 
 
 def test_a_third_party_norm_that_names_no_starting_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,25 +156,6 @@ def test_a_third_party_norm_that_names_no_starting_values(monkeypatch: pytest.Mo
             patch_model(model, norm="mean", init="reset")
         assert not changes(before, fingerprint(model))
         patch(model, norm="mean")  # control
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_a_third_party_position_is_planned_patched_and_reloaded(family: str, tmp_path: Path) -> None:
-    with registered(POSITIONS, "tilted", Tilted):
-        model = tiny(family)
-        before = outputs(model)
-        assert "tilted" in str(plan_patch(model, pos=Tilted(0.1)))
-        patch(model, pos=Tilted(0.1))
-        assert difference(before, outputs(model)) > 0.05
-        active = outputs(model)
-        with torch.no_grad():
-            for module in model.modules():
-                if isinstance(module, Tilt):
-                    module.speed.mul_(0.5)
-        assert difference(active, outputs(model)) > 1e-3  # control: the learned speed matters
-        assert difference(model, reload(model, tmp_path)) == 0
-        half = patch(tiny(family).bfloat16(), pos="tilted")
-        assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
 @dataclass(frozen=True)

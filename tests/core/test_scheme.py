@@ -90,33 +90,46 @@ def test_what_is_no_norm(value: Any, message: str) -> None:
         Norm.resolve(value)
 
 
+SCALING: list[tuple[str, Any]] = [
+    ("'rope_type' in default, linear, dynamic, yarn, longrope, llama3, proportional", "yarn"),
+    ("scaling must be a dict with 'rope_type'", {"type": "linear", "factor": 2.0}),
+    ("scaling must be a dict with 'rope_type'", {"rope_type": "ntk", "factor": 2.0}),
+    ("needs low_freq_factor, high_freq_factor", {"rope_type": "llama3", "factor": 8.0}),
+    (r"scaling\['factor'\] must be a number in \(0, inf\)", {"rope_type": "yarn", "factor": 0}),
+    (r"1e\+30", {"rope_type": "linear", "factor": 10**30}),
+    ("scaling type 'dynamic' needs factor", {"rope_type": "dynamic"}),
+    ("be a list of numbers, not 1.0", {"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}),
+    ("must be a number in", {"rope_type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}),
+    ("scaling type 'default' has no 'factor'", {"rope_type": "default", "factor": 2.0}),
+    ("rope_theta", {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}),
+]
 # DyT has what is no number at all; of the others, what lies beyond each end of the domain that they name
-_OUTSIDE: list[tuple[Any, str, tuple[Any, ...]]] = [
-    (DyT, r"\(0, inf\)", (0, -1, math.nan, math.inf, -math.inf, True, "0.5", 1j, [1], torch.tensor(1.0), None)),
-    (Derf, r"Derf: alpha .*\(0, inf\)", (0, "0.5", None)),  # DyT has words of its own
-    (lambda value: RoPE(theta=value), r"theta .*\(0, inf\)", (0,)),
-    (lambda value: RoPE(partial=value), "partial", (0, 1.0001)),
-    (lambda value: RoPE(pairing=value), "pairing", (2, "HALF")),
-    (lambda value: Derf(s=value), "Derf: s", (-math.inf, None)),
-    (lambda value: Layer(bias=value), "bias", (1, None)),
-    (lambda value: BatchNorm(momentum=value), "momentum", (0, 1.5)),
-    (lambda value: RoPE(axes=value), "axes", (0, 4, True)),
-    (lambda value: ALiBi(max_bias=value), "max_bias", (0, None)),
-    (lambda value: Sinusoidal(layout=value), "layout", ("halves",)),
-    (lambda value: Sinusoidal(base=value), "base", (0,)),
-    (lambda value: Sinusoidal(scale=value), "scale", (-1.0,)),
-    (lambda value: Sinusoidal(max_positions=value), "max_positions", (0,)),
-    # of more than 64 bits, of which torch raises an OverflowError in the midst of a patch
-    (DyT, r"1e\+30", (10**30,)),
+OUTSIDE: list[tuple[Any, str, str, tuple[Any, ...]]] = [
+    (DyT, "alpha", r"\(0, inf\)", (0, -1, math.nan, math.inf, -math.inf, True, "0.5", 1j, [1], torch.ones(()), None)),
+    (DyT, "alpha", r"1e\+30", (10**30,)),  # of more than 64 bits, of which torch raises an OverflowError in a patch
+    (Derf, "alpha", r"Derf: alpha .*\(0, inf\)", (0, "0.5", None)),  # DyT has words of its own
+    (Derf, "s", "Derf: s", (-math.inf, None)),
+    (Layer, "bias", "bias", (1, None)),
+    (BatchNorm, "momentum", "momentum", (0, 1.5)),
+    (RoPE, "theta", r"theta .*\(0, inf\)", (0,)),
+    (RoPE, "partial", "partial", (0, 1.0001)),
+    (RoPE, "pairing", "pairing", (2, "HALF")),
+    (RoPE, "axes", "axes", (0, 4, True)),
+    (ALiBi, "max_bias", "max_bias", (0, None)),
+    (Sinusoidal, "layout", "layout", ("halves",)),
+    (Sinusoidal, "base", "base", (0,)),
+    (Sinusoidal, "scale", "scale", (-1.0,)),
+    (Sinusoidal, "max_positions", "max_positions", (0,)),
+    *((RoPE, "scaling", message, (value,)) for message, value in SCALING),
 ]
 
 
 @pytest.mark.parametrize(
-    ("make", "message", "value"), [(make, message, value) for make, message, values in _OUTSIDE for value in values]
+    ("scheme", "option", "message", "value"), [(*case, value) for *case, values in OUTSIDE for value in values]
 )
-def test_values_outside_their_domain(make: Any, message: str, value: Any) -> None:
+def test_values_outside_their_domain(scheme: Any, option: str, message: str, value: Any) -> None:
     with pytest.raises(OptionError, match=message):  # its own check, or that of types
-        type(made := make(value)).resolve(made)
+        scheme.resolve(scheme(**{option: value}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,27 +171,6 @@ def test_options_that_a_third_party_declares() -> None:
     with registered(NORMS, "unchecked", Unchecked):
         assert Norm.resolve(Unchecked(**options)) == construct(NORMS, "unchecked", options)
         assert Norm.resolve("unchecked:power=3,deep=true,word=b") == Unchecked(3, True, "b")
-
-
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ("yarn", "'rope_type' in default, linear, dynamic, yarn, longrope, llama3, proportional"),
-        ({"type": "linear", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
-        ({"rope_type": "ntk", "factor": 2.0}, "scaling must be a dict with 'rope_type'"),
-        ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor, high_freq_factor"),
-        ({"rope_type": "yarn", "factor": 0}, r"scaling\['factor'\] must be a number in \(0, inf\)"),
-        ({"rope_type": "linear", "factor": 10**30}, r"1e\+30"),
-        ({"rope_type": "dynamic"}, "scaling type 'dynamic' needs factor"),
-        ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}, "must be a list of numbers, not 1.0"),
-        ({"rope_type": "longrope", "short_factor": [0.0], "long_factor": [1.0]}, "must be a number in"),
-        ({"rope_type": "default", "factor": 2.0}, "scaling type 'default' has no 'factor'"),
-        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta"),
-    ],
-)
-def test_scaling_errors(scaling: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        RoPE(scaling=scaling)
 
 
 _VALUES = st.recursive(

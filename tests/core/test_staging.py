@@ -18,7 +18,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from sampled import slow_but
 from tiny_models import changes, fingerprint, patch, tiny
 from typer.testing import CliRunner
 
@@ -74,9 +73,8 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "push": lambda model, out: push_patched(model, "me/model", form="plugin", dry_run=True),
 }
 FAILURES: dict[str, BaseException] = {"Ctrl-C": KeyboardInterrupt(), "full disk": FULL}
-KINDS = [*((name, True) for name in WRITERS), ("plugin", False), ("report.json", False)]
-FAILING = [(*kind, failure) for kind in KINDS for failure in FAILURES]
-DEFAULT = [case for case in FAILING if case[:2] in (("plugin", True), ("push", True), ("report.json", True))]
+# each way of writing, of which the others are made
+KINDS = [("plugin", True), ("plugin", False), ("report.json", True), ("report.json", False), ("push", True)]
 every_writer = pytest.mark.parametrize("name", WRITERS)
 every_output = pytest.mark.parametrize("name", [name for name in WRITERS if name != "push"])
 
@@ -130,8 +128,9 @@ def failing(place: Path, at: int, error: BaseException, after: bool = False) -> 
         yield calls
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("name", "exists", "failure"), slow_but(FAILING, DEFAULT))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("name", "exists"), KINDS)
 def test_an_error_at_any_operation(name: str, exists: bool, failure: str, model: Any, place: Path) -> None:
     """What was there before is whole, or what was written is; nothing is left beside it, and the model is as it was."""
     write, out, error = WRITERS[name], place / "in" / name, FAILURES[failure]
@@ -200,9 +199,7 @@ def test_places_that_cant_be_written(name: str, model: Any, place: Path, monkeyp
     assert contents(place) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "exists"), [("plugin", False), ("remote", True), ("repair.json", False), ("report.json", True)]
-)
+@pytest.mark.parametrize(("name", "exists"), KINDS[:-1])
 def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, model: Any, place: Path) -> None:
     link, out = place / name, place / "elsewhere" / name
     if exists:
