@@ -172,15 +172,6 @@ def test_malformed_digests(content: str, folder: Path) -> None:
         assert len(str(caught.value)) < 3_000
 
 
-def test_names_are_printed_without_a_terminals_codes(folder: Path) -> None:
-    stored = json.loads((folder / "hfpatch_weights.json").read_text())
-    stored["tensors"]["\x1b[31m\r\nall is well\x07"] = "0"
-    (folder / "hfpatch_weights.json").write_text(json.dumps(stored))
-    with pytest.raises(CheckpointError, match=r": \\x1b\[31m\\r\\nall is well\\x07 \(missing\)") as caught:
-        full(folder)
-    assert str(caught.value).isprintable()
-
-
 def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
     """Options that open something else are refused; files that are opened before the usual ones are compared."""
     cls: Any = patched_model_class(GPT2Model)

@@ -143,21 +143,6 @@ except hfpatch.errors.UnsupportedError as error:
 # What goes on working
 
 
-def test_a_head_on_a_patched_base(tmp_path: Path) -> None:
-    patch(tiny("bert"), norm="dyt").save_pretrained(tmp_path / "base")
-    head = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base").eval()
-    assert difference(head, reload(head, tmp_path / "head", "AutoModelForSequenceClassification")) == 0
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_head_that_asks_an_auto_class_for_its_base(family: str, tmp_path: Path) -> None:
-    """Llama's classifier does; its base has the same record."""
-    head = patch(tiny(family, "AutoModelForSequenceClassification"), norm="dyt")
-    again = reload(head, tmp_path, "AutoModelForSequenceClassification")
-    assert difference(head, again) == 0
-    assert difference(head, reload(again, tmp_path, "AutoModelForSequenceClassification")) == 0
-
-
 def test_a_class_that_builds_its_part_patched(tmp_path: Path) -> None:
     patch(tiny("bert"), norm="dyt").save_pretrained(tmp_path / "part")
     model = randomise(Holder(HolderConfig(folder=str(tmp_path / "part"))))

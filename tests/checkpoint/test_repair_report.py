@@ -7,12 +7,12 @@ import json
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import load, patch, peft_of_transformers, tiny
-from transformers import PreTrainedModel
 
 from hfpatch import export_model
 from hfpatch.patch import patch_model, repair_report, unpatch_model
@@ -28,86 +28,92 @@ STEPS = [
 REPORT = RepairReport(8, 1, "KL divergence", 0.5, 0.125, True, STEPS)
 
 
-def model(report: RepairReport | None = REPORT, **options: Any) -> Any:
+def model(**options: Any) -> Any:
     """A patched model with a report that a repair might have left."""
     made = patch(tiny("gpt2", LM, n_layer=1), norm="dyt", **options)
-    if report is not None:
-        vars(made)[REPAIR] = report
+    vars(made)[REPAIR] = REPORT
     return made
 
 
-def saved(folder: Path, report: RepairReport | None = REPORT) -> Path:
-    model(report).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model().save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
 
 
-def same(one: PreTrainedModel, report: RepairReport = REPORT) -> bool:
-    found = repair_report(one)
-    return found is not None and found.to_json() == report.to_json() and str(found) == str(report)
-
-
-def test_it_comes_back(tmp_path: Path) -> None:
-    saved(tmp_path)
-    for auto in ("AutoModelForCausalLM", "AutoModel"):
-        opened = load(tmp_path, auto)
-        assert same(opened)
-        assert same(copy.deepcopy(opened))
-        assert same(pickle.loads(pickle.dumps(opened)))
-        assert "repair_report" not in getattr(opened.config, KEY)  # a config alone stands for no report
-    stored = json.loads((tmp_path / DIGESTS).read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert stored["repair"] == REPORT.to_json()
-    assert same(load(tmp_path, check_fingerprint=False))
-    assert same(load(tmp_path, check_fingerprint="full"))
-
-
-def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
+def saved_again(folder: Path, to: Path, **options: Any) -> Any:
     """The folder that it came from may be gone by then, as a training's older checkpoints are."""
-    opened = load(saved(tmp_path / "a"), LM)
-    shutil.rmtree(tmp_path / "a")
-    opened.save_pretrained(tmp_path / "b", max_shard_size="60KB")
-    assert same(load(tmp_path / "b", LM))
-    load(tmp_path / "b", LM).save_pretrained(tmp_path / "b")  # over itself
-    assert same(load(tmp_path / "b"))
+    opened = load(folder, LM)
+    shutil.rmtree(folder)
+    opened.save_pretrained(to, **options)
+    return load(to, LM)
 
 
-# Never another's
+def exported(folder: Path) -> Any:
+    export_model(model(), folder / "remote", to="remote", verify=False)
+    return load(folder / "remote", LM)
 
 
-def test_an_adapter_leaves_it(tmp_path: Path) -> None:
+def with_report(folder: Path, stored: Any) -> Any:
+    """The file of digests with something else as its report."""
+    digests = json.loads((folder / DIGESTS).read_text())
+    (folder / DIGESTS).write_text(json.dumps(digests | {"repair": stored}))
+
+
+def patched_again(one: Any) -> Any:
+    assert repair_report(patch_model(one, norm="dyt")) is not None, "the same patch again changes nothing"
+    return patch(one, pos="rope")
+
+
+COMES_BACK: dict[str, Callable[[Path], Any]] = {
+    "with a head": lambda folder: load(folder, LM),
+    "the base": load,
+    "copied": lambda folder: copy.deepcopy(load(folder)),
+    "pickled": lambda folder: pickle.loads(pickle.dumps(load(folder))),
+    "unchecked": lambda folder: load(folder, check_fingerprint=False),
+    "compared": lambda folder: load(folder, check_fingerprint="full"),
+    "saved again in shards": lambda folder: saved_again(folder, folder.parent / "again", max_shard_size="60KB"),
+    "saved over itself": lambda folder: saved_again(folder, folder),
+    "exported with its code": exported,
+}
+NEVER_ANOTHERS: dict[str, Callable[[Path], Any]] = {
+    "patched again": lambda folder: patched_again(model()),
+    "opened and patched again": lambda folder: patched_again(load(folder, LM)),
+    "unpatched": lambda folder: unpatch_model(model(reversible=True)),
+    "without the file": lambda folder: ((folder / DIGESTS).unlink(), load(folder))[1],
+    "no report, unchecked": lambda folder: (with_report(folder, 5), load(folder, check_fingerprint=False))[1],
+}
+
+
+@pytest.mark.parametrize("way", COMES_BACK)
+def test_it_comes_back(way: str, saved: Path) -> None:
+    stored = json.loads((saved / DIGESTS).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert stored["repair"] == REPORT.to_json()
+    opened = COMES_BACK[way](saved)
+    found = repair_report(opened)
+    assert (found.to_json(), str(found)) == (REPORT.to_json(), str(REPORT))
+    assert "repair_report" not in getattr(opened.config, KEY)  # a config alone stands for no report
+
+
+@pytest.mark.parametrize("way", NEVER_ANOTHERS)
+def test_it_is_never_another_models(way: str, saved: Path, tmp_path: Path) -> None:
+    """Saved again the model has no report rather than a wrong one."""
+    other = NEVER_ANOTHERS[way](saved)
+    assert repair_report(other) is None
+    other.save_pretrained(tmp_path / "again")
+    if way != "unpatched":
+        assert repair_report(load(tmp_path / "again")) is None
+
+
+def test_an_adapter_leaves_it(saved: Path, tmp_path: Path) -> None:
     peft = peft_of_transformers()
-    adapted = load(saved(tmp_path), LM)
+    adapted = load(saved, LM)
     adapted.add_adapter(peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     adapted.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert not (tmp_path / "adapter" / DIGESTS).exists()
-    adapted.save_pretrained(tmp_path)
-    assert "repair" in json.loads((tmp_path / DIGESTS).read_text())
-
-
-def test_a_later_patch_has_none(tmp_path: Path) -> None:
-    """Of the model that was repaired and of one that was opened; it isn't saved again either."""
-    saved(tmp_path)
-    for one in (model(), load(tmp_path, LM)):
-        assert same(patch_model(one, norm="dyt"))  # the same patch again changes nothing
-        patch(one, pos="rope")
-        assert repair_report(one) is None
-        one.save_pretrained(tmp_path / "again")
-        assert repair_report(load(tmp_path / "again")) is None
-    reverted = model(reversible=True)
-    unpatch_model(reverted)
-    assert repair_report(reverted) is None
-
-
-# Damaged
-
-
-def test_without_the_file_there_is_none(tmp_path: Path) -> None:
-    """Saved again the model has no report rather than a wrong one."""
-    (saved(tmp_path / "a") / DIGESTS).unlink()
-    opened = load(tmp_path / "a", LM)
-    assert repair_report(opened) is None
-    opened.save_pretrained(tmp_path / "b")
-    assert repair_report(load(tmp_path / "b")) is None
+    adapted.save_pretrained(saved)
+    assert "repair" in json.loads((saved / DIGESTS).read_text())
 
 
 @pytest.mark.sample(3)
@@ -121,37 +127,20 @@ def test_without_the_file_there_is_none(tmp_path: Path) -> None:
     ],
     ids=["later", "malformed", "control characters", "empty"],
 )
-def test_a_malformed_report_is_refused_when_it_is_asked_for(
-    content: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    saved(tmp_path)
-    stored = json.loads((tmp_path / DIGESTS).read_text())
-    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": content}))
-    opened = load(tmp_path, check_fingerprint="full")
+def test_a_malformed_report_is_refused_when_it_is_asked_for(content: dict[str, Any], message: str, saved: Path) -> None:
+    with_report(saved, content)
+    opened = load(saved, check_fingerprint="full")
     with pytest.raises(CheckpointError, match=message):
         repair_report(opened)
-    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": 5}))
+    with_report(saved, 5)
     with pytest.raises(CheckpointError, match=r"hfpatch_weights\.json can't be read"):
-        load(tmp_path)
-    assert repair_report(load(tmp_path, check_fingerprint=False)) is None
+        load(saved)
 
 
-# Exports and pushes
-
-
-def test_a_remote_export_has_it(tmp_path: Path) -> None:
-    export_model(model(), tmp_path / "remote", to="remote", verify=False)
-    assert same(load(tmp_path / "remote", LM))
-
-
-def test_a_report_of_0_3_is_read(tmp_path: Path) -> None:
+def test_a_report_of_0_3_is_read(saved: Path) -> None:
     """Without its judgement on longer sequences, which had other names."""
-    saved(tmp_path)
-    stored = json.loads((tmp_path / DIGESTS).read_text())
     newer = ("fresh", "worst_before", "worst_after")
-    older = {name: value for name, value in stored["repair"].items() if name not in newer}
-    older |= {"version": 1, "longer": 32, "longer_before": 0.5, "longer_after": "nan"}
-    (tmp_path / DIGESTS).write_text(json.dumps(stored | {"repair": older}))
-    found, now = repair_report(load(tmp_path)), repair_report(model())
-    assert (found.before, found.after, found.kept) == (now.before, now.after, now.kept)
-    assert found.fresh == []
+    older = {name: value for name, value in REPORT.to_json().items() if name not in newer}
+    with_report(saved, older | {"version": 1, "longer": 32, "longer_before": 0.5, "longer_after": "nan"})
+    found = repair_report(load(saved))
+    assert (found.before, found.after, found.kept, found.fresh) == (REPORT.before, REPORT.after, REPORT.kept, [])

@@ -96,14 +96,6 @@ def in_place(saved: Saved, folder: Path) -> Any:
     return filled(fresh(config_of(folder)), lambda one: load_checkpoint_in_model(one, folder, strict=True))
 
 
-def with_weights_given(saved: Saved, folder: Path) -> Any:
-    given = saved.model.state_dict()
-    names = list(given)
-    saved.model.save_pretrained(folder / "given", state_dict=given)
-    assert list(given) == names
-    return load(folder / "given", CAUSAL)
-
-
 def with_an_adapter_of_transformers(saved: Saved, folder: Path) -> Any:
     peft = peft_of_transformers()
     adapted = load(folder, CAUSAL)
@@ -127,7 +119,6 @@ INTO_A_PATCHED_MODEL: dict[str, Callable[[Saved, Path], Any]] = {
     "accelerate, strict": by_accelerate,
     "accelerate": functools.partial(by_accelerate, strict=False),
     "accelerate, in place": in_place,
-    "weights given": with_weights_given,
     "transformers' adapters": with_an_adapter_of_transformers,
 }
 

@@ -73,11 +73,3 @@ def test_a_stored_tensor_is_the_same_and_keeps_what_is_written_to_it(dtype: torc
     disk.release()
     assert bool((found[1] == 1).all())
     assert torch.equal(found[2:], tensor[2:])
-
-
-def test_files_go_with_their_tensors() -> None:
-    disk = Mappings()
-    kept, _ = disk.store(torch.ones(5)), disk.store(torch.ones(6))
-    del _
-    assert len(disk._maps) == 1
-    assert kept.tolist() == [1] * 5

@@ -13,7 +13,7 @@ from tiny_models import tiny
 from torch import Tensor, nn
 
 from hfpatch.core import transaction, weight_change
-from hfpatch.core.mapped import Mappings, is_storable
+from hfpatch.core.mapped import Mappings
 from hfpatch.core.transaction import Transaction
 from hfpatch.core.weight_change import WeightChange
 from hfpatch.plan import plan_patch
@@ -147,18 +147,6 @@ def test_a_stop_at_any_moment_is_taken_back(
     assert torch.equal(bits(module.value), before)
 
 
-@every_place
-def test_what_isnt_dense_stays_in_memory(place: str, stored: list[Tensor]) -> None:
-    module, edits = nn.Module(), PLACES[place]()
-    module.value = nn.Parameter(torch.randn(6, 8)[:, :3])
-    before = bits(module.value)
-    assert not is_storable(module.value.data)
-    change(module, "centre", 0, edits)
-    assert not stored
-    edits.undo()
-    assert torch.equal(bits(module.value), before)
-
-
 def test_an_operand_can_be_a_parameter_as_it_is_by_then() -> None:
     """A layer-scale goes into the linear before it, and is then one."""
     model, edits = nn.Sequential(nn.Linear(3, 4)), Transaction()
@@ -171,16 +159,6 @@ def test_an_operand_can_be_a_parameter_as_it_is_by_then() -> None:
     edits.undo()
     assert torch.equal(model[0].weight, weight)
     assert model.scale.tolist() == [1, 2, 3, 4]
-
-
-@every_place
-def test_a_table_of_other_rows_is_another_parameter(place: str) -> None:
-    model, edits = nn.Sequential(nn.Embedding(4, 3)), PLACES[place]()
-    old = model[0].weight
-    edits.write(model, WeightChange("0.weight", "rows", lambda x: x.repeat(2, 1)))
-    assert torch.equal(model[0].weight, torch.cat((old, old)))
-    edits.undo()
-    assert model[0].weight is old
 
 
 def test_a_plan_says_which_weights_change() -> None:

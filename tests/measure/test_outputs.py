@@ -50,35 +50,23 @@ class TestOutputs:
 
 
 class TestDeviation:
-    def test_its_reductions(self) -> None:
-        found = deviation([3.0, -5.0, 2.0, 0.0], [3.0, -5.0, 2.0, 0.5])
-        rms, spread = (38 / 4) ** 0.5, (38 / 4) ** 0.5
-        assert found.max_error == pytest.approx(0.5 / rms)
-        assert found.rms_error == pytest.approx(0.25 / rms)
-        assert found.spread_error == pytest.approx(0.5 / spread)
-
-    def test_the_spread_is_about_the_mean(self) -> None:
-        truth = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1000
-        found = deviation(truth.tolist(), (truth + 1).tolist())
-        assert found.spread_error == pytest.approx(1 / float(truth.std(correction=0)))
-        assert deviation([4.0, 4.0], [4.0, 5.0]).spread_error == 0.25, "nothing spreads: by the size"
-
-    def test_batches_add_up(self) -> None:
+    @pytest.mark.parametrize("pieces", [4, 1])
+    @pytest.mark.parametrize("mean", [0.0, 1000.0])
+    def test_its_reductions(self, mean: float, pieces: int) -> None:
+        """Batches add up; what a mask leaves out counts for nothing; the spread is about the mean."""
         generator = torch.Generator().manual_seed(0)
-        truth, output = (torch.randn(6, 5, generator=generator) * 3 + 2 for _ in range(2))
-        parts, whole = Deviation(), Deviation()
-        whole.add(truth, output)
-        for piece in zip(truth.split(4), output.split(4), strict=True):
-            parts.add(*piece)
-        for name in ("max_error", "rms_error", "spread_error"):
-            assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
-
-    def test_a_mask_over_the_leading_axes(self) -> None:
-        truth, output = torch.ones(1, 3, 2), torch.tensor([[[1.0, 1.0], [1.5, 1.0], [9.0, 9.0]]])
-        found, everything = Deviation(), Deviation()
-        found.add(truth, output, torch.tensor([[True, True, False]]))
-        everything.add(truth, output)
-        assert (found.max_error, found.rms_error, everything.max_error) == (0.5, 0.25, 8)
+        truth, noise = (torch.randn(8, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+        truth += mean
+        mask, found = torch.arange(8) < 6, Deviation()
+        for one, output, kept in zip(
+            truth.chunk(pieces), (truth + noise).chunk(pieces), mask.chunk(pieces), strict=True
+        ):
+            found.add(one, output, kept)
+        rms, largest = truth[mask].square().mean().sqrt(), noise[mask].abs().max()
+        assert found.max_error == pytest.approx(float(largest / rms))
+        assert found.rms_error == pytest.approx(float(noise[mask].square().mean().sqrt() / rms))
+        assert found.spread_error == pytest.approx(float(largest / truth[mask].std(correction=0)))
+        assert deviation([4.0, 4.0], [4.0, 5.0]).spread_error == 0.25, "nothing spreads: by the size"
 
     @pytest.mark.parametrize(
         ("truth", "output", "error"),
