@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from checkpoint_edits import with_weights
 from tiny_models import difference, inputs, load, norms_of, outputs, patch, tiny, word_tokenizer
 from transformers import AutoConfig, AutoModel, GPT2LMHeadModel
 
-from hfpatch.errors import FingerprintWarning
 from hfpatch.runtime.norms import DynamicTanh
 from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.schemes.norm_schemes import DyT
@@ -139,54 +138,43 @@ IN_EFFECT: dict[str, tuple[str, dict[str, Any], str, Any]] = {
 }
 
 
-def opened_with(folder: Path, request: tuple[str, dict[str, Any], str, Any], **options: Any) -> Any:
-    """The opened model, its config changed beforehand."""
-    *way, name = request[2].split(".")
-    config = part = AutoConfig.from_pretrained(folder)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", [*IN_VAIN, *IN_EFFECT])
+def test_a_setting_that_the_patch_fixes_is_named_and_others_have_an_effect(case: str, tmp_path: Path) -> None:
+    """It was ignored without a word, while the config said that it applied."""
+    family, patched, place, value = (IN_VAIN | IN_EFFECT)[case]
+    patch(zoo.tiny(family)[0], **patched).save_pretrained(tmp_path)
+    *way, name = place.split(".")
+    config = part = AutoConfig.from_pretrained(tmp_path)
     for one in way:
         part = getattr(part, one)
-    setattr(part, name, request[3])
-    return AutoModel.from_pretrained(folder, config=config, **options)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("request_", IN_VAIN.values(), ids=IN_VAIN)
-def test_a_setting_that_the_patch_fixes_is_named(request_: Any, tmp_path: Path) -> None:
-    """It was ignored without a word, while the config said that it applied."""
-    family, patched, name, value = request_
-    patch(zoo.tiny(family)[0], **patched).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=rf"{name}.*=.*which has no effect"):
-        opened_with(tmp_path, request_)
-    if "." not in name:
+    present = getattr(part, name)
+    setattr(part, name, value)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        changed = AutoModel.from_pretrained(tmp_path, config=config)
+        assert bool(told) == (case in IN_VAIN), [str(one.message) for one in told]
+        if case in IN_EFFECT:
+            ids = {"input_ids": torch.arange(5, 12)[None]}
+            assert "dropout" in name or difference(changed, AutoModel.from_pretrained(tmp_path), **ids) > 1e-4
+            return
+        assert re.search(rf"{name}.*=.*which has no effect", str(told[0].message))
+    if not way:
         with pytest.warns(UserWarning, match="which has no effect"):
             AutoModel.from_pretrained(tmp_path, **{name: value})
-        present = getattr(AutoConfig.from_pretrained(tmp_path), name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             AutoModel.from_pretrained(tmp_path, **{name: present})  # what it is anyway
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("request_", IN_EFFECT.values(), ids=IN_EFFECT)
-def test_other_settings_are(request_: Any, tmp_path: Path) -> None:
-    family, patched, name, _ = request_
-    patch(zoo.tiny(family)[0], **patched).save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FingerprintWarning)
-        changed = opened_with(tmp_path, request_)
-    ids = {"input_ids": torch.arange(5, 12)[None]}
-    if "dropout" not in name:
-        assert difference(changed, AutoModel.from_pretrained(tmp_path), **ids) > 1e-4
-
-
-def test_a_head_that_gives_its_base_another_name_than_its_own() -> None:
+def test_a_head_that_gives_its_base_another_name_than_its_own(tmp_path: Path) -> None:
     """Llama 4's text model: for the head the base's prefix is "language_model", and it holds it as `model`."""
     head, given = zoo.tiny("llama4_text", auto_class=CAUSAL)
     patch(head, norm="dyt", init="copy")
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        head.save_pretrained(folder)
-        base = AutoModel.from_pretrained(folder)
+        head.save_pretrained(tmp_path)
+        base = AutoModel.from_pretrained(tmp_path)
     assert len(norms_of(base, DynamicTanh)) == len(norms_of(head, DynamicTanh)) == 5
     with torch.no_grad():
         expected = head(**given, output_hidden_states=True).hidden_states[-1]

@@ -45,11 +45,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved / "one", tmp_path / "copy")
 
 
-@pytest.fixture
-def shards(saved: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(saved / "shards", tmp_path / "copy")
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the malicious ones would call."""
@@ -211,7 +206,7 @@ def test_the_control_of_configs(folder: Path) -> None:
     assert difference(AutoModel.from_pretrained(folder, check_fingerprint=False), original) > 1e-3
 
 
-# The index of shards
+# The index of shards, and headers of safetensors files
 
 
 def index(change: Callable[[dict[str, Any]], Any]) -> Damage:
@@ -237,6 +232,25 @@ OUTSIDE: tuple[Any, ...] = (
     *("..\\one\\model.safetensors", "https://example.org/model.safetensors", "model\0.safetensors"),
     *("pytorch_model.bin", 7, ["model.safetensors"], ""),
 )
+
+
+def content(change: Callable[[bytes], bytes], of: str = "h.0.ln_1.alpha") -> Damage:
+    """Another content of the file of weights that has a tensor, whose name it returns."""
+
+    def damage(folder: Path) -> str:
+        file = next(path for path in sorted(folder.glob("*.safetensors")) if of in load_file(path))
+        file.write_bytes(change(file.read_bytes()))
+        return file.name
+
+    return damage
+
+
+def second(change: Callable[[Path], Any]) -> Damage:
+    return lambda folder: change(folder / SHARD)
+
+
+SHARD = "model-00002-of-00007.safetensors"
+HEADER = "can't be read: .*Download or save it again"  # what safetensors makes of other headers is its own matter
 INDEXES: dict[str, tuple[Damage, str]] = {
     **{f"names {name!r}": (first_in(name), ELSEWHERE) for name in OUTSIDE},
     "with an empty weight_map": (index(lambda s: s["weight_map"].clear()), "names '' as weights"),
@@ -245,17 +259,31 @@ INDEXES: dict[str, tuple[Damage, str]] = {
     "a list": (raw(b"[]"), r"can't be read \(TypeError\)"),
     "no JSON": (raw(b"<html>404</html>"), r"can't be read \(JSONDecodeError\)"),
     "nested deeply": (raw(nested(100_000).encode()), r"can't be read \(RecursionError\)"),
+    "a shard is gone": (second(Path.unlink), f"{SHARD} is missing"),
+    "a shard is a folder": (second(lambda path: (path.unlink(), path.mkdir())), f"{SHARD} is missing"),
 }
+HEADERS: dict[str, tuple[Damage, str]] = {
+    "a shape that doesn't fit": (content(lambda data: data.replace(b'"shape":[1]', b'"shape":[9]')), HEADER),
+    "a huge length": (content(lambda data: bytes(7) + b"@" + data[8:]), HEADER),
+    "empty": (content(lambda data: b""), HEADER),
+    "cut by one byte": (content(lambda data: data[:-1]), HEADER),
+    "longer than it says": (content(lambda data: data + b"more"), HEADER),
+}
+WEIGHTS = [("shards", name) for name in INDEXES | HEADERS] + [("one", name) for name in HEADERS]
 
 
-@pytest.mark.parametrize(("damage", "says"), INDEXES.values(), ids=INDEXES)
-def test_indexes(damage: Damage, says: str, shards: Path, saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+def test_weights(kind: str, name: str, saved: Path, tmp_path: Path) -> None:
+    damage, says = (INDEXES | HEADERS)[name]
     shutil.copytree(saved / "one", tmp_path / "one")  # what a lead out of the shards would find
-    damage(shards)
+    folder = shutil.copytree(saved / kind, tmp_path / "copy")
+    victim = damage(folder)
     before = files(tmp_path)
-    with pytest.raises(CheckpointError, match=says) as caught:
-        AutoModel.from_pretrained(shards)
-    assert len(str(caught.value)) < 500
+    for check in (True, "full"):  # which names the file
+        named = victim if check == "full" and isinstance(victim, str) else says
+        with pytest.raises(CheckpointError, match=named) as caught:
+            AutoModel.from_pretrained(folder, check_fingerprint=check)
+        assert len(str(caught.value)) < 500
     assert files(tmp_path) == before
 
 
@@ -273,42 +301,6 @@ def test_an_index_in_the_cache_of_the_hub(to: str, saved: Path, tmp_path: Path) 
     for more in ({}, {"revision": revision}, {"revision": "main"}):
         with pytest.raises(CheckpointError, match=ELSEWHERE):
             AutoModel.from_pretrained("me/patched", **options, **more)
-
-
-# Headers of safetensors files
-
-# what safetensors makes of other headers is its own matter
-HEADERS: dict[str, Callable[[bytes], bytes]] = {
-    "a shape that doesn't fit": lambda data: data.replace(b'"shape":[1]', b'"shape":[9]'),
-    "a huge length": lambda data: bytes(7) + b"@" + data[8:],
-    "empty": lambda data: b"",
-    "cut by one byte": lambda data: data[:-1],
-    "longer than it says": lambda data: data + b"more",
-}
-
-
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("damage", HEADERS.values(), ids=HEADERS)
-@pytest.mark.parametrize("kind", ["one", "shards"])
-def test_headers(damage: Callable[[bytes], bytes], kind: str, saved: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved / kind, tmp_path / "copy")
-    victim = next(path for path in sorted(folder.glob("*.safetensors")) if "h.0.ln_1.alpha" in load_file(path))
-    victim.write_bytes(damage(victim.read_bytes()))
-    before = files(tmp_path)
-    with pytest.raises(CheckpointError, match=r"can't be read: .*Download or save it again") as caught:
-        AutoModel.from_pretrained(folder)
-    assert len(str(caught.value)) < 500
-    assert files(tmp_path) == before
-    with pytest.raises(CheckpointError, match=victim.name):
-        AutoModel.from_pretrained(folder, check_fingerprint="full")
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: (path.unlink(), path.mkdir())], ids=["gone", "a folder"])
-def test_a_shard_that_isnt_there(damage: Callable[[Path], Any], shards: Path, tmp_path: Path) -> None:
-    damage(victim := sorted(shards.glob("*.safetensors"))[1])
-    for check in (True, "full"):
-        with pytest.raises(CheckpointError, match=f"{victim.name} is missing"):
-            AutoModel.from_pretrained(shards, check_fingerprint=check)
 
 
 # Pickles
