@@ -365,8 +365,10 @@ def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pyte
         assert "1 of its tensors aren't those that were saved" in refused(*words)
     weights.write_bytes(content)
     before = (patched / "config.json").read_text()
-    edited(patched, lambda stored: stored.update(layer_norm_epsilon=0.1))
-    assert "config.json, or the patch record in it, was edited" in refused("verify", str(patched))
+    edited(patched, lambda stored: stored.update(attn_pdrop=0.9))  # which the forward doesn't show
+    by_verify = called("verify", str(patched), status=1).splitlines()[-1] + "\n"
+    assert by_verify.startswith(f"Error: {patched}: its config.json, or the patch record in it, was edited")
+    assert refused(*again) == by_verify
     (patched / "config.json").write_text(before)
     (patched / "hfpatch_weights.json").unlink()
     assert "has no hfpatch_weights.json" in called("verify", str(patched), status=1)
@@ -395,14 +397,6 @@ def edited(folder: Path, edit: Callable[[Any], Any]) -> None:
     stored = json.loads((folder / "config.json").read_text())
     edit(stored)
     (folder / "config.json").write_text(json.dumps(stored))
-
-
-def test_an_edited_config_is_refused(patched: Path) -> None:
-    """By verify in the same words as by an export, and without a warning besides."""
-    edited(patched, lambda stored: stored.update(attn_pdrop=0.9))  # which the forward doesn't show
-    by_verify = called("verify", str(patched), status=1).splitlines()[-1] + "\n"
-    assert by_verify.startswith(f"Error: {patched}: its config.json, or the patch record in it, was edited")
-    assert refused("export", str(patched), str(patched.parent / "e"), "--to", "plugin") == by_verify
 
 
 def test_a_class_that_no_auto_class_has(tmp_path: Path) -> None:

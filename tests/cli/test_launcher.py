@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hfpatch.cli import app
-from hfpatch.cli.launcher import STARTUP, launch, resolve_command, with_startup
+from hfpatch.cli.launcher import STARTUP, launch, resolve_command
 from hfpatch.errors import OptionError
 
 HOOK = STARTUP / "sitecustomize.py"
@@ -95,8 +95,6 @@ def test_the_command_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyP
     assert signals == [(signal.SIGPIPE, signal.SIG_DFL), (signal.SIGXFSZ, signal.SIG_DFL)]
     assert (path, words) == (sys.executable, [sys.executable, "-m", "module"])
     assert environment == {**os.environ, "PYTHONPATH": f"{STARTUP}{os.pathsep}here"}
-    for path in ({}, {"PYTHONPATH": ""}):
-        assert with_startup(path)["PYTHONPATH"] == str(STARTUP)
 
 
 def test_where_no_process_can_be_replaced_it_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:

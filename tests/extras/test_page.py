@@ -89,6 +89,8 @@ def test_it_does_without_what_is_not_known(tmp_path: Path) -> None:
     assert "isn't drawn: how its branches meet the residual stream isn't known" in text
     assert "How to make it again hfpatch.patch_model(model, norm='dyt') From" in text
     assert "What verify measured" not in text
+    assert "for transformers alone, where one computes the same; that is measured, and says for each why not" in text
+    assert "-native --to native" in text
 
 
 def test_names_stay_text(tmp_path: Path) -> None:
@@ -118,15 +120,6 @@ def test_a_repair(tmp_path: Path) -> None:
     assert f"{report.steps[0].module} {report.steps[0].kind} " in text
     assert "# texts: what the repair was calibrated on, which isn't in the record" in text
     assert "hfpatch.patch_model(model, norm='dyt', calibration=texts)" in text
-
-
-@pytest.mark.parametrize("request_", [{"norm": "rms"}, {"norm": "dyt"}])
-def test_a_native_export_is_offered_and_says_why_not(request_: dict[str, Any], tmp_path: Path) -> None:
-    """The page tries none."""
-    write_page(patch(tiny("gpt2"), **request_), tmp_path / "x.html")
-    text = words(tree_of(tmp_path / "x.html"))
-    assert "for transformers alone, where one computes the same; that is measured, and says for each why not" in text
-    assert "-native --to native" in text
 
 
 # Its parts

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from checkpoint_edits import with_config
+from hub_checks import NAME
 from huggingface_hub import ModelCard, ModelCardData
-from local_hub import LICENSES, LocalHub
-from local_store import Blob, Repo
+from local_hub import LICENSES, Blob, LocalHub, Repo
 from tiny_models import difference, load, patch, tiny
 
 from hfpatch import push_patched
@@ -107,10 +107,7 @@ def test_how_to_open_it(folder: Checkpoint) -> None:
     mine = text.replace("library_name: hfpatch", "library_name: mine")
     for written, library in ((None, "transformers"), (text, "transformers"), (mine, "mine")):
         assert parsed(of(folder, written)[0]).data.library_name == library
-
-
-def test_a_page_in_the_folder_is_linked(folder: Checkpoint) -> None:
-    assert PAGE not in of(folder)[0]
+    assert PAGE not in text
     text, _ = of(replace(folder, files={**folder.files, PAGE: Path(PAGE)}))
     assert "[hfpatch_report.html](hfpatch_report.html)" in text
 
@@ -241,53 +238,41 @@ def test_its_code_runs(form: str, tmp_path: Path) -> None:
 # On the Hub
 
 
-def pushed(hub: LocalHub, name: str, model: Any, **options: Any) -> tuple[dict[str, Any], str]:
-    """The metadata of the card that a push wrote, and what the push says."""
+def pushed(hub: LocalHub, name: str, model: Any, **options: Any) -> tuple[str | None, str | None, str]:
+    """The base model and the licence in the card that a push wrote, and what the push says."""
     done = push_patched(model, name, **options)
-    return ModelCard(hub.repos[name].files()["README.md"].decode()).data.to_dict(), str(done)
+    data = ModelCard(hub.repos[name].files()["README.md"].decode()).data.to_dict()
+    return data.get("base_model"), data.get("license"), str(done)
 
 
-def original_on_the_hub(hub: LocalHub, name: str, tmp_path: Path) -> str:
-    repo = hub.repos[f"{name}-original"] = Repo(f"{name}-original", private=True)
-    tiny("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path / "original")
-    files = {path.name: Blob(path.read_bytes()) for path in (tmp_path / "original").iterdir()}
-    repo.push("original", {**files, "README.md": Blob(b"---\nlicense: mit\n---\n")})
-    return repo.id
-
-
-def test_bases(hub: LocalHub, saved: Path, name: str, tmp_path: Path) -> None:
-    """One that can't be seen gives no licence, that of a model in memory is known."""
-    data, said = pushed(hub, f"{name}-a", saved, base_model="strangers/secret")
-    assert (data["base_model"], data.get("license")) == ("strangers/secret", None)
+def test_the_base_and_its_licence(hub: LocalHub, saved: Path, tmp_path: Path) -> None:
+    """Of one that can't be seen there is no licence; of a model in memory it is known, but no path of this machine."""
+    base, license, said = pushed(hub, "me/a", saved, base_model="strangers/secret")
+    assert (base, license) == ("strangers/secret", None)
     assert "the licence isn't known" in said
     assert "a folder has none" not in said
-    original = original_on_the_hub(hub, name, tmp_path)
-    model = patch(load(original, "AutoModelForCausalLM"), norm="dyt")
-    data, _ = pushed(hub, f"{name}-b", model)
-    assert (data["base_model"], data["license"]) == (original, "mit")
-    repo = hub.repos[original]
-    repo.push("no card", {path: blob for path, blob in repo.head.files.items() if path != "README.md"})
-    data, _ = pushed(hub, f"{name}-c", model)
-    assert (data["base_model"], data.get("license")) == (original, None)
-
-
-def test_a_local_base_gives_its_licence_and_not_its_path(hub: LocalHub, name: str, tmp_path: Path) -> None:
     tiny("gpt2", "AutoModelForCausalLM").save_pretrained(tmp_path / "original")
     (tmp_path / "original/README.md").write_text("---\nlicense: mit\n---\n")
-    data, said = pushed(hub, name, patch(load(tmp_path / "original", "AutoModelForCausalLM"), norm="dyt"))
-    assert (data["license"], data.get("base_model")) == ("mit", None)
+    base, license, said = pushed(hub, "me/b", patch(load(tmp_path / "original", "AutoModelForCausalLM"), norm="dyt"))
+    assert (base, license) == (None, "mit")
     assert "doesn't name the model that was patched: pass its id on the Hub as base_model= (--base)" in said
-    assert not [1 for content in hub.repos[name].files().values() if str(tmp_path).encode() in content]
+    assert str(tmp_path).encode() not in b"".join(hub.repos["me/b"].files().values())
+    repo = hub.repos["me/original"] = Repo("me/original", private=True)
+    repo.push("original", {path.name: Blob(path.read_bytes()) for path in (tmp_path / "original").iterdir()})
+    model = patch(load(repo.id, "AutoModelForCausalLM"), norm="dyt")
+    assert pushed(hub, "me/c", model)[:2] == (repo.id, "mit")
+    repo.push("no card", {path: blob for path, blob in repo.head.files.items() if path != "README.md"})
+    assert pushed(hub, "me/d", model)[:2] == (repo.id, None)
 
 
-def test_cards_in_the_folder_and_on_the_hub(hub: LocalHub, copied: Path, name: str) -> None:
+def test_cards_in_the_folder_and_on_the_hub(hub: LocalHub, copied: Path) -> None:
     (copied / "README.md").write_text(MINE)
-    push_patched(copied, name)
+    push_patched(copied, NAME)
     assert (copied / "README.md").read_text() == MINE
-    assert ModelCard(MINE).text.encode() in hub.repos[name].files()["README.md"]
+    assert ModelCard(MINE).text.encode() in hub.repos[NAME].files()["README.md"]
     (copied / "README.md").unlink()
-    before = hub.repos[name].head.oid
-    assert push_patched(copied, name).commit == before  # the Hub's own is kept
+    before = hub.repos[NAME].head.oid
+    assert push_patched(copied, NAME).commit == before  # the Hub's own is kept
 
 
 BAD = "\n\n# Free weights\n\n<script>alert(1)</script> [here](https://example.org) ```"
@@ -305,6 +290,11 @@ def test_what_stands_in_config_json_is_no_markup(checkpoint: Path, tmp_path: Pat
     assert "Saved with transformers" in original
     assert outside_code(text).keys() == outside_code(original).keys()
     assert read_checkpoint(copy).title == "gpt2"
+    found = read_checkpoint(checkpoint)
+    assert found.record is not None
+    edits = (*found.record.edits, Edit.of("```", None))  # which looks like the end of a block
+    text, _ = of(replace(found, record=replace(found.record, edits=edits)))
+    assert outside_code(text) == outside_code(original)
 
 
 def outside_code(text: str) -> dict[str, int]:
@@ -312,11 +302,3 @@ def outside_code(text: str) -> dict[str, int]:
     parts = re.split(r"(?ms)^(`{3,})\w*\n.*?^\1$", text)
     kinds = re.findall(r"(?m)^#+ .*|<[^>]*>|\]\([^)]*\)|```", "".join(parts[::2]))
     return {kind: kinds.count(kind) for kind in kinds}
-
-
-def test_edits_that_look_like_the_end_of_a_block(folder: Checkpoint) -> None:
-    assert folder.record is not None
-    edits = (*folder.record.edits, Edit.of("```", None))
-    found = replace(folder, record=replace(folder.record, edits=edits))
-    text, _ = of(found)
-    assert outside_code(text) == outside_code(of(folder)[0])
