@@ -1,7 +1,7 @@
 """Malicious and broken checkpoints: each is refused with a typed error that says why, and none of them runs anything.
 
-Records, guards and fingerprints that are malformed have tables of their own (test_checkpoint.py, test_guard.py,
-test_fingerprint.py); here are the files around them.
+Guards and fingerprints that are malformed have tables of their own (test_guard.py, test_fingerprint.py); what an edit
+may hold is tested in runtime/test_edit_text.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from tiny_models import difference, inputs, outputs, patch, tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from hfpatch.runtime.patch_errors import CheckpointError
+from hfpatch.runtime.patch_errors import CheckpointError, PatchError
 from hfpatch.schemes.rope import RoPE
 
 Damage = Callable[[Path], Any]
@@ -76,9 +77,9 @@ def entry(**changes: Any) -> Damage:
     return lambda folder: with_record(folder, **changes)
 
 
-def edit(value: str, place: str = "ln_f") -> Damage:
+def edit(value: Any) -> Damage:
     """One more edit in the patch record."""
-    return lambda folder: with_config(folder, lambda config: config["hfpatch"]["edits"].append(f"{place} = {value}"))
+    return lambda folder: with_config(folder, lambda config: config["hfpatch"]["edits"].append(value))
 
 
 def rope(value: str, option: str = "theta") -> Damage:
@@ -102,7 +103,7 @@ def twice(stored: str) -> str:
     return stored.rstrip().removesuffix("}") + ', "hfpatch": {"version": 99}}'
 
 
-UNREAD = "can't be read"
+UNREAD, GOOD = "can't be read", "h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)"
 OF_MODELS = EDITED, MISSING = "was edited after it was saved, and doesn't open", r"x\.safetensors is missing"
 RUN = "__import__('os').system('true')"
 NUMBERS = ("1e400", "Infinity", "NaN", "9" * 5000, nested(400), nested(9_000))
@@ -115,14 +116,46 @@ PLACES = (
     *("_modules", "_parameters", "_buffers", "_forward_hooks", "forward", "training", "train", "config", "__class__"),
     *("__dict__", "__call__", "state_dict", "_load_from_state_dict", "ln_1()", "ln_1[0]", "../x", ""),
 )
+ENTRIES: list[dict[str, Any]] = [  # other entries in the record; `...` takes one out
+    *({"version": value} for value in (..., 0, "3", True, 3.0, 4)),
+    *({"base_model_type": value} for value in (..., None, ["gpt2"], "", "no_such_family", "hfpatch")),
+    *({"activation": []}, {"norm": [], "pos": [], "mlp": []}),
+    *({"any_length": value} for value in (1, None)),
+    *({name: {}} for name in ("guarded", "fingerprint", "repair_report")),  # which 0.2 had
+    *({"request": value} for value in (..., {"norm": "rms"}, None, [{"norm": "rms"}] * 1001)),
+    *({"edits": value} for value in (..., None, GOOD, {"ln_f": "RMSNorm()"}, [GOOD] * 10_001)),
+]
+MALFORMED: list[Any] = [  # one more edit
+    *(None, [GOOD], "", "ln_f.eps = 1e999", "ln_f.eps = b'1'", "ln_f.eps = {1}"),
+    *(f"{place}.@centre = {value}" for place, value in (("drop", "'-1'"), ("drop", True), ("drop", 9))),
+    *(".@centre = -1", "drop.@centre = None", "wte.@scale = '5'", "wte.@scale = 0", "wte.@scale = -1.5"),
+    *(f"h.*.attn.@lens = {value}" for value in ("1", "RMSNorm()", "MeanRow()", "Fused('c_attn')")),
+    *("h.*.attn.@lens | ln_f = None", "wte.@hook = 1"),
+]
+UNFIT = [  # one more edit, of modules that were renamed since, or of another file's record: not half a patch
+    *("nowhere = RMSNorm()", "h.7.ln_1 = RMSNorm()", "nowhere.@centre = -1", "h.*.nowhere.@lens = None"),
+    *("ln_f = DynamicTanh(nonsense=1)", "ln_f = DynamicTanh(eps=1e-05, alpha='llm')"),
+    *("ln_f = DynamicTanh('a', 'b', 'c', 'd')", "ln_f = RMSNorm(eps=1e-05, gain=None, shift=None)"),
+    *("ln_f = Fused('c_attn')", "ln_f = 7", "wte.weight = 7", "ln_f.weight = RMSNorm()", "wte.weight = Rows('a')"),
+    *("h.*.attn.rotary_emb = RotaryEmbedding('8', theta=[])", "h.*.attn.@lens = AttentionLens()"),
+    "ln_f.@scale = 1.0 = 1",
+    *(f"h.*.mlp.c_fc = GatedLinear({arguments})" for arguments in ("5", "None", "'no such'", "'geglu', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', {more})" for more in ("-4, True, True", "40, True", "40, 'a', True")),
+    *(f"h.*.mlp.c_fc = GatedLinear('geglu', scale={scale})" for scale in ("0.0", "'a'", "True")),
+    *(f"h.*.mlp.act = GatedActivation(act={act})" for act in ("5", "'NoSuch'", "'Fused'", "'MultiheadAttention'")),
+]
 CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
+    **{f"a record {value!r}": (setting(hfpatch=value), CheckpointError, "") for value in (None, [], "rms", 3, {})},
+    **{f"entries {repr(value)[-40:]}": (entry(**value), CheckpointError, "") for value in ENTRIES},
+    **{f"one more edit {value!r}": (edit(value), CheckpointError, "") for value in MALFORMED},
+    **{f"unfit {value}": (edit(value), PatchError, re.escape(value.partition(" = ")[0])) for value in UNFIT},
     **{f"theta {value:.20}": (rope(value), CheckpointError, UNREAD) for value in NUMBERS},
-    **{f"an edit {value:.30}": (edit(value), CheckpointError, UNREAD) for value in CODE},
+    **{f"an edit {value:.30}": (edit(f"ln_f = {value}"), CheckpointError, UNREAD) for value in CODE},
     **{
-        f"an edit {value}": (edit(value), CheckpointError, "no component called")
+        f"an edit {value}": (edit(f"ln_f = {value}"), CheckpointError, "no component called")
         for value in ("NoSuchNorm()", "eval('1')", "__import__('os')")
     },
-    **{f"an edit of {name}": (edit("{}", f"h.0.{name}"), CheckpointError, "isn't an edit") for name in PLACES},
+    **{f"an edit of {name}": (edit(f"h.0.{name} = {{}}"), CheckpointError, "isn't an edit") for name in PLACES},
     "an edit too long": (rope(nested(100_000)), CheckpointError, "at most 20000 characters"),
     "scaling as code": (rope(RUN, "scaling"), CheckpointError, UNREAD),
     "edits nested too deeply for JSON": (
@@ -155,11 +188,11 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
         for value in ("x", ["x"], {"AutoModel": 5}, {"AutoModel": {}}, {"AutoModel": [5]})
     },
     **{
-        f"an edit of {place} to None": (edit("None", place), CheckpointError, EDITED)
+        f"an edit of {place} to None": (edit(f"{place} = None"), CheckpointError, EDITED)
         for place in ("wte.weight", "h.0.attn.c_attn.weight")
     },
     **{
-        f"a scale of {value}": (edit(value, "wte.@scale"), CheckpointError, "@scale takes no such value")
+        f"a scale of {value}": (edit(f"wte.@scale = {value}"), CheckpointError, "@scale takes no such value")
         for value in ("1e308", "1e30", "0.0", "-1.0", "True")
     },
     "weights that aren't there": (setting(transformers_weights="x.safetensors"), CheckpointError, MISSING),
@@ -170,13 +203,13 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(75)
 @pytest.mark.parametrize(("damage", "kind", "says"), CONFIGS.values(), ids=CONFIGS)
 def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: Path) -> None:
     damage(folder)
     before = files(tmp_path)
     openers = [AutoModel.from_pretrained, partial(AutoModel.from_pretrained, check_fingerprint=False)]
-    if says not in OF_MODELS:
+    if says not in OF_MODELS and kind is not PatchError:
         openers.append(AutoConfig.from_pretrained)
     for opener in openers:
         with pytest.raises(kind, match=says) as caught:
@@ -189,7 +222,7 @@ def test_an_edit_that_takes_away_what_transformers_ties(tmp_path: Path) -> None:
     model = patch(tiny("gpt2", "AutoModelForCausalLM"), norm="dyt")
     for place in ("wte", "<head>.lm_head", "<head>.lm_head.weight"):
         model.save_pretrained(tmp_path)
-        edit("None", place)(tmp_path)
+        edit(f"{place} = None")(tmp_path)
         for opener in (AutoModelForCausalLM, type(model)):
             for check in (True, False):
                 with pytest.raises(CheckpointError, match=EDITED):
@@ -199,9 +232,17 @@ def test_an_edit_that_takes_away_what_transformers_ties(tmp_path: Path) -> None:
 def test_the_control_of_configs(folder: Path) -> None:
     original = AutoModel.from_pretrained(folder)
     same = rope("300.0, scaling={'rope_type': 'linear', 'factor': 2.0}")
-    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), same):
+    no_more = entry(request=[{"norm": "rms", "only": ["*"], "keep": []}], any_length=True)
+    for damage in (text(lambda s: s.replace("{", "{ ", 1)), setting(unheard_of=[1]), same, no_more):
         damage(folder)
         assert difference(AutoModel.from_pretrained(folder), original) < 1e-5
+    for value in (
+        "h.*.mlp.c_fc = GatedLinear('geglu')",
+        "h.*.mlp.act = GatedActivation(act='GELU')",
+        "ln_f.@scale = 2.0",
+    ):
+        edit(value)(other := Path(shutil.copytree(folder, folder.parent / value.partition(" ")[0].replace("*", "0"))))
+        assert AutoModel.from_config(AutoConfig.from_pretrained(other))
     rope("310.0")(folder)
     assert difference(AutoModel.from_pretrained(folder, check_fingerprint=False), original) > 1e-3
 
