@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import pickle
@@ -16,7 +15,7 @@ from tiny_models import difference, load, patch, registered, tiny
 from transformers import GPT2Config, GPT2Model
 
 from hfpatch import runtime
-from hfpatch.checkpoint.remote_code import FILE, classes_by_auto_class, write_code
+from hfpatch.checkpoint.remote_code import FILE, write_code
 from hfpatch.core.registry import NORMS
 from hfpatch.export import export_model
 from hfpatch.export.remote import verify_remote
@@ -31,32 +30,6 @@ def own_model(folder: Path, name: str, more: str = "", **options: Any) -> Any:
     own = own_scheme(folder, name, more)
     with registered(NORMS, "own", own):
         return patch(tiny("gpt2"), norm=own(**options))
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("family", "request_"), [("gpt2", "all"), ("bert", "fresh"), ("vit", "axial"), ("t5", "rope")])
-def test_the_files(family: str, request_: str, tmp_path: Path) -> None:
-    """The runtime's as they are, and a short one with every head."""
-    model = build(family, request_)
-    auto_map = write_code(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*RUNTIME, FILE}
-    assert all((tmp_path / name).read_bytes() == path.read_bytes() for name, path in RUNTIME.items())
-    tree = ast.parse((tmp_path / FILE).read_text())
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    assert {f"modeling_hfpatch.{name}" for name in classes} == set(auto_map.values())
-    assert auto_map["AutoConfig"] == f"modeling_hfpatch.{type(model.config).__name__}"
-    assert auto_map[next(iter(classes_by_auto_class(model)))] == f"modeling_hfpatch.{type(model).__name__}"
-    assert auto_map["AutoModel"] == f"modeling_hfpatch.{type(model.base_model).__name__}"
-    assert len(classes) > 3
-
-
-def test_imports_are_such_as_transformers_follows(tmp_path: Path) -> None:
-    """It copies the files that `from .name import` names; `from . import name` it doesn't see."""
-    from transformers.dynamic_module_utils import get_relative_import_files
-
-    write_code(own_model(tmp_path, "own_norm_that_is_copied"), tmp_path)
-    followed = {Path(path).name for path in get_relative_import_files(tmp_path / FILE)}
-    assert followed == {*RUNTIME, "own_norm_that_is_copied.py"}
 
 
 def test_a_third_partys_component_is_shipped(tmp_path: Path) -> None:

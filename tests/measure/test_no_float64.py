@@ -11,6 +11,7 @@ from no_float64 import MPS, OnMPS
 from tiny_models import tiny
 from torch import nn
 
+from hfpatch.measure.float64_forward import Float64
 from hfpatch.measure.outputs import max_error, noise_floor, outputs_of
 from hfpatch.patch import outcomes, patch_model
 from hfpatch.runtime.float64 import in_float64
@@ -99,3 +100,22 @@ def test_comparisons_there() -> None:
         assert found["logits"].device == MPS
         assert max_error(found, found) == 0
         assert 0 < noise_floor(model, {"input_ids": ids}) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        lambda x: x.float(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.to(dtype=torch.bfloat16),
+        lambda x: x.type(torch.float32),
+        lambda x: torch.softmax(x, -1, dtype=torch.float32),
+        lambda x: torch.zeros(3) + x,
+        lambda x: torch.arange(3, dtype=torch.float32) * x,
+        lambda x: torch.tensor(torch.finfo(x.dtype).min),
+        lambda x: torch.full((3,), torch.finfo(x.dtype).min),
+    ],
+)
+def test_nothing_is_narrowed_in_a_forward_in_float64(narrow: Any) -> None:
+    with Float64():
+        assert narrow(torch.rand(3, dtype=torch.float64)).dtype == torch.float64
