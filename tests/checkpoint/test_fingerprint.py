@@ -1,10 +1,18 @@
-"""A checkpoint whose files aren't those that were saved is refused or told of; nothing intact is."""
+"""A checkpoint whose files aren't those that were saved is refused or told of; nothing intact is.
+
+check_fingerprint="full" compares every byte of the weights, by name of the tensor, where opening alone sees nothing.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +20,24 @@ import pytest
 import torch
 import transformers
 import zoo
-from checkpoint_edits import weights_of, with_config, with_weights
+from checkpoint_edits import stored_in, weights_of, with_config, with_weights
+from safetensors.torch import load_file
 from sampled import sampled
 from tiny_models import RECORDED, difference, load, patch, randomise, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hfpatch.checkpoint import files
+from hfpatch.checkpoint.file_digests import compare, digests_or_warning, read_digests, variant_of, write_digests
+from hfpatch.checkpoint.stored_config import config_digest
 from hfpatch.errors import FingerprintWarning, OptionError
 from hfpatch.runtime.patch_errors import CheckpointError, PatchError
 from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
 AUTOS = ("AutoModelForCausalLM", "AutoModel", "AutoModelForTokenClassification")
+WTE, GAIN, OTHER = "transformer.wte.weight", "transformer.ln_f.weight", "transformer.h.0.ln_1.gain"
+DIGESTS = "hfpatch_weights.json"
 another = pytest.raises(CheckpointError, match="check_fingerprint=False")
 
 
@@ -36,15 +49,31 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def silent() -> Any:
+@contextmanager
+def without_a_word() -> Any:
     """Whatever is opened, hfpatch says nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FingerprintWarning)
         yield
 
 
+@pytest.fixture
+def silent() -> Any:
+    with without_a_word():
+        yield
+
+
+def full(folder: Any, auto: Any = AutoModel, **options: Any) -> Any:
+    return auto.from_pretrained(folder, check_fingerprint="full", **options)
+
+
 # What is caught
+
+Change = Callable[[Path], Any]
+
+
+def weights(change: Callable[[dict[str, Tensor]], Any]) -> Change:
+    return lambda folder: with_weights(folder, change)
 
 
 def afresh(name: str) -> Callable[[dict[str, Tensor]], None]:
@@ -54,7 +83,22 @@ def afresh(name: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def in_edits(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+def flip(folder: Path, entry: int = 50, files: str = "*.safetensors") -> None:
+    """A bit of the embedding, in the file that has it."""
+    path = next(path for path in folder.glob(files) if WTE in load_file(path))
+    with_weights(folder, lambda weights: weights[WTE].view(torch.int16).view(-1)[entry].bitwise_xor_(1), path.name)
+
+
+def in_shards(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    assert not (folder / "model.safetensors").exists()
+
+
+def config(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda folder: with_config(folder, change)
+
+
+def in_edits(old: str, new: str) -> Change:
     """Something else in the text of the record's edits."""
 
     def change(config: dict[str, Any]) -> None:
@@ -63,58 +107,180 @@ def in_edits(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         assert changed != edits
         config["hfpatch"]["edits"] = changed
 
-    return change
+    return config(change)
 
 
-def lost(weights: dict[str, Tensor]) -> None:
-    weights.pop("transformer.h.0.ln_1.alpha")
+def digests(content: str) -> Change:
+    return lambda folder: (folder / DIGESTS).write_text(content)
 
 
-IN_CONFIG: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "eps": lambda config: config.update(layer_norm_epsilon=1.1e-5),
-    "activation": lambda config: config.update(activation_function="relu"),
-    "theta": in_edits("theta=300.0", "theta=310.0"),
-    "pairing": in_edits("theta=300.0", "theta=300.0, pairing='interleaved'"),
-    "length": lambda config: config.update(n_positions=2 * config["n_positions"]),
-    "dropout": lambda config: config.update(attn_pdrop=0.5),
-    "what the record says": lambda config: config["hfpatch"]["request"][0].update(outcome={"verdict": "exact"}),
+def more_digests(**entries: Any) -> Change:
+    """The file of digests with other entries."""
+    return lambda folder: digests(json.dumps(json.loads((folder / DIGESTS).read_text()) | entries))(folder)
+
+
+SILENT, TOLD, EDITED = "silent", "told", "edited"
+UNREAD = r"hfpatch_weights\.json"
+NO_DIGESTS = (
+    *("", "[]", "{}", "[" * 100_000, '{"version": 1, "tensors": 5}', '{"version": 2, "tensors": {}}'),
+    *('{"version": 1, "tensors": {}}', '{"version": 1, "tensors": {}, "config": 5}'),
+    json.dumps({"version": 1, "config": "0", "tensors": [[5, "x"], ["y", "z"]]}),
+    json.dumps({"version": 1, "config": "0", "tensors": {}, "repair": []}),
+)
+# what changes; what opening comes to: nothing to say, a warning, or an error that says this; and the full check
+CHANGES: dict[str, tuple[Change, str, str]] = {
+    "nothing": (lambda folder: None, SILENT, SILENT),
+    "shards": (in_shards, SILENT, SILENT),
+    "a bit": (flip, SILENT, r"1 of .*: transformer\.wte\.weight \(changed\)"),
+    "a bit in a shard": (lambda folder: (in_shards(folder), flip(folder)), SILENT, r"wte\.weight \(changed\)"),
+    "a projection": (
+        weights(afresh("transformer.h.1.mlp.c_proj.weight")),
+        SILENT,
+        r"1 of .*c_proj\.weight \(changed\)",
+    ),
+    "two swapped": (
+        weights(lambda weights: weights.update({GAIN: weights[OTHER], OTHER: weights[GAIN]})),
+        SILENT,
+        r"2 of .*: transformer\.h\.0\.ln_1\.gain \(changed\), transformer\.ln_f\.weight \(changed\)",
+    ),
+    "a transposed square": (
+        weights(lambda weights: weights["transformer.h.1.attn.c_proj.weight"].t_()),
+        SILENT,
+        r"1 of .*c_proj\.weight \(changed\)",
+    ),
+    "one more": (weights(lambda weights: weights.update(more=torch.ones(3))), SILENT, r"1 of .*: more \(added\)"),
+    "lost": (
+        weights(lambda weights: weights.pop("transformer.h.0.ln_1.alpha")),
+        r"lacks 1 weights that were saved with it .*h\.0\.ln_1\.alpha",
+        r"1 of .*h\.0\.ln_1\.alpha \(missing\)",
+    ),
+    "the same bytes as another dtype": (
+        weights(lambda weights: weights.update({GAIN: weights[GAIN].view(torch.int32)})),
+        SILENT,
+        r"1 of .*: transformer\.ln_f\.weight \(changed\).*without hfpatch",
+    ),
+    "all rounded": (
+        weights(lambda weights: weights.update({name: one.bfloat16() for name, one in weights.items()})),
+        SILENT,
+        r"\(changed\) and \d+ more",
+    ),
+    "eps": (config(lambda config: config.update(layer_norm_epsilon=1.1e-5)), TOLD, EDITED),
+    "activation": (config(lambda config: config.update(activation_function="relu")), TOLD, EDITED),
+    "length": (config(lambda config: config.update(n_positions=2 * config["n_positions"])), TOLD, EDITED),
+    "dropout": (config(lambda config: config.update(attn_pdrop=0.5)), TOLD, EDITED),
+    "theta": (in_edits("theta=300.0", "theta=310.0"), TOLD, EDITED),
+    "pairing": (in_edits("theta=300.0", "theta=300.0, pairing='interleaved'"), TOLD, EDITED),
+    "what the record says": (
+        config(lambda config: config["hfpatch"]["request"][0].update(outcome={"verdict": "exact"})),
+        TOLD,
+        EDITED,
+    ),
+    "digests gone": (lambda folder: (folder / DIGESTS).unlink(), SILENT, UNREAD),
+    **{f"digests {text:.40}": (digests(text), UNREAD, UNREAD) for text in NO_DIGESTS},
+    "digests that are none": (more_digests(tensors={WTE: 5, "\n" * 2_000: []}), SILENT, UNREAD),
+    # 0.3 stored samples besides, for a check that there isn't any more; whatever stands there is ignored
+    "samples of 0.3": (more_digests(samples={WTE: "0"}), SILENT, SILENT),
+    "samples that are none": (more_digests(samples=5), SILENT, SILENT),
 }
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"embd_pdrop": 0.3}, {"dtype": torch.bfloat16}, {"attn_implementation": "eager"}),
+]
 
 
-@pytest.mark.parametrize("auto", AUTOS)
-def test_other_weights_are_refused(auto: str, folder: Path, silent: None) -> None:
-    """Of the base, under its names and those that a head has: lost ones whenever they are opened, as they would start
-    afresh; others by the full check, of which test_file_digests.py has all that may differ.
-    """
-    opener = getattr(transformers, auto)
-    opener.from_pretrained(folder, check_fingerprint="full")
-    with_weights(folder, afresh("transformer.h.1.mlp.c_proj.weight"))
-    with another:
-        opener.from_pretrained(folder, check_fingerprint="full")
-    with_weights(folder, lost)
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights that were saved with it .*h\.0\.ln_1\.alpha"):
-        opener.from_pretrained(folder)
-    opener.from_pretrained(folder, check_fingerprint=False)
+def expected(what: str) -> AbstractContextManager:
+    if what == TOLD:
+        return pytest.warns(FingerprintWarning, match=r"config\.json.*edited")
+    return without_a_word() if what == SILENT else pytest.raises(CheckpointError, match=what)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("auto", AUTOS)
-@pytest.mark.parametrize("change", IN_CONFIG.values(), ids=IN_CONFIG)
-def test_an_edited_config_is_told_and_refused_by_the_full_check(
-    change: Any, auto: str, folder: Path, tmp_path: Path
-) -> None:
-    opener = getattr(transformers, auto)
-    with_config(folder, change)
-    for options in ({}, {"embd_pdrop": 0.3}):  # beside settings that are changed on purpose
-        with pytest.warns(FingerprintWarning, match=r"config\.json.*edited") as told:
-            opener.from_pretrained(folder, **options)
-        assert len(told) == 1
-    with pytest.raises(CheckpointError, match="edited"):
-        opener.from_pretrained(folder, check_fingerprint="full")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opener.from_pretrained(folder, check_fingerprint=False).save_pretrained(tmp_path / "again")
-        opener.from_pretrained(tmp_path / "again", check_fingerprint="full")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_in_the_files(name: str, folder: Path, tmp_path: Path) -> None:
+    """By any head: under its names and those of the base; beside settings that are changed on purpose."""
+    change, opening, compared = CHANGES[name]
+    change(folder)
+    for auto in AUTOS:
+        opener = getattr(transformers, auto)
+        for options in OPTIONS if auto == AUTOS[0] else OPTIONS[:1]:
+            with expected(opening) as told:
+                opener.from_pretrained(folder, **options)
+            assert opening != TOLD or len(told) == 1
+            with expected(compared) as caught:
+                full(folder, opener, **options)
+            assert compared == SILENT or len(str(caught.value)) < 3_000
+    with without_a_word():
+        AutoModel.from_pretrained(folder, check_fingerprint=False).save_pretrained(tmp_path / "again")
+        full(tmp_path / "again")
+
+
+def test_the_digests(saved: Path, tmp_path: Path) -> None:
+    """By their formula, written out; wherever a tensor is."""
+    stored = json.loads((saved / DIGESTS).read_text())
+    assert stored.keys() == {"version", "config", "tensors"}
+    assert stored["config"] == config_digest(stored_in(saved))
+    weights = weights_of(saved)
+    for name, tensor in weights.items():
+        text = f"F32 {list(tensor.shape)}\n".encode() + tensor.numpy().tobytes()
+        assert stored["tensors"].pop(name) == hashlib.sha256(text).hexdigest()[:32]
+    assert stored["tensors"] == {}
+    shards = Path(shutil.copytree(saved, tmp_path / "shards"))
+    in_shards(shards)
+    for folder in (saved, shards):
+        sizes = (len(weights), sum(one.nbytes for one in weights.values()), {})
+        assert compare(folder, {}, read_digests(folder, {})) == sizes
+
+
+def test_variants_and_subfolders(saved: Path, tmp_path: Path) -> None:
+    """Each variant has digests of its own."""
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    model.save_pretrained(tmp_path / "part")
+    for shard in ("1GB", "20KB"):
+        model.half().save_pretrained(tmp_path / "part", variant="fp16.ema", max_shard_size=shard)
+        assert full(tmp_path, subfolder="part", variant="fp16.ema").dtype == torch.float16
+        full(tmp_path, subfolder="part", dtype=torch.float32)
+    write_digests(tmp_path / "part")
+    names = {path.name: variant_of(path.name) for path in (tmp_path / "part").iterdir()}
+    assert names["model.safetensors"] == ""
+    assert names["model.safetensors.index.fp16.ema.json"] == ".fp16.ema"
+    assert {names[one] for one in names if one.startswith("model.fp16.ema-")} == {".fp16.ema"}
+    assert names["config.json"] is None
+    assert variant_of("model-00001-of-00002.safetensors") == variant_of("model.safetensors.index.json") == ""
+    assert variant_of("adapter_model.safetensors") is None
+    full(tmp_path, subfolder="part", variant="fp16.ema")
+    flip(tmp_path / "part", 51, "model.fp16*")
+    full(tmp_path, subfolder="part")
+    with pytest.raises(CheckpointError, match=r"fp16\.ema\.json: transformer\.wte\.weight \(changed\)"):
+        full(tmp_path, subfolder="part", variant="fp16.ema")
+
+
+def test_saved_without_digests(folder: Path, saved: Path) -> None:
+    """Nothing to say when it is opened; where all should be compared, it is told or refused."""
+    (folder / DIGESTS).unlink()
+    with pytest.warns(FingerprintWarning, match=r"has no hfpatch_weights\.json.*isn't known"):
+        assert digests_or_warning(folder, {}) is None
+    full(saved).save_pretrained(folder, variant="x")
+    with pytest.raises(CheckpointError, match=UNREAD):
+        full(folder)
+    full(folder, variant="x")
+
+
+def test_what_is_opened_is_what_is_compared(folder: Path) -> None:
+    """Options that open something else are refused; files that are opened before the usual ones are compared."""
+    cls: Any = type(AutoModel.from_pretrained(folder))
+    for options in ({"use_safetensors": False}, {"gguf_file": "model.gguf"}):
+        with pytest.raises(OptionError, match="safetensors"):
+            cls.from_pretrained(folder, check_fingerprint="full", **options)
+    model = cls.from_pretrained(folder, check_fingerprint="full")
+    with pytest.raises(OptionError):
+        cls.from_pretrained(None, config=model.config, state_dict=model.state_dict(), check_fingerprint="full")
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    with_config(folder, transformers_weights="other.safetensors")
+    flip(folder, 50, "model*")
+    for damaged in (False, True):
+        if damaged:
+            flip(folder, 50, "other*")
+        for opening in (full, partial(cls.from_pretrained, check_fingerprint="full")):
+            with pytest.raises(CheckpointError, match=r"wte\.weight \(changed\)") if damaged else nullcontext():
+                opening(folder)
 
 
 def test_weights_by_other_names_are_refused_where_transformers_changed(folder: Path, silent: None) -> None:
