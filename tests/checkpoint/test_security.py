@@ -203,7 +203,7 @@ CONFIGS: dict[str, tuple[Damage, type[Exception], str]] = {
 }
 
 
-@pytest.mark.sample(75)
+@pytest.mark.sample(75, slow=200)
 @pytest.mark.parametrize(("damage", "kind", "says"), CONFIGS.values(), ids=CONFIGS)
 def test_configs(damage: Damage, kind: Any, says: str, folder: Path, tmp_path: Path) -> None:
     damage(folder)

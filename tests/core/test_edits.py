@@ -99,3 +99,15 @@ def test_mode_and_hooks_of_every_kind_move_to_the_new_module() -> None:
     assert run() == everything - {"forward"}
     edits.undo()
     assert run() == everything - {"forward"}
+
+
+def test_old_values_follow_the_parameters_dtype_and_shape() -> None:
+    model, edits = tree(), Transaction()
+    old = model.table.detach().clone()
+    edits.write(model, WeightChange("table", "value", torch.zeros(4, 3)))
+    edits.write(model, WeightChange("scale", "value", torch.zeros(3)))
+    model.to(torch.float16)
+    model.scale = nn.Parameter(torch.ones(5))  # resized since
+    edits.undo()
+    assert torch.equal(model.table, old.half())
+    assert torch.equal(model.scale, torch.ones(5))

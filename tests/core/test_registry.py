@@ -14,6 +14,7 @@ import torch
 from tiny_models import changes, difference, fingerprint, outputs, patch, registered, reload, tiny
 from torch import Tensor, nn
 
+from hfpatch.core.plan_table import Row
 from hfpatch.core.registry import NORMS, POSITIONS, Registry
 from hfpatch.errors import UnknownNameError
 from hfpatch.patch import patch_model
@@ -174,6 +175,8 @@ def plan_last_norm(sites: Sites, part: Any) -> PlannerResult:
 
 
 def test_a_third_party_scheme_brings_its_own_planner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ln_f: say what the replacement loses"):
+        Row("norm", "ln_f", "LayerNorm(4)").replace_by("RMSNorm(4)")
     with registered(NORMS, "last", LastAlone):
         model = patch(tiny("gpt2"), norm="last:alpha=0.25")
         assert [name for name, module in model.named_modules() if isinstance(module, DynamicTanh)] == ["ln_f"]

@@ -199,7 +199,7 @@ def test_places_that_cant_be_written(name: str, model: Any, place: Path, monkeyp
     assert contents(place) == before
 
 
-@pytest.mark.parametrize(("name", "exists"), KINDS[:-1])
+@pytest.mark.parametrize(("name", "exists"), [*KINDS[:-1], ("remote", True)])
 def test_a_link_stays_and_what_it_leads_to_is_replaced(name: str, exists: bool, model: Any, place: Path) -> None:
     link, out = place / name, place / "elsewhere" / name
     if exists:

@@ -147,20 +147,6 @@ def test_a_stop_at_any_moment_is_taken_back(
     assert torch.equal(bits(module.value), before)
 
 
-def test_an_operand_can_be_a_parameter_as_it_is_by_then() -> None:
-    """A layer-scale goes into the linear before it, and is then one."""
-    model, edits = nn.Sequential(nn.Linear(3, 4)), Transaction()
-    model.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    weight = model[0].weight.detach().clone()
-    for one in (WeightChange("0.weight", "multiply", "scale", 0), WeightChange("scale", "fill", 1.0)):
-        edits.write(model, one)
-    assert torch.equal(model[0].weight, weight * torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
-    assert model.scale.tolist() == [1, 1, 1, 1]
-    edits.undo()
-    assert torch.equal(model[0].weight, weight)
-    assert model.scale.tolist() == [1, 2, 3, 4]
-
-
 def test_a_plan_says_which_weights_change() -> None:
     """In words, with the layers' numbers as one; and as JSON."""
     plan = plan_patch(tiny("gpt2"), norm="rms")
