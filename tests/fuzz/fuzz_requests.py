@@ -389,7 +389,7 @@ class Run:
 
     def saved(self) -> str:
         """Saved and opened, in a dtype in which the unpatched model comes back: the same tensors and outputs."""
-        if self.truth is not None or not comes_back(self.case.family, self.case.head, self.case.dtype):
+        if not comes_back(self.case.family, self.case.head, self.case.dtype):
             return "not saved"
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
