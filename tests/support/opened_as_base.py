@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ HEADS = (
 
 
 def heads(model_type: str, base: type) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
-    """Models of the usual heads of a type, whose embeddings aren't tied, in float64, with inputs; not of the base."""
+    """Models of the usual heads of a type, whose embeddings aren't tied, with inputs; not of the base."""
     written = zoo.classes_of(model_type)
     for name in [name for end in HEADS for name in written if name.endswith(end) and written[name] is not base]:
         with suppress(zoo.Unbuildable):
@@ -47,15 +49,37 @@ def opened(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, bool]:
     return found.eval(), any("and is opened as" in str(one.message) for one in told)
 
 
-def base_with_inputs(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """What AutoModel makes of an unpatched model with a head, and inputs; None if that is no other class, or none."""
-    try:
-        base, _ = opened(model, folder)
-        given = cast(example_inputs(base), torch.device("cpu"), torch.float64)
-        everything_returned(base, given)
-    except Exception:  # AutoModel doesn't open it, or no inputs can be made
-        return None
-    return None if type(base) is type(model) else (base, given)
+@dataclass
+class Head:
+    """A model with a head, and what AutoModel makes of its checkpoint in `folder`, each with its inputs."""
+
+    model: PreTrainedModel
+    inputs: dict[str, Any]
+    base: PreTrainedModel
+    given: dict[str, Any]
+    folder: str
+
+
+def heads_as_bases(model_type: str, kind: type) -> Iterator[Head]:
+    """All in float64; without those that AutoModel opens as the same class or not at all, or that get no inputs."""
+    for model, inputs in heads(model_type, kind):
+        model = in_float64(model)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                base, _ = opened(model, folder)
+                given = cast(example_inputs(base), torch.device("cpu"), torch.float64)
+                everything_returned(base, given)
+            except Exception:  # AutoModel doesn't open it, or no inputs can be made
+                continue
+            if type(base) is not type(model):
+                yield Head(model, inputs, base, given, folder)
+
+
+def in_float64(model: nn.Module) -> Any:
+    model = model.double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product takes no float64
+    return model
 
 
 def everything_returned(model: nn.Module, inputs: dict[str, Any], states: bool = True) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -30,15 +31,52 @@ def no_totals(results: list[Any]) -> dict[str, Any]:
 
 
 @dataclass
-class ClassesResult:
-    """What a sweep found in the classes of one model type; `status` is "ok", or says why it wasn't run.
+class OfType:
+    """What a sweep found in one model type."""
+
+    model_type: str
+
+    @classmethod
+    def failed(cls, model_type: str, reason: str) -> Self:
+        """That of a type that can't be built or examined."""
+        return cls(model_type, reason)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Self:
+        return cls(**row)
+
+
+@dataclass
+class Result(OfType):
+    """With a status: "ok", a verdict, or why nothing is known."""
+
+    status: str = "ok"
+
+    @property
+    def kind(self) -> str:
+        """The status without its reason."""
+        return self.status.partition(":")[0]
+
+
+@dataclass
+class Answers(OfType):
+    """Of a sweep that asks several questions, each of which has a field or an entry in one; or why it wasn't run."""
+
+    not_run: str = ""
+
+    @classmethod
+    def failed(cls, model_type: str, reason: str) -> Self:
+        return cls(model_type, reason.removeprefix("not built: ").removeprefix("failed: "))
+
+
+@dataclass
+class ClassesResult(Result):
+    """What a sweep found in the classes of one model type.
 
     Attributes:
         of: the dataclass of what was seen of a class.
     """
 
-    model_type: str
-    status: str = "ok"
     seen: list[Any] = field(default_factory=list)
     of: ClassVar[type]
 
@@ -47,26 +85,60 @@ class ClassesResult:
         return cls(**{**row, "seen": [cls.of(**one) for one in row.get("seen", [])]})
 
 
+@dataclass
+class ClassRow:
+    """One class over all model types, and what was seen of it in each."""
+
+    owner: str
+    families: list[str] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+
+    def first(self, name: str) -> Any:
+        """The first thing of this name that was seen and says something."""
+        return next((found for one in self.seen if (found := getattr(one, name))), None)
+
+    @property
+    def shown(self) -> str:
+        more = f" and {len(self.families) - 6} more" if len(self.families) > 6 else ""
+        return ", ".join(self.families[:6]) + more
+
+    @classmethod
+    def of(cls, results: Iterable[ClassesResult], others: Iterable[str] = ()) -> list[Self]:
+        """A row for each class, sorted; `others` are classes that no type may have."""
+        found: dict[str, Self] = {}
+        for result in results:
+            for seen in result.seen:
+                row = found.setdefault(seen.owner, cls(seen.owner))
+                row.families.append(result.model_type)
+                row.seen.append(seen)
+        for owner in others:
+            found.setdefault(owner, cls(owner))
+        return sorted(found.values(), key=lambda row: row.owner.lower())
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A script that examines model types, and writes what it found beside itself, as JSON and as Markdown.
 
     Attributes:
+        title: of the page.
+        says: what the page says behind "Written by ...; its docstring says what is ".
         every: the names of all types.
         examine: a function of the script, what it finds in a type: a dataclass, or a dictionary.
-        failed: the same of one that can't be built or examined, from the type's name and the reason.
-        read: the same from JSON.
-        to_markdown: the page, from all results and what they are of: "transformers 5.24.0, torch 2.13.0".
+        result: the class of that: `failed` makes it of the name of a type that can't be examined, and the reason,
+            `from_json` of a row.
+        page: the rest of the page's lines, from all results and what they are of: "transformers 5.24.0, torch 2.13.0".
         totals: what the JSON says of all results together.
         batch: types per process.
         seconds: per type.
     """
 
-    every: Callable[[], list[str]]
+    title: str
+    says: str
+    every: Callable[[], Iterable[str]]
     examine: Callable[[str], Any]
-    failed: Callable[[str, str], Any]
-    read: Callable[[dict[str, Any]], Any]
-    to_markdown: Callable[[list[Any], str], str]
+    result: Any
+    page: Callable[[list[Any], str], Iterable[str]]
     totals: Callable[[list[Any]], Mapping[str, Any]] = no_totals
     batch: int = 50
     seconds: int = 300
@@ -81,7 +153,7 @@ class Sweep:
 
     def results(self) -> list[Any]:
         """Its rows."""
-        return [self.read(row) for row in self.report()["rows"]]
+        return [self.result.from_json(row) for row in self.report()["rows"]]
 
     def sweep(self, model_types: list[str]) -> list[Any]:
         """Examine types in processes of their own, each with a limit on time and memory, and print what is found."""
@@ -89,9 +161,9 @@ class Sweep:
         while left:  # a new process goes on after one that died
             for line in _lines(self.script, left[: self.batch], self.seconds):
                 model_type = left.pop(0)
-                row = json.loads(line) if line else as_json(self.failed(model_type, KILLED))
+                row = json.loads(line) if line else as_json(self.result.failed(model_type, KILLED))
                 print(f"{model_type}: {json.dumps(row)}", flush=True)
-                found.append(self.read(row))
+                found.append(self.result.from_json(row))
         return found
 
     def to_json(self, results: list[Any], versions: Mapping[str, str]) -> str:
@@ -114,13 +186,11 @@ class Sweep:
         parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
         given = parser.parse_args()
         torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        quiet()
         if given.worker:
             self.work(given.model_types)
         elif not given.model_types:
-            self.write(self.sweep(self.every()), installed())
+            self.write(self.sweep(list(self.every())), installed())
         elif given.update:
             self.write(self.updated(given.model_types), versions_of(self.report()))
         else:
@@ -149,7 +219,9 @@ class Sweep:
     def texts(self, results: list[Any], versions: Mapping[str, str]) -> dict[str, str]:
         """The report by its files' suffixes: a function of the rows and of the versions that they were found with."""
         of = ", ".join(f"{name} {version}" for name, version in versions.items())
-        return {".json": self.to_json(results, versions), ".md": self.to_markdown(results, of)}
+        made_by = f"Written by `python tests/sweeps/{self.script.name}`; its docstring says what is {self.says}"
+        head = [f"# {self.title}", "", *([made_by, ""] if self.says else ())]
+        return {".json": self.to_json(results, versions), ".md": "\n".join([*head, *self.page(results, of), ""])}
 
     def write(self, results: list[Any], versions: Mapping[str, str]) -> None:
         for suffix, text in self.texts(results, versions).items():
@@ -163,10 +235,17 @@ class Sweep:
             try:
                 found = self.examine(model_type)
             except Unbuildable as error:
-                found = self.failed(model_type, f"not built: {error.reason}")
+                found = self.result.failed(model_type, f"not built: {error.reason}")
             except Exception as error:
-                found = self.failed(model_type, f"failed: {last_line(error)}")
+                found = self.result.failed(model_type, f"failed: {last_line(error)}")
             print(json.dumps(as_json(found)), file=out, flush=True)
+
+
+def quiet() -> None:
+    """No warnings and no progress bars from here on."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def installed() -> dict[str, str]:
@@ -229,3 +308,33 @@ def table(heads: str, rows: Iterable[Iterable[object]]) -> list[str]:
     names = [name.strip() for name in heads.split("|")]
     rule = "|".join("---:" if name.startswith(">") else "---" for name in names)
     return [row(*(name.lstrip(">") for name in names)), f"|{rule}|", *(row(*cells) for cells in rows)]
+
+
+def section(heading: str, lines: Iterable[str]) -> list[str]:
+    """The lines of a section below a page's first."""
+    return ["", f"## {heading}", "", *lines]
+
+
+def not_run(results: Iterable[Result]) -> list[str]:
+    """The section of the types about which nothing is known."""
+    return section("Not run", table("model type | reason", ((one.model_type, one.status) for one in results)))
+
+
+def not_answered(results: Iterable[Answers]) -> list[str]:
+    """The same in a line, of types without answers."""
+    return ["", "Not run: " + "; ".join(f"{one.model_type} ({one.not_run})" for one in results if one.not_run)]
+
+
+def counted(reasons: Mapping[str, int]) -> str:
+    """How often each reason was given, in a cell."""
+    return "; ".join(f"{count}: {reason}" for reason, count in reasons.items())
+
+
+def kinds(results: Iterable[Result]) -> Counter[str]:
+    """How many types have each status."""
+    return Counter(result.kind for result in results)
+
+
+def number(value: float | None) -> str:
+    """An error in a cell."""
+    return "" if value is None else f"{value:.1e}"

@@ -65,11 +65,9 @@ OTHERS = Path(__file__).with_name("acceptance_types.txt").read_text().split()
 
 
 @dataclass
-class Result:
-    """The verdict on each request of one model type, none where it has no positions; or why it wasn't run."""
+class Result(workers.Answers):
+    """The verdict on each request of one model type, none where it has no positions."""
 
-    model_type: str
-    not_run: str = ""
     verdicts: dict[str, str] = field(default_factory=dict)
 
 
@@ -207,21 +205,11 @@ def _difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def examine(model_type: str) -> Result:
-    result = Result(model_type)
-    try:
-        model, given = proof.tiny(model_type)
-        names = requests(model)
-        if names:
-            run(model, given)
-    except zoo.Unbuildable as error:
-        result.not_run = error.reason
-        return result
-    except Exception as error:
-        result.not_run = zoo.last_line(error)
-        return result
-    for name in names:
-        result.verdicts[name] = verdict(model_type, name)
-    return result
+    model, given = proof.tiny(model_type)
+    names = requests(model)
+    if names:
+        run(model, given)
+    return Result(model_type, verdicts={name: verdict(model_type, name) for name in names})
 
 
 def every_type() -> list[str]:
@@ -243,12 +231,10 @@ def _word(text: str) -> str:
     return text.partition(":")[0].partition(",")[0]
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     """The totals, whatever is wrong, and what was refused, with the reasons."""
     count = totals(results)
-    lines = ["# What is accepted runs", ""]
-    lines += ["Written by `python tests/sweeps/acceptance.py`; its docstring says what is run.", ""]
-    lines += [
+    lines = [
         f"{of}: {len(results)} model types, "
         f"{count['ok'] + count['refused'] + count['wrong']} requests: **{count['ok']} accepted and ok, "
         f"{count['refused']} refused, {count['wrong']} wrong**.",
@@ -263,19 +249,19 @@ def to_markdown(results: list[Result], of: str) -> str:
                 if _word(text) == word:
                     reasons.setdefault(text.partition(": ")[2], []).append(f"{result.model_type} ({name})")
         shown = ((why.replace("|", "/"), ", ".join(where[:4]), len(where)) for why, where in sorted(reasons.items()))
-        lines += ["", f"## {word.capitalize()}", "", *workers.table("reason | where | >requests", shown)]
+        lines += workers.section(word.capitalize(), workers.table("reason | where | >requests", shown))
     short = [result.model_type for result in results if any("short" in text for text in result.verdicts.values())]
     lines += ["", f"No inputs of the new length could be made: {', '.join(short)}."]
-    lines += ["", "Not run: " + "; ".join(f"{one.model_type} ({one.not_run})" for one in results if one.not_run)]
-    return "\n".join(lines) + "\n"
+    return lines + workers.not_answered(results)
 
 
 SWEEP = workers.Sweep(
+    title="What is accepted runs",
+    says="run.",
     every=every_type,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=30,
     seconds=180,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import inspect
 import site
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -32,10 +31,9 @@ import norm_swap
 import torch
 import workers
 import zoo
-from opened_as_base import base_with_inputs, everything_returned, heads, opened
+from opened_as_base import Head, everything_returned, heads_as_bases, in_float64, opened
 from tiny_models import norms_of, patch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hfpatch.exact.centring import EMBEDDINGS, Centring
 from hfpatch.exact.search import find_centring
@@ -52,14 +50,12 @@ EXACT, AS_WRITTEN = 1e-9, 1e-5
 
 
 @dataclass
-class Result:
+class Result(workers.Result):
     """One model type.
 
     `status` is "exact" (every LayerNorm that the inputs reach), "in part", "refused", "wrong", or why nothing is known.
     """
 
-    model_type: str
-    status: str
     class_name: str = ""
     layer_norms: int = 0
     exact: int = 0
@@ -93,8 +89,8 @@ def examine(model_type: str) -> Result:
         return result
     result.seconds = round(time.perf_counter() - start, 1)
     fill_in(result, centring, norms)
-    for head in heads(model_type, type(model)):
-        open_as_base(*head, result)
+    for head in heads_as_bases(model_type, type(model)):
+        open_as_base(head, result)
     result.parametrized = bool(parametrized.exact_patterns)
     if not centring.exact_patterns:
         return result
@@ -126,22 +122,18 @@ def examine(model_type: str) -> Result:
     return result
 
 
-def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result) -> None:
-    """Fill in which classes with heads AutoModel opens once they are converted, and of which it tells a difference."""
-    model = in_float64(model)
-    with tempfile.TemporaryDirectory() as folder:
-        if (found := base_with_inputs(model, folder)) is None:
-            return
-        base, given = found
-        try:
-            with Float64():
-                converted = patch(copy.deepcopy(model), norm="rms", init="exact", example_inputs=inputs)
-        except PatchError:  # no norm is exact
-            return
-        found, told = opened(converted, folder)
-        before, after = (everything_returned(in_float64(one), given, states=False) for one in (base, found))
-    result.heads.append(type(model).__name__)
-    result.told += [type(model).__name__] if told else []
+def open_as_base(head: Head, result: Result) -> None:
+    """Fill in whether AutoModel opens a class with a head once it is converted, and whether it tells a difference."""
+    try:
+        with Float64():
+            converted = patch(copy.deepcopy(head.model), norm="rms", init="exact", example_inputs=head.inputs)
+    except PatchError:  # no norm is exact
+        return
+    found, told = opened(converted, head.folder)
+    before, after = (everything_returned(in_float64(one), head.given, states=False) for one in (head.base, found))
+    name = type(head.model).__name__
+    result.heads.append(name)
+    result.told += [name] if told else []
     if not told and max_error(before, after) > EXACT:
         result.status = "wrong"
 
@@ -197,13 +189,6 @@ def patched(model: nn.Module, **request: Any) -> nn.Module:
     return found
 
 
-def in_float64(model: nn.Module) -> nn.Module:
-    model = model.double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped product takes no float64
-    return model
-
-
 def as_written(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The outputs of one forward, in whatever the family computes in."""
     with torch.no_grad(), seed_deterministically(0):
@@ -225,21 +210,13 @@ def with_layer_norms() -> list[str]:
     return [one.model_type for one in types if one.counted and one.model_type in zoo.model_types()]
 
 
-def kinds(results: list[Result]) -> Counter[str]:
-    return Counter(result.status.partition(":")[0] for result in results)
-
-
-def to_markdown(results: list[Result], of: str) -> str:
-    count = kinds(results)
+def page(results: list[Result], of: str) -> list[str]:
+    count = workers.kinds(results)
     errors = [result.error for result in results if result.error is not None]
     as_written = [result.as_written for result in results if result.as_written is not None]
     embedded = [result.embedded for result in results if result.embedded is not None]
     norms, exact = sum(r.layer_norms for r in results), sum(r.exact for r in results)
-    lines = [
-        "# Function-preserving LayerNorm to RMSNorm over every model type of transformers",
-        "",
-        "Written by `python tests/sweeps/exact.py`; its docstring says what is checked. Tiny random models.",
-        "",
+    return [
         f"{of}, {len(results)} of {norm_swap.SWEEP.report()['of']} model types with a LayerNorm: "
         f"**{count['exact']} exact** (every LayerNorm that the inputs reach), **{count['in part']} in part**, "
         f"{count['refused']} refused with the reason, "
@@ -254,9 +231,7 @@ def to_markdown(results: list[Result], of: str) -> str:
             "| >control | class",
             map(_cells, results),
         ),
-        "",
-        "## Opened by AutoModel",
-        "",
+        *workers.section("Opened by AutoModel", []),
         f"{sum(len(r.heads) for r in results)} classes with heads; of {sum(len(r.told) for r in results)} it warns "
         "that it returns something else.",
         "",
@@ -265,23 +240,22 @@ def to_markdown(results: list[Result], of: str) -> str:
             ((r.model_type, ", ".join(r.heads), ", ".join(r.told)) for r in results if r.heads),
         ),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    measured = (result.error, result.as_written, result.embedded, result.control)
-    errors = [f"{one:.1e}" if one is not None else "" for one in measured]
-    reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
-    return result.model_type, result.status, result.layer_norms, result.exact, reasons, *errors, result.class_name
+    errors = map(workers.number, (result.error, result.as_written, result.embedded, result.control))
+    counts = result.layer_norms, result.exact, workers.counted(result.reasons)
+    return result.model_type, result.status, *counts, *errors, result.class_name
 
 
 SWEEP = workers.Sweep(
+    title="Function-preserving LayerNorm to RMSNorm over every model type of transformers",
+    says="checked. Tiny random models.",
     every=with_layer_norms,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
-    totals=kinds,
+    result=Result,
+    page=page,
+    totals=workers.kinds,
     seconds=600,
 )
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import site
-import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +27,8 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 import torch
 import workers
 import zoo
-from exact import in_float64
-from opened_as_base import base_with_inputs, everything_returned, heads, opened
+from opened_as_base import Head, everything_returned, heads_as_bases, in_float64, opened
 from torch import nn
-from transformers import PreTrainedModel
 
 from hfpatch import patch_model, plan_patch
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError
@@ -44,7 +41,7 @@ EXACT = 1e-9
 
 
 @dataclass
-class Result:
+class Result(workers.Result):
     """One model type.
 
     `status` is "folded" (every norm of the last axis), "in part", "kept" (none), "refused", "wrong", or why nothing is
@@ -52,8 +49,6 @@ class Result:
     were folded and opened by AutoModel, `returned` the norms kept there since a model inside returns them.
     """
 
-    model_type: str
-    status: str
     class_name: str = ""
     norms: int = 0
     folded: int = 0
@@ -82,47 +77,42 @@ def examine(model_type: str) -> Result:
     model, fresh = in_float64(model), cast(fresh, torch.device("cpu"), torch.float64)
     fold(model, inputs, fresh, result)
     take_out(model, inputs, fresh, result)
-    for head, inputs in heads(model_type, type(model)):
-        open_as_base(head, inputs, result)
+    for head in heads_as_bases(model_type, type(model)):
+        open_as_base(head, result)
     return result
 
 
-def open_as_base(model: PreTrainedModel, inputs: dict[str, Any], result: Result) -> None:
+def open_as_base(head: Head, result: Result) -> None:
     """Fill in what AutoModel makes of a checkpoint with a head, folded by default, and with what `only=` names."""
-    request: dict[str, Any] = {"norm": "folded", "example_inputs": inputs}
-    model = in_float64(model)
-    with tempfile.TemporaryDirectory() as folder:
-        if (found := base_with_inputs(model, folder)) is None:
-            return
-        base, given = found
-        try:
-            with Float64():
-                plan = plan_patch(model, **request)
-        except PatchError:  # no norm is folded
-            return
-        before = everything_returned(base, given)
+    request: dict[str, Any] = {"norm": "folded", "example_inputs": head.inputs}
+    try:
+        with Float64():
+            plan = plan_patch(head.model, **request)
+    except PatchError:  # no norm is folded
+        return
+    before = everything_returned(head.base, head.given)
 
-        def compare(**more: Any) -> tuple[float, bool]:
-            with Float64():
-                folded = patch_model(copy.deepcopy(model), **request, **more)
-            found, told = opened(folded, folder)
-            return max_error(before, everything_returned(in_float64(found), given)), told
+    def compare(**more: Any) -> tuple[float, bool]:
+        with Float64():
+            folded = patch_model(copy.deepcopy(head.model), **request, **more)
+        found, told = opened(folded, head.folder)
+        return max_error(before, everything_returned(in_float64(found), head.given)), told
 
-        try:
-            error, told = compare()
-        except PatchError as error:  # refused: it doesn't run so
-            result.status = "wrong" if isinstance(error, VerificationError) else result.status
-            return
-        result.heads.append(type(model).__name__)
-        result.opened = max(result.opened or 0.0, error)
-        names = [row.module for row in plan.rows if row.becomes is None and row.reason.endswith("folds it too")]
-        result.returned += len(names)
-        wrong = told or not error <= tolerance(base, given, error)
-        if names:
-            error, told = compare(only=["*", *names])
-            result.opened_control = max(result.opened_control or 0.0, error)
-            wrong = wrong or (error > 1e-6 and not told)
-        result.status = "wrong" if wrong else result.status
+    try:
+        error, told = compare()
+    except PatchError as error:  # refused: it doesn't run so
+        result.status = "wrong" if isinstance(error, VerificationError) else result.status
+        return
+    result.heads.append(type(head.model).__name__)
+    result.opened = max(result.opened or 0.0, error)
+    names = [row.module for row in plan.rows if row.becomes is None and row.reason.endswith("folds it too")]
+    result.returned += len(names)
+    wrong = told or not error <= tolerance(head.base, head.given, error)
+    if names:
+        error, told = compare(only=["*", *names])
+        result.opened_control = max(result.opened_control or 0.0, error)
+        wrong = wrong or (error > 1e-6 and not told)
+    result.status = "wrong" if wrong else result.status
 
 
 def fold(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], result: Result) -> None:
@@ -189,17 +179,13 @@ def take_out(model: nn.Module, inputs: dict[str, Any], fresh: dict[str, Any], re
         result.status = "wrong"
 
 
-def to_markdown(every: list[Result], of: str) -> str:
+def page(every: list[Result], of: str) -> list[str]:
     results = [one for one in every if one.norms]
-    count = kinds(results)
+    count = workers.kinds(results)
     errors = [one for result in results for one in (result.error, result.none_error) if one is not None]
     norms, folded = sum(r.norms for r in results), sum(r.folded for r in results)
     fixed, gone = sum(r.fixed for r in results), sum(r.gone for r in results)
-    lines = [
-        "# Folded norms over every model type of transformers",
-        "",
-        "Written by `python tests/sweeps/fold.py`; its docstring says what is checked. Tiny random models.",
-        "",
+    return [
         f"{of}, {len(results)} model types with a norm: **{count['folded']} folded** (every norm), "
         f"**{count['in part']} in part**, {count['kept']} kept all, {count['refused']} refused with the reason, "
         f"**{count['wrong']} wrong**; {folded} of {norms} norms are folded, and of "
@@ -210,9 +196,7 @@ def to_markdown(every: list[Result], of: str) -> str:
             "| >control | class",
             map(_cells, results),
         ),
-        "",
-        "## Opened by AutoModel",
-        "",
+        *workers.section("Opened by AutoModel", []),
         f"{sum(len(r.heads) for r in results)} classes with heads: {sum(r.returned for r in results)} norms are kept "
         f"for it, the largest error is {max((r.opened or 0.0 for r in results), default=0.0):.1e}.",
         "",
@@ -220,44 +204,32 @@ def to_markdown(every: list[Result], of: str) -> str:
             "model type | classes | >kept for it | >error | >control",
             (_opened_cells(result) for result in results if result.heads),
         ),
-        "",
-        "## Not examined",
-        "",
-        *(f"* {one.model_type}: {one.status}" for one in every if not one.norms),
+        *workers.section("Not examined", (f"* {one.model_type}: {one.status}" for one in every if not one.norms)),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    error, none, control = map(_number, (result.error, result.none_error, result.control))
-    reasons = "; ".join(f"{count}: {reason}" for reason, count in result.reasons.items())
+    error, none, control = map(workers.number, (result.error, result.none_error, result.control))
     fixed = result.none_refused or result.fixed
     return (
-        *(result.model_type, result.status, result.norms, result.folded, reasons, error),
+        *(result.model_type, result.status, result.norms, result.folded, workers.counted(result.reasons), error),
         *(fixed, result.gone, none, control, result.class_name),
     )
 
 
 def _opened_cells(result: Result) -> tuple[object, ...]:
-    measured = map(_number, (result.opened, result.opened_control))
+    measured = map(workers.number, (result.opened, result.opened_control))
     return result.model_type, ", ".join(result.heads), result.returned, *measured
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-def kinds(results: list[Result]) -> Counter[str]:
-    return Counter(result.status.partition(":")[0] for result in results)
-
-
 SWEEP = workers.Sweep(
+    title="Folded norms over every model type of transformers",
+    says="checked. Tiny random models.",
     every=zoo.model_types,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
-    totals=kinds,
+    result=Result,
+    page=page,
+    totals=workers.kinds,
     seconds=1200,
 )
 if __name__ == "__main__":

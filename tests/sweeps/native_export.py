@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import site
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,59 +52,60 @@ def row(case: Case, equal: dict[str, Any], reasons: dict[str, str]) -> dict[str,
     return {**asked, "equal": equal, "reasons": reasons}
 
 
+class Result(dict[str, Any]):
+    """A row as `examine` gives it, without a class."""
+
+    from_json = dict
+
+    @staticmethod
+    def failed(name: str, reason: str) -> dict[str, Any]:
+        return row(BY_NAME[name], {}, {"nothing": reason})
+
+
 def asked_for(case: Case) -> str:
     asked = "; then ".join(", ".join(f"{k}={v!r}" for k, v in one.items()) for one in case.patches)
     return asked + "".join(f" ({name}={value})" for name, value in case.options.items())
 
 
-def to_markdown(rows: list[dict[str, Any]], of: str) -> str:
+def page(rows: list[dict[str, Any]], of: str) -> list[str]:
     """The table: one line for each equality."""
-    lines = [
-        "# What patched models equal",
-        "",
+    unequal = ((patched(row), f"`{row['asked']}`", why(row)) for row in rows if not row["equal"])
+    return [
         f"{of}; `python tests/sweeps/native_export.py`. Tiny random models; the",
         "largest difference of an output by its spread, with and without padding. Classes that compute in float32",
         "whatever their weights are don't get below 1e-7 in float64.",
         "",
         *table(rows),
-        "",
-        "## Equal to nothing",
-        "",
-        "| patched | asked | why |",
-        "|---|---|---|",
-        *(f"| {row['family']} ({row['head']}) | `{row['asked']}` | {why(row)} |" for row in rows if not row["equal"]),
-        "",
-        "## Served by",
-        "",
+        *workers.section("Equal to nothing", workers.table("patched | asked | why", unequal)),
+        *workers.section("Served by", []),
         "What takes these classes, measured as hfpatch/export/runtimes.py says. In brackets is what the runtime",
         "computes whatever the config says; `serve=` compares it with the model. Where nothing stands, and for every",
         "other class, nothing but transformers is known, and `serve=` refuses.",
         "",
         *served(rows),
-        "",
     ]
-    return "\n".join(lines)
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "| patched | asked | equals | float64 | float32 | positions |"
-    yield "|---|---|---|---|---|---|"
-    for row in rows:
-        for entry in row["equal"].values():
-            figures = [f"{entry[name]:.0e}" if name in entry else "-" for name in DTYPES]
-            longest = "any" if entry["longest"] is None else str(entry["longest"])
-            patched = f"{row['family']} ({row['head']})"
-            yield f"| {patched} | `{row['asked']}` | `{entry['class']}` | {' | '.join(figures)} | {longest} |"
+def patched(row: dict[str, Any]) -> str:
+    return f"{row['family']} ({row['head']})"
 
 
-def served(rows: list[dict[str, Any]]) -> Iterator[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    def cells(row: dict[str, Any], entry: dict[str, Any]) -> tuple[object, ...]:
+        figures = (f"{entry[name]:.0e}" if name in entry else "-" for name in DTYPES)
+        longest = "any" if entry["longest"] is None else entry["longest"]
+        return patched(row), f"`{row['asked']}`", f"`{entry['class']}`", *figures, longest
+
+    found = (cells(row, entry) for row in rows for entry in row["equal"].values())
+    return workers.table("patched | asked | equals | float64 | float32 | positions", found)
+
+
+def served(rows: list[dict[str, Any]]) -> list[str]:
     """The runtimes that take each class of the table."""
-    yield f"| class | transformers | {' | '.join(RUNTIMES)} |"
-    yield "|---|---|" + "---|" * len(RUNTIMES)
-    for name in dict.fromkeys(entry["class"] for row in rows for entry in row["equal"].values()):
-        marks = [_mark(classes.get(name)) for classes in RUNTIMES.values()]
-        if any(marks):
-            yield f"| `{name}` | measured | {' | '.join(marks)} |"
+    classes = dict.fromkeys(entry["class"] for row in rows for entry in row["equal"].values())
+    marks = {name: [_mark(taken.get(name)) for taken in RUNTIMES.values()] for name in classes}
+    found = ((f"`{name}`", "measured", *some) for name, some in marks.items() if any(some))
+    return workers.table(f"class | transformers | {' | '.join(RUNTIMES)}", found)
 
 
 def _mark(served: RuntimeSupport | None) -> str:
@@ -130,13 +131,13 @@ def compact(rows: list[dict[str, Any]]) -> str:
     merged: dict[str, list[str]] = {}
     for target, found in targets.items():
         merged.setdefault(_becomes(row for row, _ in found), []).append(target)
-    lines = ["| stock architecture | equals | float64 | float32 |", "|---|---|---|---|"]
+    cells = []
     for said, names in merged.items():
         found = [entry for target in names for _, entry in targets[target]]
         figures = [max((entry[name] for entry in found if name in entry), default=None) for name in DTYPES]
         shown = ["-" if figure is None else f"{figure:.0e}" for figure in figures]
-        lines.append(f"| {', '.join(names)} | {said} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+        cells.append((", ".join(names), said, *shown))
+    return "\n".join(workers.table("stock architecture | equals | float64 | float32", cells))
 
 
 def _becomes(rows: Iterable[dict[str, Any]]) -> str:
@@ -158,11 +159,12 @@ def why(row: dict[str, Any]) -> str:
 
 
 SWEEP = workers.Sweep(
+    title="What patched models equal",
+    says="",
     every=lambda: list(BY_NAME),
     examine=examine,
-    failed=lambda name, reason: row(BY_NAME[name], {}, {"nothing": reason}),
-    read=dict,
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
 )
 if __name__ == "__main__":
     SWEEP.main()

@@ -21,7 +21,7 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 import torch
 import workers
 from host_rotations import built, equal
-from zoo import Unbuildable, last_line, model_types, run, tiny, why_kept
+from zoo import last_line, model_types, run, tiny, why_kept
 
 from hfpatch.patch import patch_model
 from hfpatch.runtime.patch_errors import PatchError
@@ -67,11 +67,9 @@ def checked(model_type: str, name: str) -> str:
 
 
 @dataclass
-class Result:
-    """The answer to each check of one model type, none where it doesn't rotate; or why it wasn't run."""
+class Result(workers.Answers):
+    """The answer to each check of one model type, none where it doesn't rotate."""
 
-    model_type: str
-    not_run: str = ""
     answers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -82,17 +80,10 @@ class Result:
 
 def examine(model_type: str) -> Result:
     result = Result(model_type)
-    try:
-        model, given = tiny(model_type)
-        if not find_rotations(model):
-            return result
-        run(model, given)
-    except Unbuildable as error:
-        result.not_run = error.reason
+    model, given = tiny(model_type)
+    if not find_rotations(model):
         return result
-    except Exception as error:
-        result.not_run = last_line(error)
-        return result
+    run(model, given)
     for name in CHECKS:
         try:
             result.answers[name] = checked(model_type, name)
@@ -108,12 +99,10 @@ def totals(results: list[Result]) -> dict[str, Any]:
     return {"rotating": len(answers), **counts}
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     """The totals, every type with what isn't "yes", and those that weren't run."""
     counts, ran = totals(results), [result for result in results if result.answers]
-    lines = ["# RoPE's settings in every model type that rotates by itself", ""]
-    lines += ["Written by `python tests/sweeps/native_rope.py`; its docstring says what is measured.", ""]
-    lines += [f"{of}: {counts['rotating']} model types.", ""]
+    lines = [f"{of}: {counts['rotating']} model types.", ""]
     rest = {
         name: ", ".join(f"{n} {answer}" for answer, n in counts[name].items() if answer != "yes") for name in CHECKS
     }
@@ -121,16 +110,16 @@ def to_markdown(results: list[Result], of: str) -> str:
     shown = ((one.model_type, one.unusual.replace("|", "/")) for one in ran if one.unusual)
     lines += ["", *workers.table("model type | what isn't yes", shown)]
     lines += ["", f"All yes: {', '.join(one.model_type for one in ran if not one.unusual)}."]
-    lines += ["", "Not run: " + "; ".join(f"{one.model_type} ({one.not_run})" for one in results if one.not_run)]
-    return "\n".join(lines) + "\n"
+    return lines + workers.not_answered(results)
 
 
 SWEEP = workers.Sweep(
+    title="RoPE's settings in every model type that rotates by itself",
+    says="measured.",
     every=model_types,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
 )
 if __name__ == "__main__":

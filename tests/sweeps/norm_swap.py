@@ -197,11 +197,9 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 @dataclass
-class Result:
+class Result(workers.Result):
     """What the sweep found for one model type; `status` is "ok", or says what is wrong."""
 
-    model_type: str
-    status: str = "ok"
     class_name: str = ""
     layer_norms: int = 0
     converted: int = 0
@@ -365,7 +363,7 @@ def totals(results: list[Result]) -> dict[str, int]:
     return {"converted": converted, "of": len(counted), "missed": missed}
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     good, counted, missed = totals(results).values()
     not_run = [result for result in results if result.status.startswith("not ")]
     without = [result.model_type for result in results if result.status == "no LayerNorm"]
@@ -373,11 +371,7 @@ def to_markdown(results: list[Result], of: str) -> str:
     norms = sum(result.layer_norms for result in results)
     changed = sum(result.converted for result in results)
     share = f"{100 * good / counted:.1f} %" if counted else "none"
-    lines = [
-        "# LayerNorm to RMSNorm over every model type of transformers",
-        "",
-        "Written by `python tests/sweeps/norm_swap.py`; its docstring says what is checked. Tiny random models.",
-        "",
+    return [
         f"{of}: **{good} of {counted} model types with a LayerNorm converted without fault ({share})**, "
         f"{missed} modules missed; {changed} of {norms} LayerNorms converted, the rest kept for the reasons below.",
         f"Of {len(results)} model types {len(results) - len(not_run)} run here, "
@@ -389,24 +383,24 @@ def to_markdown(results: list[Result], of: str) -> str:
             "model type | status | >LayerNorms | >converted | kept (reason) | class",
             (_cells(result) for result in results if result.counted),
         ),
+        *workers.section("Without a LayerNorm", [", ".join(without)]),
+        *workers.not_run(not_run),
     ]
-    lines += ["", "## Without a LayerNorm", "", ", ".join(without), "", "## Not run", ""]
-    lines += workers.table("model type | reason", ((result.model_type, result.status) for result in not_run))
-    return "\n".join(lines) + "\n"
 
 
 def _cells(result: Result) -> tuple[object, ...]:
-    kept = "; ".join(f"{count}: {reason}" for reason, count in result.kept.items())
+    kept = workers.counted(result.kept)
     status = result.status + (f" ({result.note})" if result.note else "")
     return result.model_type, status, result.layer_norms, result.converted, kept, result.class_name
 
 
 SWEEP = workers.Sweep(
+    title="LayerNorm to RMSNorm over every model type of transformers",
+    says="checked. Tiny random models.",
     every=zoo.model_types,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=100,
     seconds=120,

@@ -50,18 +50,15 @@ MORE = ("bloom", "gpt_neox", "llama", "mpt", "mt5", "t5", "umt5", "albert", "cli
 
 
 @dataclass
-class Result:
+class Result(workers.Result):
     """What the sweep found in one model type.
 
     Attributes:
-        status: "ok", or why the type wasn't run.
         unpatched: operations of a step.
         patched: the same by scheme; None where it is refused.
         computed: by scheme, how often rotations or biases are computed, and how often they are used.
     """
 
-    model_type: str
-    status: str = "ok"
     unpatched: int = 0
     patched: dict[str, int | None] = field(default_factory=dict)
     computed: dict[str, list[int]] = field(default_factory=dict)
@@ -122,31 +119,19 @@ def totals(results: list[Result]) -> dict[str, int]:
     return {"types": len(results), "rotated": len(rope), "shared": once, "in each layer": len(rope) - once}
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     count = totals(results)
-    return "\n".join(
-        [
-            "# Operations of a step, by model type and scheme",
-            "",
-            "Written by `python tests/sweeps/operations.py`; its docstring says what is counted. Tiny random models.",
-            "",
-            f"{of}: of {count['types']} model types {count['rotated']} rotate with `rope`; in {count['shared']} "
-            f"layers share what depends on positions alone, in {count['in each layer']} each computes its own. A "
-            "dash is what hfpatch refuses.",
-            "",
-            *workers.table(
-                f"model type | >unpatched | {' | '.join(f'>{name}' for name in SCHEMES)} | rope: computed",
-                [_cells(one) for one in results if one.status == "ok"],
-            ),
-            "",
-            "## Not run",
-            "",
-            *workers.table(
-                "model type | reason", [(one.model_type, one.status) for one in results if one.status != "ok"]
-            ),
-            "",
-        ]
-    )
+    return [
+        f"{of}: of {count['types']} model types {count['rotated']} rotate with `rope`; in {count['shared']} "
+        f"layers share what depends on positions alone, in {count['in each layer']} each computes its own. A "
+        "dash is what hfpatch refuses.",
+        "",
+        *workers.table(
+            f"model type | >unpatched | {' | '.join(f'>{name}' for name in SCHEMES)} | rope: computed",
+            (_cells(one) for one in results if one.status == "ok"),
+        ),
+        *workers.not_run(one for one in results if one.status != "ok"),
+    ]
 
 
 def _cells(result: Result) -> tuple[object, ...]:
@@ -157,11 +142,12 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 
 SWEEP = workers.Sweep(
+    title="Operations of a step, by model type and scheme",
+    says="counted. Tiny random models.",
     every=every_type,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=40,
     seconds=180,

@@ -14,7 +14,7 @@ reaches it, *refused* if a plan gives the reason, *wrong* if it was changed and 
 from __future__ import annotations
 
 import site
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ PARTS = {  # where the table and its attentions are in parts of the listed class
     "SpeechT5Encoder": ("SpeechT5EncoderWithSpeechPrenet", "SpeechT5EncoderWithTextPrenet"),
     "XCLIPModel": ("XCLIPMultiframeIntegrationTransformer",),
 }
+LISTED = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
 
 
 @dataclass
@@ -82,10 +83,9 @@ def examine(model_type: str) -> Result:
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     result.seen = [Seen(name, False, refused=REFUSED[name]) for name in sorted(names & REFUSED.keys())]
     found = {item.stack.owner for item in find_stacks(model)}
-    listed = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
     if not found:
         refusal = _refusal(model)
-        result.seen += [Seen(name, False, refused=refusal) for name in sorted(names & listed - REFUSED.keys())]
+        result.seen += [Seen(name, False, refused=refusal) for name in sorted(names & LISTED - REFUSED.keys())]
         return result
     try:
         model, inputs = proof.patched(model_type)
@@ -162,21 +162,13 @@ def every_type() -> list[str]:
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Row:
-    """One class over all model types."""
-
-    owner: str
-    families: list[str] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-
+class Row(workers.ClassRow):
     @property
     def status(self) -> str:
-        wrong = next((one.wrong for one in self.seen if one.wrong), None)
-        if wrong:
+        if wrong := self.first("wrong"):
             return f"wrong: {wrong}"
-        if any(one.refused for one in self.seen):
-            return f"refused: {next(one.refused for one in self.seen if one.refused)}"
+        if refused := self.first("refused"):
+            return f"refused: {refused}"
         if any(one.shift is not None for one in self.seen):
             return "supported"
         return "not reached by these inputs" if self.seen else "not found in any model that was built"
@@ -188,42 +180,27 @@ class Row:
 
 def rows(results: list[Result]) -> list[Row]:
     """One row for each class, sorted; listed classes that no type has among them."""
-    found: dict[str, Row] = {}
-    for result in results:
-        for seen in result.seen:
-            row = found.setdefault(seen.owner, Row(seen.owner))
-            row.families.append(result.model_type)
-            row.seen.append(seen)
-    for owner in OWNERS:
-        for part in PARTS.get(owner, (owner,)):
-            found.setdefault(part, Row(part))
-    return sorted(found.values(), key=lambda row: row.owner.lower())
+    return Row.of(results, LISTED)
 
 
 def totals(results: list[Result]) -> dict[str, int]:
     """How many of the listed classes are supported, refused, wrong and open; how many are supported beyond the list."""
     by_owner = {row.owner: row.status for row in rows(results)}
     count = {"of": len(OWNERS), "supported": 0, "refused": 0, "wrong": 0, "open": 0}
-    parts = {part for owner in OWNERS for part in PARTS.get(owner, (owner,))}
     for owner in OWNERS:
         statuses = [by_owner[part].partition(":")[0] for part in PARTS.get(owner, (owner,))]
         worst = next((kind for kind in ("wrong", "refused") if kind in statuses), None)
         count[worst or ("supported" if all(s == "supported" for s in statuses) else "open")] += 1
-    count["beyond"] = sum(status == "supported" for owner, status in by_owner.items() if owner not in parts)
+    count["beyond"] = sum(status == "supported" for owner, status in by_owner.items() if owner not in LISTED)
     count["wrong anywhere"] = sum(status.startswith("wrong") for status in by_owner.values())
     return count
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     count, all_rows = totals(results), rows(results)
     served = [row for row in all_rows if row.status == "supported"]
     families = {family for row in served for family in row.families} - {*proof.PARTS, *proof.VARIANTS}
-    lines = [
-        "# RoPE in every class of transformers that owns a table of positions",
-        "",
-        "Written by `python tests/sweeps/positions.py`; its docstring says what is measured. Tiny random models, "
-        "figures in units of an output's spread.",
-        "",
+    return [
         f"{of}: **{count['supported']} of {len(OWNERS)} classes that own a table are supported**, "
         f"{count['refused']} refused with a reason, {count['open']} not served or not reached here, "
         f"**{count['wrong anywhere']} wrong**; {count['beyond']} more classes beyond that list. They "
@@ -232,17 +209,14 @@ def to_markdown(results: list[Result], of: str) -> str:
         *workers.table(
             "class | status | >shift | >active | >blind | >cached | >length | model types", map(_cells, all_rows)
         ),
+        *workers.not_run(result for result in results if result.status != "ok"),
     ]
-    not_run = [(result.model_type, result.status) for result in results if result.status != "ok"]
-    lines += ["", "## Not run", "", *workers.table("model type | reason", not_run)]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     figures = [_number(row.figure("shift")), _number(row.figure("active", min))]
     figures += [_number(row.figure("blind")), _number(row.figure("cached")), str(row.figure("length") or "")]
-    shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
-    return f"`{row.owner}`", row.status, *figures, shown
+    return f"`{row.owner}`", row.status, *figures, row.shown
 
 
 def _number(value: float | None) -> str:
@@ -250,11 +224,12 @@ def _number(value: float | None) -> str:
 
 
 SWEEP = workers.Sweep(
+    title="RoPE in every class of transformers that owns a table of positions",
+    says="measured. Tiny random models, figures in units of an output's spread.",
     every=every_type,
     examine=examine,
-    failed=Result,
-    read=Result.from_json,
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=40,
     seconds=180,

@@ -57,11 +57,9 @@ class Repaired:
 
 
 @dataclass
-class Result:
-    """The outcomes by request of one model type; or why it wasn't examined."""
+class Result(workers.Result):
+    """The outcomes by request of one model type."""
 
-    model_type: str
-    status: str = "ok"
     outcomes: dict[str, Repaired] = field(default_factory=dict)
 
     @classmethod
@@ -134,16 +132,15 @@ def totals(results: list[Result]) -> dict[str, Any]:
     return counts
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+SAYS = """\
+measured. The models are tiny and random and calibrated on noise: the table says on which families a repair runs and \
+does no harm. What it gives back in trained models stands in [Encoders](../results/encoders.md) and \
+[Language models](../results/language-models.md)."""
+
+
+def page(results: list[Result], of: str) -> list[str]:
     found = totals(results)
     lines = [
-        "# Repair by model type",
-        "",
-        "Written by `python tests/sweeps/repaired_types.py`; its docstring says what is measured. The models are tiny "
-        "and random and calibrated on noise: the table says on which families a repair runs and does no harm. What it "
-        "gives back in trained models stands in [Encoders](../results/encoders.md) and "
-        "[Language models](../results/language-models.md).",
-        "",
         f"{of}, {found['of']} model types.",
         "",
     ]
@@ -163,16 +160,16 @@ def to_markdown(results: list[Result], of: str) -> str:
             "",
         ]
     others = [f"{result.model_type} ({result.status})" for result in results if result.status != "ok"]
-    lines += ["## Not examined", "", ", ".join(others)]
-    return "\n".join(lines) + "\n"
+    return [*lines, "## Not examined", "", ", ".join(others)]
 
 
 SWEEP = workers.Sweep(
+    title="Repair by model type",
+    says=SAYS,
     every=zoo.model_types,
     examine=examine,
-    failed=Result,
-    read=Result.from_json,
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     seconds=120,
 )

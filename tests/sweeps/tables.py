@@ -187,21 +187,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Row:
-    """One class over all model types."""
-
-    owner: str
-    families: list[str] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
-
+class Row(workers.ClassRow):
     @property
     def status(self) -> str:
-        wrong = next((one.wrong for one in self.seen if one.wrong), None)
-        refused = next((one.refused for one in self.seen if one.refused), None)
-        if wrong:
+        if wrong := self.first("wrong"):
             return f"wrong: {wrong}"
-        return "supported" if any(one.equal for one in self.seen) else f"refused: {refused}"
+        return "supported" if self.first("equal") else f"refused: {self.first('refused')}"
 
     @property
     def proved(self) -> Seen:
@@ -209,43 +200,27 @@ class Row:
         return max(self.seen, key=lambda one: (one.beyond or False, one.length or 0))
 
 
-def rows(results: list[Result]) -> list[Row]:
-    """One row for each class, sorted."""
-    found: dict[str, Row] = {}
-    for result in results:
-        for seen in result.seen:
-            row = found.setdefault(seen.owner, Row(seen.owner))
-            row.families.append(result.model_type)
-            row.seen.append(seen)
-    return sorted(found.values(), key=lambda row: row.owner.lower())
-
-
 def totals(results: list[Result]) -> dict[str, int]:
     """How many classes are supported, refused and wrong; at how many of the first the control held."""
-    statuses = [row.status.partition(":")[0] for row in rows(results)]
+    rows = Row.of(results)
+    statuses = [row.status.partition(":")[0] for row in rows]
     count = {kind: statuses.count(kind) for kind in ("supported", "refused", "wrong")}
-    return {**count, "of chosen length": sum(bool(row.proved.beyond) for row in rows(results))}
+    return {**count, "of chosen length": sum(bool(row.proved.beyond) for row in rows)}
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     count = totals(results)
-    lines = [
-        "# Extended position tables: which inputs stay equal to the bit",
-        "",
-        "Written by `python tests/sweeps/tables.py`; its docstring says what is compared. Tiny random models, float32.",
-        "",
+    return [
         f"{of}: **{count['supported']} "
         f"classes are supported**, {count['refused']} refused with a reason, **{count['wrong']} wrong**. Of "
         f"{count['of chosen length']} the inputs could be given any length, and the control holds.",
         "",
         *workers.table(
             "class | status | >rows before | >N | N equal | >n | n equal | beyond differs | model types",
-            map(_cells, rows(results)),
+            map(_cells, Row.of(results)),
         ),
+        *workers.not_run(result for result in results if result.status != "ok"),
     ]
-    not_run = [(result.model_type, result.status) for result in results if result.status != "ok"]
-    lines += ["", "## Not run", "", *workers.table("model type | reason", not_run)]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -253,8 +228,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     equal = [*("yes" if one else "no" for one in best.equal), "", ""]
     beyond = {None: "", True: "yes", False: "no"}[best.beyond]
     figures = (str(best.offset), str(best.old), equal[0], str(best.rows), equal[1], beyond) if best.old else ("",) * 6
-    shown = ", ".join(row.families[:6]) + (f" and {len(row.families) - 6} more" if len(row.families) > 6 else "")
-    return f"`{row.owner}`", row.status, *figures, shown
+    return f"`{row.owner}`", row.status, *figures, row.shown
 
 
 def every_type() -> list[str]:
@@ -263,11 +237,12 @@ def every_type() -> list[str]:
 
 
 SWEEP = workers.Sweep(
+    title="Extended position tables: which inputs stay equal to the bit",
+    says="compared. Tiny random models, float32.",
     every=every_type,
     examine=examine,
-    failed=Result,
-    read=Result.from_json,
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=40,
     seconds=180,

@@ -97,3 +97,9 @@ def test_rows_are_updated_in_their_places(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(workers, "installed", lambda name=name: workers.versions_of(sweep.report()) | {name: "1.0"})
         with pytest.raises(SystemExit, match=rf"the report is of {name} \S+, and this is 1\.0: install that one, or"):
             sweep.updated(["gpt2"])
+
+
+def test_a_class_that_no_model_has_is_in_the_report() -> None:
+    rows = {row.owner: row.status for row in positions.rows([])}
+    assert rows["GPT2Model"] == "not found in any model that was built"
+    assert positions.totals([])["open"] == len(positions.OWNERS)

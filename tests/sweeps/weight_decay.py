@@ -41,19 +41,16 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 
 
 @dataclass
-class Result:
+class Result(workers.Result):
     """One model type.
 
     Attributes:
-        status: "ok", or why it wasn't examined.
         decays, all: how many Parameters decay before, of how many.
         patched: how many requests of each norm scheme (1 or 0) and of each other kind it takes.
         differ: "request: Parameter" wherever it does other than it should.
         left_out: requests after which gains that decayed don't, since their norm has further Parameters -> how many.
     """
 
-    model_type: str
-    status: str = "ok"
     class_name: str = ""
     decays: int = 0
     all: int = 0
@@ -96,15 +93,11 @@ def totals(results: list[Result]) -> dict[str, int]:
     }
 
 
-def to_markdown(results: list[Result], of: str) -> str:
+def page(results: list[Result], of: str) -> list[str]:
     types, patches, differ = totals(results).values()
     gains = [result for result in results if result.left_out]
     others = [result for result in results if not result.patched]
-    lines = [
-        "# Weight decay before and after a patch",
-        "",
-        "Written by `python tests/sweeps/weight_decay.py`; its docstring says what is compared.",
-        "",
+    return [
         f"{of}: **{differ} Parameters differ** in {patches} patches of {types} "
         "model types. Cells: how many patches of that kind the type takes; what differs stands in the last column.",
         f"In {len(gains)} types gains decay in the original, where a norm is no nn.LayerNorm and is called otherwise "
@@ -115,9 +108,8 @@ def to_markdown(results: list[Result], of: str) -> str:
             f"model type | >decay | {' | '.join(f'>{one}' for one in (*NORM_SCHEMES, *OTHERS))} | left out | differ",
             (_cells(result) for result in results if result.patched),
         ),
+        *workers.section("Not patched", [", ".join(result.model_type for result in others)]),
     ]
-    lines += ["", "## Not patched", "", ", ".join(result.model_type for result in others)]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(result: Result) -> tuple[object, ...]:
@@ -132,11 +124,12 @@ def _cells(result: Result) -> tuple[object, ...]:
 
 
 SWEEP = workers.Sweep(
+    title="Weight decay before and after a patch",
+    says="compared.",
     every=zoo.model_types,
     examine=examine,
-    failed=Result,
-    read=lambda row: Result(**row),
-    to_markdown=to_markdown,
+    result=Result,
+    page=page,
     totals=totals,
     batch=100,
     seconds=300,
