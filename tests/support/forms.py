@@ -37,10 +37,7 @@ def unpatched(family: str = "gpt2") -> Any:
 
 def save_forms(folder: Path, family: str = "gpt2") -> Any:
     """Save a patched model in the folders `plugin` and `remote`. Returns it."""
-    model, tokenizer = (
-        patch(unpatched(family), norm=DyT(0.4), pos=RoPE(theta=300.0)),
-        word_tokenizer(bos_token="w1", pad_token="w0"),
-    )
+    model, tokenizer = patch(unpatched(family), norm=DyT(0.4), pos=RoPE(theta=300.0)), forms_tokenizer()
     model.save_pretrained(folder / "plugin")
     tokenizer.save_pretrained(folder / "plugin")
     export_model(model, folder / "remote", "remote", tokenizer=tokenizer, verify=False)

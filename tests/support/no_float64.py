@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 MPS = torch.device("mps", 0)
 
@@ -85,8 +86,4 @@ def _kind(value: Any) -> str | None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [one for item in value.values() for one in _tensors(item)]
-    return [one for item in value for one in _tensors(item)] if isinstance(value, tuple | list) else []
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 import zoo
+from rope_proof import GREEDY
 from tiny_models import patch as patched
 from torch import Tensor, nn
 
@@ -109,8 +110,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 
 def generated(model: Any, given: dict[str, Any], **options: Any) -> Tensor:
     """Logits (steps, B, V) of a greedy generation; what is forbidden is zero."""
-    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
-    settings |= {"output_logits": True, "return_dict_in_generate": True, "forced_eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, **GREEDY}
     with torch.no_grad():
         logits = torch.stack(model.generate(**given, **{**settings, **options}).logits)
     return logits.masked_fill(~logits.isfinite(), 0.0)

@@ -28,6 +28,7 @@ from rope_proof import (
     outputs,
     prove_stack,
     reached,
+    run,
     steps_alike,
 )
 from tiny_models import patch
@@ -44,7 +45,7 @@ from hfpatch.runtime.lens import host_class
 from hfpatch.sites.architectures.architecture import Stack
 from hfpatch.sites.stacks import FoundStack, find_stacks, max_positions
 
-__all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached"]
+__all__ = ["DIFFERENT", "EXACT", "SAME", "prove_stack", "reached", "run"]
 
 EXACT = 1e-5  # change where no rotation is left; some hosts take their softmax in float32
 HEADS = (
@@ -174,12 +175,6 @@ def patched(model_type: str, pos: str = "rope", auto_class: str | None = None) -
     if plain is None or any(value.isnan().any() for _, value in floating_tensors(plain)):
         model, double = model.float(), inputs
     return model, double
-
-
-def run(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model(**copy.deepcopy(inputs))
 
 
 def stack_of(model: nn.Module, owner: str) -> FoundStack:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_models import tensors
 from torch import Tensor, nn
 from transformers import GPT2Model
 
@@ -134,27 +135,25 @@ def outputs(
         if reader is not None and change is not None
     ]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            result = model(**copy.deepcopy(dict(inputs)))
+        result = run(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     return collected | dict(floating_tensors(result))
 
 
+def run(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What one forward returns, the same each time: some draw masks."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(**copy.deepcopy(dict(inputs)))
+
+
 def floating_tensors(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
     """The floating tensors inside an output with their names, caches aside."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if CACHE not in str(key):
-                yield from floating_tensors(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from floating_tensors(item, f"{name}[{place}]")
+    for path, tensor in tensors(value, name):
+        if CACHE not in path and tensor.is_floating_point() and tensor.numel():
+            yield path, tensor
 
 
 def difference(a: Outputs, b: Outputs) -> float:

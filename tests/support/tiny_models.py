@@ -38,13 +38,8 @@ from hfpatch.runtime.norms import AffineNorm
 
 B, T, D, VOCABULARY, PAD = 2, 12, 32, 97, 0
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}
-_BERT = _TEXT | {
-    "hidden_size": D,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+_SIZES = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_BERT = _TEXT | _SIZES | {"max_position_embeddings": 64}
 _GPT = _TEXT | {"n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _LLAMA = _BERT | {"num_key_value_heads": 4}
 _SEQ2SEQ = {
@@ -87,16 +82,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "vit": (
         "ViTConfig",
-        {
-            "hidden_size": D,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 48,
-            "image_size": 8,
-            "patch_size": 4,
-            "encoder_stride": 4,
-            "initializer_range": 0.4,
-        },
+        _SIZES | {"image_size": 8, "patch_size": 4, "encoder_stride": 4, "initializer_range": 0.4},
     ),
     "whisper": (
         "WhisperConfig",

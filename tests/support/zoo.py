@@ -17,6 +17,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,22 +60,39 @@ def tiny(
     `auto_class` names another head, such as "AutoModelForCausalLM"; `settings` are changes of the configuration.
     Raises Unbuildable.
     """
+    with _building(model_type, seed) as override:
+        model = _made(model_type, auto_class, settings)
+        randomise(model, torch.Generator().manual_seed(seed))
+        return model, make_inputs(model, override.inputs)
+
+
+def untrained(model_type: str) -> PreTrainedModel:
+    """A tiny model of this type as its class makes it, on the default device. Raises Unbuildable."""
+    with _building(model_type, 0):
+        return _made(model_type)
+
+
+@contextmanager
+def _building(model_type: str, seed: int) -> Iterator[Override]:
+    """Inside, a type is built by a seed; whatever is raised becomes Unbuildable."""
     override = OVERRIDES.get(model_type, Override())
     if override.reason:
         raise Unbuildable(model_type, override.reason)
     try:
         with seed_deterministically(seed):
-            config = tiny_config(model_type)
-            for name, value in settings.items():
-                setattr(config, name, value)
-            make = _class_of(model_type, config, auto_class)
-            model = _made(make, config).float().eval()
-            randomise(model, torch.Generator().manual_seed(seed))
-            return model, make_inputs(model, override.inputs)
+            yield override
     except Unbuildable:
         raise
     except Exception as error:
         raise Unbuildable(model_type, last_line(error)) from error
+
+
+def _made(model_type: str, auto_class: type | str | None = None, settings: dict[str, Any] | None = None) -> Any:
+    config = tiny_config(model_type)
+    for name, value in (settings or {}).items():
+        setattr(config, name, value)
+    make = _class_of(model_type, config, auto_class)
+    return (make.from_config if hasattr(make, "from_config") else make)(config).float().eval()
 
 
 def run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -97,24 +116,6 @@ def noise(inputs: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]
 
     given = {name: value for name, value in inputs.items() if name != "labels"}
     return [{name: varied(name, value) for name, value in given.items()} for _ in range(count)]
-
-
-def untrained(model_type: str) -> PreTrainedModel:
-    """A tiny model of this type as its class makes it, on the default device. Raises Unbuildable."""
-    if reason := OVERRIDES.get(model_type, Override()).reason:
-        raise Unbuildable(model_type, reason)
-    try:
-        with seed_deterministically(0):
-            config = tiny_config(model_type)
-            return _made(_class_of(model_type, config, None), config).float().eval()
-    except Unbuildable:
-        raise
-    except Exception as error:
-        raise Unbuildable(model_type, last_line(error)) from error
-
-
-def _made(make: Any, config: PretrainedConfig) -> PreTrainedModel:
-    return (make.from_config if hasattr(make, "from_config") else make)(config)
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ import proof
 import torch
 import workers
 import zoo
+from host_rotations import equal
+from rope_proof import difference
 from tiny_models import changes, fingerprint, patch
 from torch import Tensor
 from zoo import run
@@ -116,7 +118,7 @@ def verdict(model_type: str, name: str) -> str:
             found = run(model, one)
         except Exception as error:
             return f"wrong: at the {what} it says {zoo.last_line(error)}"
-        if not all(bool(value.isfinite().all()) for value in found.values()) and _is_finite(original, given):
+        if not _finite(found) and _finite(run(original, given)):
             return f"wrong: at the {what} its outputs aren't finite"
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -125,8 +127,8 @@ def verdict(model_type: str, name: str) -> str:
         first, second = run(model, last), run(loaded, last)
     except Exception as error:
         return f"wrong: saved and opened, it says {zoo.last_line(error).replace(folder, 'DIR')}"
-    if first.keys() != second.keys() or any(not torch.equal(first[key], second[key]) for key in first):
-        return f"wrong: opened, it differs by {_difference(first, second):.1e}"
+    if not equal(first, second):
+        return f"wrong: opened, it differs by {difference(second, first):.1e} of the outputs' spread"
     return "ok, short" if short else "ok"
 
 
@@ -191,14 +193,8 @@ def sized(inputs: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     return {name: resized(value) for name, value in inputs.items()}
 
 
-def _is_finite(model: Any, inputs: dict[str, Any]) -> bool:
-    return all(bool(value.isfinite().all()) for value in run(model, inputs).values())
-
-
-def _difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    if any(key not in second or second[key].shape != first[key].shape for key in first):
-        return float("inf")
-    return max(float((first[key] - second[key]).abs().max()) for key in first)
+def _finite(outputs: dict[str, Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in outputs.values())
 
 
 # --- one model type, and all ------------------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from __future__ import annotations
 import copy
 import site
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-import transformers
 import workers
 from torch import Tensor, nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
@@ -87,8 +85,6 @@ def examine(folder: str) -> list[tuple[object, ...]]:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet()
     heads = " | ".join(f">{way}: error | >loss" for way in WAYS)
     print(*workers.table(f"model | norms | {heads}", (row for one in sys.argv[1:] for row in examine(one))), sep="\n")

@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
-site.addsitedir(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import proof
 import workers

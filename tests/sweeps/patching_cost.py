@@ -11,7 +11,6 @@ import argparse
 import functools
 import platform
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from repair_cost import quiet_on_one_thread
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from hfpatch.exact import search as find
@@ -72,9 +72,7 @@ def rows() -> list[tuple[str, str, float]]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+    quiet_on_one_thread()
     patch_model(gpt2(n_layer=1, n_embd=64, n_head=4, vocab_size=99), **EXACT)  # imports
     lines = ["| model | work | seconds |", "|---|---|---:|"]
     lines += [f"| {name} | {work} | {value:.2f} |" for name, work, value in rows()]

@@ -34,7 +34,7 @@ import site
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
+import workers
 from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
@@ -107,8 +108,7 @@ def main() -> None:
     parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs, for the tables")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for repair.json and repair.md")
     asked = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet()
     report = Report(asked.out, asked.version)
     if "encoder" in asked.parts:
         encoder_rows(report, asked.schemes, asked.counts)
@@ -120,16 +120,47 @@ def main() -> None:
     report.write()
 
 
-class Report:
+class Rows:
     """The rows so far, written after each; each is read anew before, so that runs side by side may share a folder."""
 
-    def __init__(self, folder: Path, version: str) -> None:
-        self.folder, self.version = folder, version
+    def __init__(self, folder: Path, name: str, to_markdown: Callable[[list[dict[str, Any]], str], str]) -> None:
+        self.folder, self.name, self.to_markdown = folder, name, to_markdown
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        stored = self.folder / "repair.json"
+        stored = self.folder / f"{self.name}.json"
         return json.loads(stored.read_text())["rows"] if stored.exists() else []
+
+    def machine(self) -> str:
+        return f"{os.cpu_count()} cores; {versions()}"
+
+    def write(self, *new: dict[str, Any]) -> None:
+        """Write what is there, with new rows."""
+        rows, machine = [*self.rows, *new], self.machine()
+        json_text = json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
+        for suffix, text in {"json": json_text, "md": self.to_markdown(rows, machine)}.items():
+            unfinished = self.folder / f"{self.name}.{suffix}.{os.getpid()}"
+            unfinished.write_text(text)
+            unfinished.replace(self.folder / f"{self.name}.{suffix}")
+
+
+def versions() -> str:
+    """Of what runs, for the last line of a page."""
+    packages = f"torch {torch.__version__}, transformers {transformers.__version__}, hfpatch {hfpatch.__version__}"
+    return f"{packages}, Python {platform.python_version()}"
+
+
+class Report(Rows):
+    """With the version of hfpatch in each row."""
+
+    def __init__(self, folder: Path, version: str) -> None:
+        super().__init__(folder, "repair", to_markdown)
+        self.version = version
+
+    def machine(self) -> str:
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+        cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        return f"{cores}; {versions}, Python {platform.python_version()}"
 
     def add(
         self, key: dict[str, str], build: Callable[[], Any], request: dict[str, Any] | None, figures: Figures
@@ -150,18 +181,6 @@ class Report:
         print(row, flush=True)
         self.write(row)
         return row
-
-    def write(self, *new: dict[str, Any]) -> None:
-        """Write what is there, with new rows."""
-        rows = [*self.rows, *new]
-        machine = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        machine = f"{machine}; {versions}, Python {platform.python_version()}"
-        json_text = json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
-        for name, text in {"repair.json": json_text, "repair.md": to_markdown(rows, machine)}.items():
-            unfinished = self.folder / f"{name}.{os.getpid()}"
-            unfinished.write_text(text)
-            unfinished.replace(self.folder / name)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -310,13 +329,20 @@ class Encoder:
 def encoder_rows(report: Report, schemes: list[str], counts: list[int]) -> None:
     encoder = Encoder()
     for scheme in schemes:
-        requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
-        if scheme == "rms":
-            requests["no data"] = asked(scheme)
-        for n in counts:
-            requests[f"{n} sequences"] = {**asked(scheme), "calibration": encoder.calibration(n)}
-        for start, request in requests.items():
-            report.add({"model": "MiniLM-L6", "swap": scheme, "start": start}, encoder.build, request, encoder.figures)
+        starts = {f"{n} sequences": encoder.calibration(n) for n in counts}
+        scheme_rows(report, "MiniLM-L6", scheme, starts, encoder.build, encoder.figures)
+
+
+def scheme_rows(
+    report: Report, model: str, scheme: str, starts: dict[str, Any], build: Callable[[], Any], figures: Figures
+) -> None:
+    """The rows of one scheme: copied, where that is exact without data, and repaired from each calibration."""
+    requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
+    if scheme == "rms":
+        requests["no data"] = asked(scheme)
+    requests |= {start: {**asked(scheme), "calibration": data} for start, data in starts.items()}
+    for start, request in requests.items():
+        report.add({"model": model, "swap": scheme, "start": start}, build, request, figures)
 
 
 def asked(scheme: str) -> dict[str, Any]:
@@ -353,30 +379,27 @@ def decoder_rows(report: Report, folder: Path, smiles: Path, schemes: list[str],
     original = build()
     inside, own = batches(known[-1000:]), sample_batches(original, 512, seed=1)
 
-    def perplexity(model: Any, given: list[dict[str, Tensor]]) -> float:
-        nats, count = 0.0, 0
-        for batch in given:
-            with torch.no_grad():
-                logits = model(**batch).logits[:, :-1]
-            keep = batch["attention_mask"][:, 1:].bool()
-            nats += float(F.cross_entropy(logits[keep], batch["input_ids"][:, 1:][keep], reduction="sum"))
-            count += int(keep.sum())
-        return math.exp(nats / count)
-
     def figures(model: Any) -> dict[str, float]:
-        return {"inside": round(perplexity(model, inside), 4), "outside": round(perplexity(model, own), 4)}
+        judged = {"inside": inside, "outside": own}
+        return {place: round(math.exp(loss(model, batches)), 4) for place, batches in judged.items()}
 
     report.add({"model": "GPT-2 0.2M", "swap": "(original)", "start": ""}, build, None, figures)
     for scheme in schemes:
-        requests: dict[str, dict[str, Any]] = {"copied": {**asked(scheme), "init": "copy"}}
-        if scheme == "rms":  # exact: there is nothing to repair
-            requests["no data"] = asked(scheme)
-        else:
-            requests["self, 256 sequences"] = {**asked(scheme), "calibration": "self"}
-            for n in counts:
-                requests[f"{n} sequences"] = {**asked(scheme), "calibration": batches(known[:n])}
-        for start, request in requests.items():
-            report.add({"model": "GPT-2 0.2M", "swap": scheme, "start": start}, build, request, figures)
+        starts = {"self, 256 sequences": "self"} | {f"{n} sequences": batches(known[:n]) for n in counts}
+        # rms is exact here: there is nothing to repair
+        scheme_rows(report, "GPT-2 0.2M", scheme, {} if scheme == "rms" else starts, build, figures)
+
+
+def loss(model: Any, batches: list[dict[str, Tensor]]) -> float:
+    """Mean loss in nats a token."""
+    nats, count = 0.0, 0
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(**batch).logits[:, :-1].float()
+        keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, 1:].bool()
+        nats += float(F.cross_entropy(logits[keep], batch["input_ids"][:, 1:][keep], reduction="sum"))
+        count += int(keep.sum())
+    return nats / count if count else math.nan
 
 
 # --- families that are trained here -----------------------------------------------------------------------------------
@@ -394,27 +417,39 @@ def spread(rows: Tensor, count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": few} for few in rows[:: len(rows) // count][:count].split(32)]
 
 
+def train(
+    model: Any, folder: Path, steps: int, batches: Iterable[dict[str, Tensor]], weight_decay: float = 0.01
+) -> None:
+    """Train a model by AdamW, and save it with its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    model.config.training_loss = sum(losses[-20:]) / 20
+    model.save_pretrained(folder)
+
+
 def trained_model(model_type: str, settings: dict[str, Any], folder: Path) -> Any:
-    """A model of these settings, trained by AdamW on nine tenths of the plays; once, then it is in the folder."""
+    """A model of these settings, trained on nine tenths of the plays; once, then it is in the folder."""
     folder = folder / f"{model_type}-{STEPS}-steps"
     if not (folder / "model.safetensors").exists():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.1)
         text = plays(0, 0.9).flatten()
-        losses = []
-        for _ in range(STEPS):
-            starts = torch.randint(len(text) - LENGTH, (BATCH,))
-            rows = torch.stack([text[i : i + LENGTH] for i in starts.tolist()])
-            loss = model(input_ids=rows, labels=rows).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(loss.item())
-        model.config.training_loss = sum(losses[-20:]) / 20
-        model.save_pretrained(folder)
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for _ in range(STEPS):
+                starts = torch.randint(len(text) - LENGTH, (BATCH,))
+                rows = torch.stack([text[i : i + LENGTH] for i in starts.tolist()])
+                yield {"input_ids": rows, "labels": rows}
+
+        train(model, folder, STEPS, batches())
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 

@@ -2,7 +2,7 @@
 
     python tests/sweeps/repair_cost.py                            # 6 layers of 384, 25,600 tokens: some minutes
     python tests/sweeps/repair_cost.py --layers 4 --width 512     # another size; its rows join the others
-    python tests/sweeps/repair_cost.py --swaps dyt --profile      # one swap: where the time goes, line by line
+    python -m cProfile -s tottime tests/sweeps/repair_cost.py --swaps dyt --one     # one swap: where the time goes
 
 Each swap is measured in a process of its own, on one thread, by the processor's time: first a pass (a forward of the
 original on every batch; the median of three), then `patch_model` with that calibration. So machines that other work
@@ -21,21 +21,23 @@ import json
 import os
 import platform
 import resource
-import signal
+import site
 import subprocess
 import sys
 import time
-import traceback
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
+
+site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import transformers
+import workers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hfpatch
@@ -77,9 +79,7 @@ def gpt2_options(description: str | None) -> argparse.ArgumentParser:
 
 def quiet_on_one_thread() -> None:
     """No warnings and no progress bars; one thread, and the same random numbers in every run."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet()
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
@@ -92,12 +92,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences a batch, as texts are read")
     parser.add_argument("--swaps", nargs="+", choices=SWAPS, default=list(SWAPS))
     parser.add_argument("--version", default=hfpatch.__version__, help="name of the hfpatch that runs, for the tables")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the functions and lines that take longest; writes nothing"
-    )
     parser.add_argument("--one", action="store_true", help="measure the one swap here, and print it as JSON")
     options = parser.parse_args()
-    if options.one or options.profile:
+    if options.one:
         print(json.dumps(measure(options)))
         return
     for swap in options.swaps:
@@ -119,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batches = list(torch.randint(VOCABULARY, (options.sequences, options.length)).split(options.batch))
     one_pass = median(seconds(lambda: forward(model, batches)) for _ in range(3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with phases() as spent, sampled() if options.profile else nullcontext():
+    with phases() as spent:
         total = seconds(lambda: patch_model(model, **SWAPS[swap], calibration=batches))
     spent["rest"] += total - sum(spent.values())
     report = repair_report(model)
@@ -157,7 +154,6 @@ def phases() -> Iterator[dict[str, float]]:
     """Context that measures what time goes into: seconds by phase; what one calls in another counts there."""
     spent: dict[str, float] = defaultdict(float)
     stack: list[list[float]] = []
-    patched: list[tuple[Any, str, Any]] = []
 
     def timed(phase: Callable[..., str] | str, inner: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -176,8 +172,7 @@ def phases() -> Iterator[dict[str, float]]:
         return run
 
     def time_calls(owner: Any, name: str, phase: Any) -> None:
-        patched.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, timed(phase, getattr(owner, name)))
+        changed.enter_context(mock.patch.object(owner, name, timed(phase, getattr(owner, name))))
 
     names: list[str] = []
     originals: set[int] = set()
@@ -187,47 +182,19 @@ def phases() -> Iterator[dict[str, float]]:
         originals.add(id(old))
         start(self, new, old, *rest, **more)
 
-    patched.append((repair._Repairer, "__init__", start))
-    repair._Repairer.__init__ = started  # type: ignore[method-assign]
-    time_calls(BlockReplay, "forward", lambda walk, *_: "original" if id(walk) in originals else "replays")
-    time_calls(Ridge, "add", "sums")
-    time_calls(Ridge, "solve", "solutions")
-    time_calls(fits, "fit_norm", "norms")
-    time_calls(fits.Fitter, "maps", "maps")
-    time_calls(fits.Fitter, "save_maps", "maps")
-    time_calls(repair, "output_distance", "judging")
-    time_calls(fits._Judge, "see", "judging")
-    time_calls(fits._Judge, "measure", "judging")
-    time_calls(repair.FreshSequences, "distances", "judging")
-    try:
+    with ExitStack() as changed:
+        changed.enter_context(mock.patch.object(repair._Repairer, "__init__", started))
+        time_calls(BlockReplay, "forward", lambda walk, *_: "original" if id(walk) in originals else "replays")
+        time_calls(Ridge, "add", "sums")
+        time_calls(Ridge, "solve", "solutions")
+        time_calls(fits, "fit_norm", "norms")
+        time_calls(fits.Fitter, "maps", "maps")
+        time_calls(fits.Fitter, "save_maps", "maps")
+        time_calls(repair, "output_distance", "judging")
+        time_calls(fits._Judge, "see", "judging")
+        time_calls(fits._Judge, "measure", "judging")
+        time_calls(repair.FreshSequences, "distances", "judging")
         yield spent
-    finally:
-        for owner, name, value in reversed(patched):
-            setattr(owner, name, value)
-
-
-@contextmanager
-def sampled(interval: float = 0.01, shown: int = 45) -> Iterator[None]:
-    """Context that looks at the stack after each interval of the processor's time, and prints where that went."""
-    found: Counter[str] = Counter()
-
-    def look(_: Any, frame: Any) -> None:
-        stack = [f"{Path(one.filename).name}:{one.name}" for one in traceback.extract_stack(frame)]
-        found.update({f"in    {one}" for one in stack})
-        last = traceback.extract_stack(frame)[-1]
-        found[f"line  {Path(last.filename).name}:{last.lineno} {last.line}"] += 1
-
-    before = signal.signal(signal.SIGPROF, look)
-    signal.setitimer(signal.ITIMER_PROF, interval, interval)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-        count = sum(n for one, n in found.items() if one.startswith("line"))
-        for kind in ("in", "line"):
-            for one, n in [pair for pair in found.most_common() if pair[0].startswith(kind)][:shown]:
-                print(f"{n / count:6.1%} {one}", file=sys.stderr)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

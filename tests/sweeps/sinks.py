@@ -11,20 +11,17 @@ calibration and where it is judged.
 
 from __future__ import annotations
 
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
 import repair
 import torch
-import transformers
 import without_norms
+import workers
 from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
-
-import hfpatch
 
 HERE = Path(__file__).parent
 CASES = [(0.0, "varies"), (1.0, "varies"), (4.0, "varies"), (120.0, "varies"), (0.0, "same"), (120.0, "same")]
@@ -86,7 +83,7 @@ def measure(size: float, first: str) -> list[str]:
     calibration, judged = sequences(0.0, 0.9, 256, first), sequences(0.9, 1.0, 160, first)
     original = with_sink(size)
     at = sizes(original, judged)
-    told = [f"{without_norms.loss(original, judged):.3f}"]
+    told = [f"{repair.loss(original, judged):.3f}"]
     for norm, keep in (("fixed", []), ("fixed", FIRST_BLOCK), ("fixed:bound=1.5", [])):
         torch.manual_seed(0)
         # kept norms besides the last one, which norm="fixed" keeps by itself
@@ -97,15 +94,13 @@ def measure(size: float, first: str) -> list[str]:
 
 
 def main() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet()
     rows = []
     for case in CASES:
         rows.append(measure(*case))
         print(rows[-1], flush=True)
     heads = ["size in block 0", "in later ones", "first token", "loss", "KL left", "with block 0's norms kept"]
     heads.append("with a bound of 1.5")
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hfpatch {hfpatch.__version__}"
     lines = [
         "# Attention sinks at norms with a constant scale",
         "",
@@ -113,7 +108,7 @@ def main() -> None:
         "",
         *repair.table(heads, rows, words=0),
         "",
-        f"{versions}, Python {platform.python_version()}.",
+        f"{repair.versions()}.",
         "",
     ]
     (HERE / "sinks.md").write_text("\n".join(lines))

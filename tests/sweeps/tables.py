@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import copy
 import site
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 site.addsitedir(str(Path(__file__).resolve().parents[1] / "support"))
 
 import proof
-import torch
+import rope_proof
 import workers
 import zoo
-from rope_proof import Outputs, floating_tensors
-from tiny_models import patch
+from rope_proof import Outputs
+from tiny_models import patch, same_bits
 
 from hfpatch.errors import NothingToPatchError
 from hfpatch.runtime.patch_errors import PatchError
@@ -130,7 +130,7 @@ def _extend(
     patch(extended, pos=_request(old, keep), only=[name for item in items for name in item.attentions])
     given = _of_length(inputs, length)
     after = _outputs(extended, given, items)
-    moved = {} if longer is None else _differing(longer, _outputs(extended, _of_length(inputs, old), items))
+    moved = [] if longer is None else _differing(longer, _outputs(extended, _of_length(inputs, old), items))
     for item in items:
         seen = found[item.stack.owner]
         differs = [name for name in _differing(before, after) if keep == "table" or name.startswith(f"{item.name}: ")]
@@ -156,32 +156,14 @@ def _of_length(inputs: dict[str, Any], length: int) -> dict[str, Any]:
 def _outputs(model: Any, inputs: dict[str, Any], items: list[FoundStack]) -> Outputs:
     """Every floating output of the model and of the stacks' owners."""
     found: Outputs = {}
-    hooks = [
-        model.get_submodule(item.name).register_forward_hook(
-            lambda module, args, output, name=item.name: found.update(
-                (f"{name}: {key}", value.clone()) for key, value in floating_tensors(output)
-            )
-        )
-        for item in items
-    ]
-    try:
-        found.update(floating_tensors(proof.run(model, inputs)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for item in items:
+        owner = model.get_submodule(item.name)  # of a copy
+        found |= rope_proof.outputs(model, inputs, replace(item, owner=owner))
     return found
 
 
-def _differing(before: Outputs, after: Outputs) -> dict[str, Any]:
-    same = {
-        name: name in after and before[name].shape == after[name].shape and _same(before[name], after[name])
-        for name in before
-    }
-    return {name: before[name] for name, equal in same.items() if not equal}
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+def _differing(before: Outputs, after: Outputs) -> list[str]:
+    return [name for name in before if not same_bits(before[name], after.get(name))]
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import pytest
 import torch
 import transformers
 import zoo
-from proof import opened
+from proof import opened, run
 from sampled import slow_but
+from tiny_models import tensors
 from torch import Tensor
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -26,7 +26,9 @@ from hfpatch import outcomes, patch_model
 from hfpatch.errors import PatchError
 
 REQUESTS = [("norm", "dyt"), ("norm", "rms"), ("pos", "nope"), ("pos", "rope:theta=5e5"), ("pos", "alibi")]
-CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
+NOT_COMPARED = re.compile(
+    r"(^|\.)((\w*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state)[.\[]"
+)  # what is in caches, and the states of layers
 
 
 def year_of(model_type: str) -> int:
@@ -46,25 +48,14 @@ def newest() -> list[str]:
 CASES = [(name, *request) for name in newest() for request in REQUESTS]
 
 
-def numbers(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of floats in a forward's output, without caches and layers' states."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point() and output.numel():
-            yield name, output
-    elif CACHES.fullmatch(name.rpartition(".")[2]):
-        return
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from numbers(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(output, tuple | list):
-        for index, value in enumerate(output):
-            yield from numbers(value, f"{name}[{index}]")
-
-
 def forward(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        return dict(numbers(model(**inputs)))
+    """The tensors of floats in a forward's output by their paths."""
+    found = dict(tensors(run(model, inputs)))
+    return {
+        path: tensor
+        for path, tensor in found.items()
+        if tensor.is_floating_point() and tensor.numel() and not NOT_COMPARED.search(path)
+    }
 
 
 def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:

@@ -15,26 +15,22 @@ handwritten digits, calibrated on 320 of these, judged by loss and accuracy on t
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import repair
 import torch
-import transformers
+import workers
 from sklearn.datasets import load_digits
 from tiny_models import patch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, ViTConfig, ViTForImageClassification
 
-import hfpatch
 from hfpatch import plan_patch, sample_batches
 
 HERE = Path(__file__).parent
@@ -84,8 +80,7 @@ def main() -> None:
         "--trained", type=Path, default=repair.TRAINED_IN, help="folder where trained families are kept"
     )
     given = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    workers.quiet()
     for model in given.models:
         if model == "MiniLM-L6":
             encoder(model)
@@ -96,17 +91,12 @@ def main() -> None:
             decoder(model, build, repair.spread(repair.plays(0.9, 1), 256))
         elif given.gpt2:
             decoder(model, lambda: AutoModelForCausalLM.from_pretrained(given.gpt2).eval(), [])
-    write([])
-
-
-def rows() -> list[dict[str, Any]]:
-    stored = HERE / "without_norms.json"
-    return json.loads(stored.read_text())["rows"] if stored.exists() else []
+    REPORT.write()
 
 
 def measure(model: str, build: Callable[[], Any], calibration: Any, judge: Callable[[Any], dict[str, float]]) -> None:
     for column, request in requests(model).items():
-        if any((row["model"], row["column"]) == (model, column) for row in rows()):
+        if any((row["model"], row["column"]) == (model, column) for row in REPORT.rows):
             continue
         patched, start = build(), time.process_time()
         changes = sum(row.kind == "norm" and row.action == "replace" for row in plan_patch(patched, **request).rows)
@@ -117,7 +107,7 @@ def measure(model: str, build: Callable[[], Any], calibration: Any, judge: Calla
         row = {"model": model, "column": column, "norms": changes, "gone": kinds.count("NoNorm")}
         row |= {"parameters": sum(p.numel() for p in patched.parameters()), "seconds": seconds, **judge(patched)}
         print(row, flush=True)
-        write([row])
+        REPORT.write(row)
 
 
 def decoder(name: str, build: Callable[[], Any], text: list[dict[str, Tensor]]) -> None:
@@ -125,25 +115,13 @@ def decoder(name: str, build: Callable[[], Any], text: list[dict[str, Tensor]]) 
     original = build()
     torch.manual_seed(1)
     own = sample_batches(original, 160, seed=1)
-    before = {"own": loss(original, own), "text": loss(original, text)}
+    before = {"own": repair.loss(original, own), "text": repair.loss(original, text)}
 
     def judge(model: Any) -> dict[str, float]:
-        found = {"own": loss(model, own), "text": loss(model, text)}
+        found = {"own": repair.loss(model, own), "text": repair.loss(model, text)}
         return {place: round(value - before[place], 4) for place, value in found.items() if not math.isnan(value)}
 
     measure(name, build, "self", judge)
-
-
-def loss(model: Any, batches: list[dict[str, Tensor]]) -> float:
-    """Mean loss in nats a token."""
-    nats, count = 0.0, 0
-    for batch in batches:
-        with torch.no_grad():
-            logits = model(**batch).logits[:, :-1].float()
-        keep = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, 1:].bool()
-        nats += float(F.cross_entropy(logits[keep], batch["input_ids"][:, 1:][keep], reduction="sum"))
-        count += int(keep.sum())
-    return nats / count if count else math.nan
 
 
 def encoder(name: str) -> None:
@@ -177,31 +155,20 @@ def image_classifier(name: str, folder: Path) -> None:
 
 
 def trained_vit(folder: Path, images: Tensor, labels: Tensor) -> Any:
-    """A ViT, trained by AdamW; once, then it is in the folder."""
+    """A ViT, trained; once, then it is in the folder."""
     if not (folder / "model.safetensors").exists():
         torch.manual_seed(0)
         sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
         depth = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
         model = ViTForImageClassification(ViTConfig(**sizes, **depth)).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=repair.RATE, weight_decay=0.1)
-        steps = EPOCHS * len(images.split(64))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, repair.RATE, total_steps=steps, pct_start=0.1)
-        for _ in range(EPOCHS):
-            for rows in torch.randperm(len(images)).split(64):
-                model(images[rows], labels=labels[rows]).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-        model.save_pretrained(folder)
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for _ in range(EPOCHS):
+                for rows in torch.randperm(len(images)).split(64):
+                    yield {"pixel_values": images[rows], "labels": labels[rows]}
+
+        repair.train(model, folder, EPOCHS * len(images.split(64)), batches(), weight_decay=0.1)
     return ViTForImageClassification.from_pretrained(folder).eval()
-
-
-def write(new: list[dict[str, Any]]) -> None:
-    found = [*rows(), *new]
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, hfpatch {hfpatch.__version__}"
-    machine = f"{os.cpu_count()} cores; {versions}, Python {platform.python_version()}"
-    (HERE / "without_norms.json").write_text(json.dumps({"machine": machine, "rows": found}, indent=1) + "\n")
-    (HERE / "without_norms.md").write_text(to_markdown(found, machine))
 
 
 def to_markdown(found: list[dict[str, Any]], machine: str) -> str:
@@ -233,5 +200,6 @@ def to_markdown(found: list[dict[str, Any]], machine: str) -> str:
     return "\n".join([*lines, f"{machine}.", ""])
 
 
+REPORT = repair.Rows(HERE, "without_norms", to_markdown)
 if __name__ == "__main__":
     main()
