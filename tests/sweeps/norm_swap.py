@@ -46,13 +46,12 @@ FIT, FORMULA = 1e-4, 1e-5  # relative errors: of a LayerNorm's fit, and of a new
 
 @dataclass
 class LayerNormFit:
-    """How a module normalises: over the last `over` axes (or axis 1), with a gain and shift for the last `each`."""
+    """How a module normalises: over the last `over` axes, or over axis 1."""
 
     gain: Tensor
     shift: Tensor
     eps: float
     over: int
-    each: int
     channels_first: bool
 
     def rows(self, x: Tensor) -> Tensor:
@@ -138,7 +137,7 @@ def _fit(module: nn.Module, shape: tuple[int, ...], channels_first: bool, over: 
     answers = [_answer(module, x * scale + 0.7 * scale) for scale in (1e3, 1.0)]
     if any(answer is None for answer in answers):
         return None
-    layout = LayerNormFit(torch.ones(()), torch.zeros(()), 0.0, over, each, channels_first)
+    layout = LayerNormFit(torch.ones(()), torch.zeros(()), 0.0, over, channels_first)
     h, y = _standardised(layout, x * 1e3 + 700.0, 0.0), layout.rows(answers[0])
     rows = tuple(range(h.dim() - each))
     h_mean, y_mean = h.mean(rows), y.mean(rows)
@@ -146,7 +145,7 @@ def _fit(module: nn.Module, shape: tuple[int, ...], channels_first: bool, over: 
     shift = y_mean - gain * h_mean
     if gain.abs().max() <= FIT * y.abs().max() or any(p.numel() != gain.numel() for p in module.parameters()):
         return None  # doesn't depend on its input, or has parameters that are no gain and shift per channel
-    fit = LayerNormFit(gain, shift, stated_eps(module), over, each, channels_first)
+    fit = LayerNormFit(gain, shift, stated_eps(module), over, channels_first)
     for scale, answer in zip((1e3, 1.0), answers, strict=True):
         expected = _standardised(fit, x * scale + 0.7 * scale, fit.eps) * gain + shift
         if not _close(layout.rows(answer), expected, FIT):
