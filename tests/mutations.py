@@ -91,7 +91,7 @@ FAULTS = [
         "runtime/rotary.py",
         "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)",
         "torch.stack((x1 * cos - x2 * sin, x2 * cos - x1 * sin), dim=-1)",
-        ("contracts/test_contract.py::test_shift_leaves_logits_alone",),
+        ("contracts/test_table.py::test_holds",),
     ),
     Fault(
         "model.half() rounds the frequencies",
@@ -252,7 +252,7 @@ FAULTS = [
         "runtime/attention.py",
         "return counted if start is None else counted + start",
         "return counted",
-        ("runtime/test_generation.py::test_with_a_cache_as_without",),
+        ("contracts/test_table.py::test_holds",),
     ),
     Fault(
         "generate() stops at the removed table's length",
@@ -294,7 +294,7 @@ FAULTS = [
         "runtime/norms.py",
         "        new.leave_out_of_decay(replaced=old)\n",
         "",
-        ("contracts/test_decay.py::test_after_every_norm",),
+        ("contracts/test_table.py::test_holds",),
     ),
     Fault(
         "an outcome doesn't say that a tower of images didn't run",

@@ -266,7 +266,7 @@ def test_a_request_that_is_carried_out_takes_no_other_start(options: dict[str, A
 @pytest.mark.sample(1)
 @every_family
 def test_norm_and_position_one_after_the_other_equal_both_at_once(family: str) -> None:
-    """tests/contracts/test_mlp_contract.py has other schemes, and MLPs."""
+    """tests/contracts/test_table.py has other schemes, and MLPs."""
     both = patch(tiny(family), **BOTH)
     for order in (("norm", "pos"), ("pos", "norm")):
         model = tiny(family)

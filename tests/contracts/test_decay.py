@@ -1,6 +1,6 @@
-"""Weight decay under transformers' Trainer: what it leaves out of a model it leaves out of the patched one.
+"""Weight decay under transformers' Trainer, and what else goes by nn.LayerNorm.
 
-tests/sweeps/weight_decay.py asks the same of every model type.
+That what decays after a patch is what did is in the table of test_table.py.
 """
 
 from __future__ import annotations
@@ -17,93 +17,23 @@ import torch
 import transformers
 from decay import Decay, decayed
 from forms import called
-from own_norm import slopes
-from sampled import slow_but
 from test_ecosystem import losses, trainer
-from tiny_models import CONFIGS, COPIES, difference, load, norm_request, outputs, patch, tiny, tiny_config
+from tiny_models import COPIES, difference, norm_request, outputs, patch, tiny, tiny_config
 from torch import nn
 from transformers import AutoModel
 
-from hfpatch.core.registry import MLPS, NORMS, POSITIONS
+from hfpatch.core.registry import NORMS
 from hfpatch.export import export_model
 from hfpatch.runtime.norm_interface import NormInterface
-from hfpatch.runtime.patch_errors import PatchError
 
-FAMILIES = sorted(CONFIGS)
 FOLDED = ("folded", "none")  # which multiply weights, and so take no model without
 OF_NORMS = [{"norm": name, "init": "copy"} for name in (*NORMS, "rms:fraction=0.5", "layer:bias=false")]
 OF_NORMS = [request for request in OF_NORMS if request["norm"] not in FOLDED]
-OTHERS = [{"pos": name} for name in POSITIONS if name != "learned"] + [{"pos": "learned:max_positions=99"}]
-OTHERS += [{"pos": "learned:image_size=16"}, *({"mlp": name} for name in MLPS)]
-PLACED = [{"placement": name} for name in ("pre", "post", "olmo2", "sandwich")]
 
 
 def on_meta(family: str) -> Any:
     with torch.device("meta"):
         return AutoModel.from_config(tiny_config(family))
-
-
-def differing(family: str, requests: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """What decays otherwise after each request, and how many of the requests the family takes."""
-    before, found, taken = Decay.of(on_meta(family)), [], 0
-    for request in requests:
-        try:
-            patched = patch(on_meta(family), **request)
-        except PatchError:
-            continue
-        taken += 1
-        found += [f"{request}: {name}" for name in before.differing(patched)]
-    return found, taken
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_after_every_norm(family: str) -> None:
-    with slopes() as own:
-        found, taken = differing(family, [*(one for one in OF_NORMS if one["norm"] != "deepnorm"), own])
-    assert found == []
-    assert taken >= 6
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_after_positions_and_mlps(family: str) -> None:
-    found, taken = differing(family, OTHERS)
-    assert found == []
-    assert taken >= (0 if family == "cohere" else 1)
-
-
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gpt2"]))
-def test_after_placements(family: str) -> None:
-    found, _ = differing(family, [*PLACED, {"norm": "deepnorm"}])
-    assert found == []
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "request_",
-    [
-        *({"norm": "rms:mode=parametrize"}, {"norm": "rms"}, {"norm": "dyt", "pos": "rope"}),
-        *map(norm_request, FOLDED),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_after_exact_and_joint_patches(family: str, request_: dict[str, Any]) -> None:
-    """On a model with weights, where an exact swap is carried out; and one patch after another."""
-    model = tiny(family)
-    before = Decay.of(model)
-    assert before.differing(patch(model, **request_)) == []
-    assert before.differing(patch(model, norm="derf")) == []
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neo", "bloom", "convnext"])
-def test_control_norms_that_are_no_layer_norm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the class that says so, the gains of norms that are known by it alone begin to decay."""
-    monkeypatch.setattr(NormInterface, "leave_out_of_decay", lambda self, replaced: None)
-    found, taken = differing(family, OF_NORMS)
-    assert len({request.partition(": h")[0] for request in found}) >= taken - 1
 
 
 def test_control_a_norm_that_decayed() -> None:
@@ -134,8 +64,6 @@ def test_names_of_common_lists(norm: str) -> None:
     assert on_meta("bert").state_dict().keys() <= patch(on_meta("bert"), norm=norm, init="copy").state_dict().keys()
 
 
-# --- copies and checkpoints -------------------------------------------------------------------------------------------
-
 FORMS = [("gpt2", "layer"), ("gpt2", "rms"), ("gpt2", "rms:fraction=0.5"), ("vit", "derf"), ("bart", "dyt")]
 FORMS += [("gpt2", "fixed"), ("llama", "folded"), ("llama", "none")]
 OPENED_ELSEWHERE = """
@@ -145,18 +73,6 @@ from transformers import AutoModel, Trainer
 print(json.dumps([Trainer.get_decay_parameter_names(None, AutoModel.from_pretrained(folder, trust_remote_code=True))
     for folder in sys.argv[1:]]))
 """
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("family", "norm"), FORMS)
-def test_copies_and_checkpoints(family: str, norm: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), **norm_request(norm))
-    expected = decayed(model)
-    assert decayed(tiny(family)) >= expected
-    model.save_pretrained(tmp_path)
-    for one in (*(copied(model) for copied in COPIES.values()), load(tmp_path)):
-        assert decayed(one) == expected
-        assert [type(module) for module in one.modules()] == [type(module) for module in model.modules()]
 
 
 def test_norms_that_are_centred_as_well() -> None:

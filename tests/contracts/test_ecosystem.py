@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from own_norm import slopes
-from tiny_models import difference, inputs, load, norm_request, outputs, patch, tiny
+from tiny_models import difference, inputs, load, outputs, patch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -94,40 +92,6 @@ def test_an_adapter_of_the_unpatched_model_is_merged_before_the_patch(family: st
     assert difference(outputs(patched, **given), expected) <= 1e-6 * size
     wrong = opened(patch_model(tiny(family, "AutoModelForCausalLM"), norm="rms"))
     assert difference(outputs(wrong, **given), expected) > 1e-3 * size
-
-
-LN_TUNED = [("gpt2", norm) for norm in ("layer", "rms", "rms:fraction=0.5", "dyt", "derf", "deepnorm", "slopes")]
-LN_TUNED += [("llama", "dyt"), ("bert", "rms"), ("bert", "batch"), ("bert", "derf"), ("t5", "dyt"), ("vit", "dyt")]
-LN_TUNED += [("gpt2", "fixed"), ("llama", "fixed")]
-NORMS_OF = {"bert": ["LayerNorm"], "vit": ["layernorm_before", "layernorm_after"]}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("family", "norm"), LN_TUNED)
-def test_ln_tuning_merges(family: str, norm: str, tmp_path: Path) -> None:
-    """Trained copies of the norms take their places, and gain and shift may be called anything."""
-    peft = pytest.importorskip("peft")
-    with slopes() if norm == "slopes" else nullcontext():
-        patch(tiny(family), **norm_request(norm)).save_pretrained(tmp_path / "base")
-        base = load(tmp_path / "base")
-        given, before = inputs(base), outputs(base)
-        adapted = peft.get_peft_model(base, peft.LNTuningConfig(target_modules=NORMS_OF.get(family)))
-        trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in trained:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        expected = outputs(adapted.eval(), **given)
-        assert difference(before, expected) > 1e-2
-        adapted.save_pretrained(tmp_path / "adapter")
-        again = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
-        assert difference(outputs(again, **given), expected) <= 1e-6
-        for one in (adapted, again):
-            merged = one.merge_and_unload()
-            assert difference(outputs(merged, **given), expected) <= 1e-6
-            assert merged.state_dict().keys() == load(tmp_path / "base").state_dict().keys()
-        merged.save_pretrained(tmp_path / "merged")
-        assert difference(outputs(load(tmp_path / "merged"), **given), expected) <= 1e-6
 
 
 # Training

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import changes, difference, fingerprint, patch, randomise, registered, reload, tiny
+from tiny_models import changes, difference, fingerprint, patch, randomise, registered, tiny
 from torch import nn
 from transformers import AutoConfig, GPT2Model
 
@@ -83,15 +83,6 @@ def test_a_later_edit_of_the_same_places_takes_the_place() -> None:
         patch(model, pos=f"rope:theta={theta}")
     rotations = [str(edit) for edit in Record.of(model.config).edits if "rotary_emb" in edit.at[0]]
     assert rotations == ["h.*.attn.rotary_emb = RotaryEmbedding(8, theta=30.0)"]
-
-
-def test_norms_are_made_one_of_the_other(tmp_path: Path) -> None:
-    model = patch(patch(tiny("gpt2"), norm="rms"), norm="dyt")
-    assert [str(edit).partition(" = ")[2][:11] for edit in Record.of(model.config).edits if "ln_f" in edit.at] == [
-        "RMSNorm(eps",
-        "DynamicTanh",
-    ]
-    assert difference(model, reload(model, tmp_path)) == 0
 
 
 def test_components_have_names_of_their_own() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import zoo
 from position_checks import changed_positions, difference, states
 from tiny_models import patch
 from torch import Tensor
-from transformers import AutoModel
 
 from hfpatch.errors import OptionError
 from hfpatch.runtime.handing_down import HandedDown
@@ -223,29 +220,6 @@ def test_windows_turn_by_their_own_places() -> None:
 
 
 # --- handed down ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", ["vit_mae", "dpt"])
-def test_saved_loaded_and_copied(model_type: str, tmp_path: Path) -> None:
-    model = patched(model_type)
-    given = image(*WIDE)
-    if model_type == "vit_mae":
-        given["noise"] = torch.rand(2, 18)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path).eval()
-    assert torch.equal(states(loaded, given), states(model, given))
-    twin = copy.deepcopy(model)
-    assert torch.equal(states(twin, given), states(model, given))
-
-
-@pytest.mark.sample(0, slow=1)
-@pytest.mark.parametrize(("model_type", "pos"), [("vit", GRID), ("siglip_vision_model", LINE), ("dpt", GRID)])
-def test_compiles_without_graph_breaks(model_type: str, pos: RoPE) -> None:
-    torch._dynamo.reset()
-    model = patched(model_type, pos)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in (WIDE, TALL):
-        assert difference(states(compiled, image(*size)), states(model, image(*size))) <= 1e-5
 
 
 def test_beside_norms_that_stand_elsewhere() -> None:

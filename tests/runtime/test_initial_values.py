@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,11 @@ import pytest
 import torch
 import transformers
 import zoo
-from safetensors.torch import load_file, save_file
+from initial_values import memory_is_nan, require_values
+from safetensors.torch import load_file
 from sampled import slow_but
-from tiny_models import difference, patch, reload, tiny
-from torch import Tensor, nn
+from tiny_models import difference, patch, reload
+from torch import nn
 
 from hfpatch.measure.copies import unpatched_config
 from hfpatch.patch import unpatch_model
@@ -31,48 +30,6 @@ IMAGE = ["aimv2_vision_model", "blip", "clip", "deit", "dinov2", "idefics2", "in
 IMAGE += ["pixio", "siglip_vision_model", "vit", "vit_mae", "vivit", "mgp-str", "dpt", "depth_anything"]
 WHOLE_WINDOWS = {"led": Learned(max_positions=512)}  # of its attention; another length doesn't run
 TABLES = [*((name, WHOLE_WINDOWS.get(name, LONGER)) for name in TEXT), *((name, LARGER) for name in IMAGE)]
-ADDED: dict[str, dict[str, Any]] = {
-    "dyt": {"norm": "dyt"},
-    "derf": {"norm": "derf"},
-    "dyt:alpha=llm": {"norm": "dyt:alpha=llm", "init": "reset"},
-    "deepnorm": {"norm": "deepnorm"},
-    "layer": {"norm": "layer"},
-    "rms": {"norm": "rms"},
-    "fixed": {"norm": "fixed", "init": "reset"},
-    "folded": {"norm": "folded"},
-    "none": {"norm": "none", "init": "reset"},
-    "parametrised": {"norm": "rms:mode=parametrize"},
-    "rope": {"pos": "rope"},
-    "nope": {"pos": "nope"},
-    "alibi": {"pos": "alibi"},
-    "sinusoidal": {"pos": "sinusoidal"},
-    "swiglu": {"mlp": "swiglu"},
-    "fresh swiglu": {"mlp": "swiglu", "init": "reset"},
-    "sandwich": {"placement": "sandwich"},
-    "post": {"placement": "post"},
-}
-NORMED = ("rms", "parametrised")  # is already
-TURNED = ("alibi", "sinusoidal")  # has positions of another kind
-REFUSED = {
-    "bert": ("post", "folded"),  # whose norms residual connections read
-    "bart": ("post", "folded"),
-    "vit": ("dyt:alpha=llm", "sinusoidal"),
-    "llama": (*NORMED, *TURNED, "swiglu", "fresh swiglu"),
-    "t5": (*NORMED, *TURNED),
-}
-HOSTS = ["gpt2", "bert", "bart", "vit", "llama", "t5", "whisper"]
-MADE = [(family, name) for family in HOSTS for name in ADDED if name not in REFUSED.get(family, ())]
-
-
-@contextmanager
-def memory_is_nan() -> Iterator[None]:
-    """New memory is NaN, where it is otherwise whatever was there."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(3).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def host(family: str) -> Any:
@@ -88,15 +45,6 @@ def built(config: Any, kind: Any) -> Any:
         return kind._from_config(copy.deepcopy(config))
 
 
-def require_values(model: nn.Module) -> None:
-    bad = [name for name, value in model.state_dict().items() if value.is_floating_point() and not _is_sane(value)]
-    assert not bad
-
-
-def _is_sane(value: Tensor) -> bool:
-    return bool((value.isfinite() | (value <= torch.finfo(value.dtype).min)).all()) and not value.isnan().any()
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "scheme"), slow_but(TABLES, 12))
 def test_a_table_has_its_hosts_initial_values(family: str, scheme: Learned) -> None:
@@ -109,25 +57,6 @@ def test_a_table_has_its_hosts_initial_values(family: str, scheme: Learned) -> N
     assert dict(fresh.named_parameters()).keys() == expected.keys()
     for name, value in fresh.named_parameters():
         assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("family", "name"),
-    slow_but(MADE, [("gpt2", name) for name in ADDED]),
-)
-def test_what_else_a_patch_adds(family: str, name: str, tmp_path: Path) -> None:
-    model = patch(tiny(family), **ADDED[name])
-    require_values(built(model.config, type(model)))
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    stored, plain = load_file(path), host_class(type(model))(unpatched_config(model.config)).state_dict()
-    kept = {key: value for key, value in stored.items() if key in plain and value.shape == plain[key].shape}
-    save_file(kept, path, {"format": "pt"})
-    with memory_is_nan():
-        opened = transformers.AutoModel.from_pretrained(tmp_path, check_fingerprint=False)
-    require_values(opened)
-    assert all(torch.equal(opened.state_dict()[key], value) for key, value in kept.items())
 
 
 def test_a_table_whose_size_the_config_doesnt_set() -> None:

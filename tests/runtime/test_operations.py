@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 from operations_of import of_a_step
-from position_checks import difference, require_the_same_with_checkpointing
+from position_checks import difference
 from tiny_models import inputs, outputs, patch, tiny
 from torch import nn
 
@@ -146,16 +146,6 @@ def test_a_hooked_or_changed_module_is_called_itself() -> None:
         assert difference(changed[0], plain[0]) > 1e-3
         rotary.inv_freq.copy_(with_others)
         rotary.key = model.transformer.h[layer - 1].attn.rotary_emb.key
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(("family", "pos"), [("gpt2", "rope"), ("gpt2", "alibi"), ("opt", "rope"), ("gpt_neo", "rope")])
-def test_layers_that_are_computed_again_in_the_backward(family: str, pos: str, reentrant: bool) -> None:
-    """Outside of the owner's forward, and after another one of other lengths."""
-    model = patch(tiny(family, "AutoModelForCausalLM"), pos=pos) if family == "gpt_neo" else model_of(family, pos=pos)
-    given = [{**{name: x[:, :length] for name, x in inputs(model).items()}, "use_cache": False} for length in (9, 6)]
-    require_the_same_with_checkpointing(model, given, reentrant)
 
 
 @pytest.mark.parametrize("pos", ["rope", "alibi"])

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from position_checks import changed_positions, difference, patched, zoo
 from sampled import slow_but
 from torch import Tensor
-from transformers import AutoModel
 
 from hfpatch.runtime.attention import POSITION_IDS
 from hfpatch.runtime.handing_down import HandedDown
@@ -150,24 +148,3 @@ def test_beside_norms_that_stand_elsewhere(model_type: str, request_: dict[str, 
     assert difference(moved, case.states()) > 1e-3
     with case.rotated_by(positions):
         assert difference(moved, case.states()) <= 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gpt_neo", "distilbert", "clip_text_model"])
-def test_compiles_without_graph_breaks(model_type: str) -> None:
-    torch._dynamo.reset()
-    case = Case(model_type)
-    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
-    for positions in (case.counted * 2, None):
-        assert difference(case.states(positions, compiled), case.states(positions)) <= 1e-5
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("model_type", ["gpt_neo", "xlm", "longformer", "git"])
-def test_saved_and_opened(model_type: str, tmp_path: Path) -> None:
-    case = Case(model_type)
-    case.model.save_pretrained(tmp_path)
-    opened = AutoModel.from_pretrained(tmp_path).eval()
-    given = {**case.given, POSITION_IDS: (case.counted * 2).expand(len(case.tokens), -1)}
-    with torch.no_grad():
-        assert torch.equal(opened(**given)[0], case.model(**given)[0])

@@ -154,6 +154,17 @@ def randomise(model: nn.Module, seed: int = 0) -> Any:
     return model.eval()
 
 
+def steady(model: Any) -> Any:
+    """In training mode, without dropout."""
+    for module in model.train().modules():
+        for name in ("dropout", "activation_dropout", "attention_dropout", "encoder_layerdrop", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def inputs(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     """Inputs that the model's forward takes."""
     generator = torch.Generator().manual_seed(seed)

@@ -31,7 +31,7 @@ CORE = (
     "tests/core/test_edits.py",
     "tests/core/test_holders.py",
     "tests/exact/test_fold.py",
-    "tests/runtime/test_generation.py",
+    "tests/contracts/test_table.py",
     "tests/checkpoint",
     "tests/runtime/test_guard.py",
     "tests/export/test_remote.py",

@@ -1,6 +1,6 @@
 """Every architecture on a tiny model of its family: what a new one has to pass, without a test of its own.
 
-tests/contracts/test_contract.py goes deeper, on nine families; tests/support/proof.py says what is measured here. Shift
+tests/contracts/test_table.py goes deeper, on nine families; tests/support/proof.py says what is measured here. Shift
 and active are measured on every class that owns a table; the rest on a fixed sample of them (tests/sweeps/positions.py
 does all).
 """
