@@ -245,7 +245,7 @@ class Property:
 
     Attributes:
         check: takes a case and an empty folder.
-        default: how many cases the default run has.
+        default: how many cases the default run has besides those of the controls.
         controls: cases with what breaks them, so that the check must fail.
     """
 
@@ -324,7 +324,7 @@ def nothing_is_refused(case: Case) -> bool:
     return HOSTS[case.family].model is None or case.asks("mlp")
 
 
-@property_of(nothing_is_refused, 20, ("gpt2", GATE, up_biases_are_wrong), ("gpt2", ROPE, nothing_is_patched))
+@property_of(nothing_is_refused, 16, ("gpt2", GATE, up_biases_are_wrong), ("gpt2", ROPE, nothing_is_patched))
 def the_plan_says_what_comes(case: Case, folder: Path) -> None:
     """What is refused changes nothing; what is exact computes the same, and what isn't says what it loses."""
     model, given = as_dtype(*case.made(), torch.float64)
@@ -350,7 +350,7 @@ def the_plan_says_what_comes(case: Case, folder: Path) -> None:
     assert not changes(carried_out, fingerprint(model))
 
 
-@property_of(of_tiny, 4, ("gpt2", ROPE, lambda broken: broken.setattr(sys.modules[__name__], "unpatch_model", id)))
+@property_of(of_tiny, 2, ("gpt2", ROPE, lambda broken: broken.setattr(sys.modules[__name__], "unpatch_model", id)))
 def it_is_taken_back_to_the_bit(case: Case, folder: Path) -> None:
     model, _ = case.made()
     before = fingerprint(model)
@@ -372,7 +372,7 @@ def of_order(case: Case) -> bool:
     return of_tiny(case) and len(case.request.keys() & {"norm", "pos", "mlp"}) > 1
 
 
-@property_of(of_order, 2, ("gpt2", JOINT[0], weights_double))
+@property_of(of_order, 1, ("gpt2", JOINT[0], weights_double))
 def the_order_of_patches_is_irrelevant(case: Case, folder: Path) -> None:
     at_once, given = as_dtype(*case.made(), torch.float64)
     patch(at_once, **case.request)
@@ -427,7 +427,7 @@ for way in (*COPIES, "saved"):
     PROPERTIES[f"it_comes_back_{way}"] = Property(
         partial(comes_back, way),
         of_tiny,
-        2,
+        1,
         [(Case("gpt2", ROPE, "exact"), rotations_differ if way == "saved" else lenses_are_lost)],
     )
 
@@ -437,7 +437,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AffineNorm, "_new", staticmethod(lambda shape, *_: nn.Parameter(torch.empty(shape))))
 
 
-@property_of(of_tiny, 4, ("gpt2", {"norm": "dyt"}, nothing_is_started), ("gpt2", ROPE, rotations_differ))
+@property_of(of_tiny, 3, ("gpt2", {"norm": "dyt"}, nothing_is_started), ("gpt2", ROPE, rotations_differ))
 def its_config_builds_it(case: Case, folder: Path) -> None:
     """With values everywhere, and the same model once it has the weights; so where a file lacks what was added."""
     model, given = case.patched()
@@ -473,7 +473,7 @@ def of_halves(case: Case) -> bool:
     return (of_tiny(case) and case.family != "deberta") or HOSTS[case.family].takes == "masks"
 
 
-@property_of(of_halves, 4, ("gpt2", {"norm": "rms"}, norms_widen))
+@property_of(of_halves, 2, ("gpt2", {"norm": "rms"}, norms_widen))
 def it_runs_in_half_precision(case: Case, folder: Path) -> None:
     """All of it, and in autocast."""
     model, given = case.patched()
@@ -501,7 +501,7 @@ def decoded(model: Any, given: dict[str, Tensor]) -> None:
     name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     with torch.no_grad():
         first = model.eval()(**given, use_cache=True)
-        second = {key: value for key, value in given.items() if key != "attention_mask"}
+        second = {key: value for key, value in given.items() if key not in ("attention_mask", "position_ids")}
         model(**{**second, name: given[name][:, :1]}, **{CACHE: first[CACHE]}, use_cache=True)
 
 
@@ -530,7 +530,7 @@ def a_tensor_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "forward", lambda self, x: real(self, torch.ones(x.shape)))
 
 
-@property_of(of_tiny, 4, ("gpt2", ROPE, a_tensor_stays_on_the_cpu))
+@property_of(of_tiny, 2, ("gpt2", ROPE, a_tensor_stays_on_the_cpu))
 def it_runs_where_no_value_is_known(case: Case, folder: Path) -> None:
     """The path that a GPU takes, without one. What the unpatched model can't do isn't asked of the patched one."""
     original, given = case.made()
@@ -544,7 +544,7 @@ def rotations_are_made_on_the_default_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(RotaryEmbedding, "_frequencies", lambda self: real(self) + torch.zeros(1, device="meta"))
 
 
-@property_of(of_tiny, 4, ("gpt2", ROPE, rotations_are_made_on_the_default_device))
+@property_of(of_tiny, 2, ("gpt2", ROPE, rotations_are_made_on_the_default_device))
 def it_is_patched_where_new_modules_are_made_on_meta(case: Case, folder: Path) -> None:
     """It is patched on its own device, as it would be elsewhere, and the default stays what it was."""
     (expected, given), (model, _) = case.made(), case.made()
@@ -566,14 +566,17 @@ def gains_decay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NormInterface, "leave_out_of_decay", lambda self, replaced: None)
 
 
-@property_of(
-    of_tiny, 12, *((name, {"norm": "layer"}, gains_decay) for name in ("gpt2", "gpt_neo", "bloom", "convnext"))
-)
+@property_of(of_tiny, 8, *((name, {"norm": "layer"}, gains_decay) for name in ("gpt2", "gpt_neo", "bloom", "convnext")))
 def what_decays_is_what_did(case: Case, folder: Path) -> None:
     """tests/sweeps/weight_decay.py asks the same of every model type."""
-    before = Decay.of(case.made()[0])
-    model, _ = case.patched()
+    original, _ = case.made()
+    before, (model, _) = Decay.of(original), case.patched()
     assert before.differing(model) == []
+    if case.request.keys() - {"init"} == {"norm"}:  # of which other lists go by names and numbers of axes
+        added = dict(model.named_parameters()).keys() - before.parameters.keys()
+        assert {model.get_parameter(name).dim() for name in added} <= {1}
+        if case.request["norm"] in ("layer", "rms", "rms:fraction=0.25", "deepnorm", "batch"):
+            assert original.state_dict().keys() <= model.state_dict().keys()
     norm = {"norm": "derf", "init": "copy"}
     if case.asks("norm") and plan_takes(model, norm):  # one patch after another
         assert before.differing(patch(model, **norm)) == []
@@ -600,7 +603,7 @@ def of_any_length(case: Case) -> bool:
     return of_short(case) and case.asks("pos", *(name for name in POSITIONS if name != "learned"))
 
 
-@property_of(of_any_length, 4, ("gpt2", ROPE, state_is_kept))
+@property_of(of_any_length, 2, ("gpt2", ROPE, state_is_kept))
 def gradient_checkpointing_changes_nothing(case: Case, folder: Path) -> None:
     """Layers are computed again outside of their owner's forward, and after another one of other lengths."""
     lengths = {"image": (16, 32), "audio": (16, 8)}.get(short.FAMILIES[case.family].kind, (12, 7))
@@ -690,7 +693,7 @@ def of_adapters(case: Case) -> bool:
     return of_rotations(case) or (of_tiny(case) and not kept and case.request.keys() - {"init"} in ({"mlp"}, {"norm"}))
 
 
-@property_of(of_adapters, 6, *((name, ROPE, rotations_lie_below_adapters) for name in ("bert", "gpt2")))
+@property_of(of_adapters, 4, *((name, ROPE, rotations_lie_below_adapters) for name in ("bert", "gpt2")))
 def an_adapter_comes_back_and_merges(case: Case, folder: Path) -> None:
     """On queries and keys, on gates, on norms: saved, opened on a base that was opened, merged, and that saved."""
     peft = pytest.importorskip("peft")
@@ -730,7 +733,7 @@ def sines_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "rotate", lambda self, x, phases: real(self, x, (phases[0], 0 * phases[1])))
 
 
-@property_of(of_rotations, 5, *((name, ROPE, sines_are_lost) for name in ("gpt2", "bert", "vit", "whisper")))
+@property_of(of_rotations, 2, *((name, ROPE, sines_are_lost) for name in ("gpt2", "bert", "vit", "whisper")))
 def distances_alone_count(case: Case, folder: Path) -> None:
     model, given = case.patched()
     # angles are float32, so their rounding grows with offset and frequency: a small theta gets a smaller offset
@@ -742,7 +745,7 @@ def nothing_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "rotate", lambda self, x, phases: x)
 
 
-@property_of(of_rotations, 5, *((name, ROPE, nothing_turns) for name in ("gpt2", "bert", "vit", "whisper")))
+@property_of(of_rotations, 1, *((name, ROPE, nothing_turns) for name in ("gpt2", "bert", "vit", "whisper")))
 def every_attention_rotates_and_nothing_else(case: Case, folder: Path) -> None:
     model, given = case.patched()
     seq2seq = short.FAMILIES[case.family].kind in ("seq2seq", "audio")
@@ -759,7 +762,7 @@ def every_attention_rotates_and_nothing_else(case: Case, folder: Path) -> None:
             assert difference(moved(model, given, torch.zeros_like, stack), expected) >= 1e-2
 
 
-@property_of(of_positions, 5, *((name, ROPE, nothing_is_patched) for name in short.FAMILIES))
+@property_of(of_positions, 2, *((name, ROPE, nothing_is_patched) for name in short.FAMILIES))
 def it_takes_four_times_the_old_length(case: Case, folder: Path) -> None:
     model, _ = case.patched()
     length = 4 * short.FAMILIES[case.family].old_length
@@ -807,7 +810,7 @@ def writer(case: Case, old: bool = False) -> tuple[Any, dict[str, Any], bool]:
     return model, given, False
 
 
-@property_of(of_decoders, 4, *LOST)
+@property_of(of_decoders, 1, *LOST)
 def it_decodes_with_a_cache_as_without(case: Case, folder: Path) -> None:
     """Greedily with a dynamic and with a static cache, in beams, by chance, in eager attention, and padded."""
     model, given, alone = writer(case)
@@ -867,7 +870,7 @@ def of_encoders(case: Case) -> bool:
     return of_tiny(case) and case.family in kinds - {"gpt2", "opt", "gpt_neo", "whisper"}
 
 
-@property_of(of_encoders, 6, ("bert", {"norm": "batch"}, masks_are_lost), ("bert", ALIBI, biases_hide_masks))
+@property_of(of_encoders, 4, ("bert", {"norm": "batch"}, masks_are_lost), ("bert", ALIBI, biases_hide_masks))
 def padding_counts_for_nothing(case: Case, folder: Path) -> None:
     """With whatever kind of mask an attention takes: in no norm of the model, wherever it stands, while it trains."""
     model, given = as_dtype(*case.patched(), torch.float64)
@@ -899,10 +902,16 @@ def in_order(cases: list[Case]) -> list[Case]:
 def divided(name: str) -> tuple[list[Case], list[Case], list[Case]]:
     """A property's cases of the default run, of the slow one and of the sweeps.
 
+    The default ones are those of its controls and a sample.
     The slow ones are those, in the table's order, that have a family or a scheme of which none came before.
     """
     one = PROPERTIES[name]
-    default, slow, sweeps = sampled(one.cases, one.default), [], []
+    controls = [case for case, _ in one.controls] if one.default else []  # which hold where nothing is broken
+    unbroken = [
+        case for case in one.cases if any((case.family, case.request) == (c.family, c.request) for c in controls)
+    ]
+    default = [*unbroken, *sampled([case for case in one.cases if case not in unbroken], one.default)]
+    slow, sweeps = [], []
     seen = {part for case in default for part in (case.family, *case.request.values())}
     for case in in_order([case for case in one.cases if case not in default]):
         new = {case.family, *case.request.values()} - seen
