@@ -296,8 +296,10 @@ def of_rotations(case: Case) -> bool:
 
 
 def of_decoders(case: Case) -> bool:
-    """What generates."""
+    """What generates; Whisper cuts sound by the length of a table that stays."""
     decodes = of_short(case) and short.FAMILIES[case.family].decodes
+    if case.family == "whisper" and case.asks("pos", "learned"):
+        return False
     return (decodes and case.asks("pos")) or (case.served and HOSTS[case.family].takes in ("decoding", "rope"))
 
 
@@ -697,25 +699,27 @@ def of_adapters(case: Case) -> bool:
 def an_adapter_comes_back_and_merges(case: Case, folder: Path) -> None:
     """On queries and keys, on gates, on norms: saved, opened on a base that was opened, merged, and that saved."""
     peft = pytest.importorskip("peft")
-    model, given = case.patched()
+    model, given = as_dtype(*case.patched(), torch.float64)
+    exact = 1e-6 if case.asks("pos") or case.family in IN_FLOAT32 else 1e-9
     before, keys, kind = answer(model, given), model.state_dict().keys(), type(model)
     model.save_pretrained(folder / "base")
     torch.manual_seed(5)
-    adapted = peft.get_peft_model(model, adapter_of(model, case)).eval()
+    adapted = peft.get_peft_model(model, adapter_of(model, case)).double().eval()
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     expected = answer(adapted, given)
     assert difference(expected, before) > 1e-3, "the adapter does nothing"
     adapted.save_pretrained(folder / "adapter")
-    again = peft.PeftModel.from_pretrained(load(folder / "base", kind), folder / "adapter").eval()
-    assert difference(answer(again, given), expected) <= 1e-5
+    again = peft.PeftModel.from_pretrained(load(folder / "base", kind), folder / "adapter").double().eval()
+    assert difference(answer(again, given), expected) <= 1e-6  # PEFT opens it in float32
     for one in (adapted, again):
+        unmerged = answer(one, given)
         merged = one.merge_and_unload()
-        assert difference(answer(merged, given), expected) <= 1e-4
+        assert difference(answer(merged, given), unmerged) <= exact
         assert merged.state_dict().keys() == keys
     merged.save_pretrained(folder / "merged")
-    assert difference(answer(load(folder / "merged", kind), given), expected) <= 1e-4
+    assert difference(answer(load(folder / "merged", kind), given), unmerged) <= exact
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
@@ -875,7 +879,8 @@ def padding_counts_for_nothing(case: Case, folder: Path) -> None:
         return next(found[name] for name in named if name in found)[keep]
 
     mask = keep.long()
-    assert difference(encoded(others, mask), encoded(given["input_ids"], mask)) <= 1e-6
+    same = 1e-6 if case.asks("pos") else 1e-12  # angles and distances are in float32
+    assert difference(encoded(others, mask), encoded(given["input_ids"], mask)) <= same
     assert difference(encoded(others, None), encoded(given["input_ids"], None)) > 1e-3, "control"
 
 
@@ -890,8 +895,8 @@ def in_order(cases: list[Case]) -> list[Case]:
 def divided(name: str) -> tuple[list[Case], list[Case], list[Case]]:
     """A property's cases of the default run, of the slow one and of the sweeps.
 
-    The default ones are those of its controls and a sample.
-    The slow ones are those, in the table's order, that have a family or a scheme of which none came before.
+    The default ones are those of its controls and a sample. The slow ones are those, in the table's order, that have a
+    family or a scheme of which none came before.
     """
     one = PROPERTIES[name]
     controls = [case for case, _ in one.controls] if one.default else []  # which hold where nothing is broken
