@@ -921,7 +921,7 @@ def every() -> Iterable[Any]:
 
 @pytest.mark.sample(sys.maxsize, slow=sys.maxsize)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "case"), every())
+@pytest.mark.parametrize(("name", "case"), [*every()])
 def test_holds(name: str, case: Case, tmp_path: Path) -> None:
     PROPERTIES[name].check(case, tmp_path)
 

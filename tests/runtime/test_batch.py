@@ -90,7 +90,7 @@ def masked(family: str) -> tuple[Any, dict[str, Tensor]]:
     return model, given
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", OWN_ATTENTIONS)
 @pytest.mark.parametrize("placement", [None, "pre"])
 def test_masks_of_families_with_attentions_of_their_own(family: str, placement: str | None) -> None:

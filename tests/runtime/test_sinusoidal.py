@@ -154,6 +154,10 @@ def test_a_table_that_is_read_in_another_way_is_refused() -> None:
         plan_patch(zoo.tiny("voxtral_encoder")[0], pos="sinusoidal")  # which adds its table's rows one by one
 
 
+def test_a_table_without_values_follows_no_rule() -> None:
+    assert plan_patch(zoo.tiny("marian")[0].to("meta"), pos="sinusoidal:layout=half").losses()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_built_without_weights_it_has_its_rows(name: str, tmp_path: Path) -> None:
     """As every buffer does under accelerate's init_empty_weights, which leaves Parameters on the meta device alone."""
