@@ -38,12 +38,9 @@ class MaskedBatchNorm(AffineNorm):
 
     def __init__(self, *norm: Any, momentum: float, like: Tensor):
         super().__init__(*norm)
-        if not 0 < momentum <= 1:
-            raise ValueError(f"MaskedBatchNorm: momentum is {momentum}, not above 0 and at most 1")
         self.momentum = momentum
-        (width,) = self.facts.shape
-        self.register_buffer("running_mean", torch.zeros(width, device=like.device, dtype=like.dtype))
-        self.register_buffer("running_var", torch.ones(width, device=like.device, dtype=like.dtype))
+        self.register_buffer("running_mean", torch.zeros(self.facts.shape, device=like.device, dtype=like.dtype))
+        self.register_buffer("running_var", torch.ones(self.facts.shape, device=like.device, dtype=like.dtype))
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=like.device))
 
     def normalise(self, h: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -66,6 +63,9 @@ class MaskedBatchNorm(AffineNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
             self.num_batches_tracked.add_(1)
         return mean, var
+
+    def initial_values(self) -> dict[str, float]:
+        return {**super().initial_values(), "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0.0}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, momentum={self.momentum}"

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .alibi import LinearBias
 from .apply import Tree, apply
-from .attention import BIAS, ROTARY, require_bias_kept
+from .attention import require_bias_kept
 from .constants import ConstantPositions
 from .float64 import in_float64
 from .gated import initialise_fresh
@@ -38,7 +39,7 @@ from .record import (
     warn_of_other_outputs,
 )
 from .refuse_host import WeightFileGuard, add_guard, loading_patched, parts, remove_guard
-from .rotary import LENGTH
+from .rotary import LENGTH, RotaryEmbedding
 from .tables import ComputedPositions
 
 _ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
@@ -347,18 +348,16 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 def start_values(model: nn.Module) -> None:
     """Initialise what a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
-        added: list[Any] = [module._modules.get(name) for name in (ROTARY, BIAS)]
-        for one in (*added, *([module] if isinstance(module, ComputedPositions) else [])):
-            if hasattr(one, "reset"):
-                one.reset()
+        if isinstance(module, (ComputedPositions, LinearBias, RotaryEmbedding)):
+            module.reset()
         values = module.initial_values() if isinstance(module, AffineNorm) else {}
         if SCALED in vars(module):
             values[SCALE] = vars(module)[SCALED]
         if isinstance(module, ConstantPositions):
             values["constant"] = 0.0
-        for name, parameter in module.named_parameters(recurse=False) if values else ():
-            if name in values and not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
-                parameter.fill_(values[name])
+        for name, tensor in module.state_dict(keep_vars=True).items() if values else ():
+            if name in values and not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta:
+                tensor.fill_(values[name])
 
 
 def register(config: type, models: dict[str, type]) -> None:
