@@ -209,7 +209,8 @@ def report(results: dict[str, Any], c: Settings) -> str:
     control = results["variants"].get(CONTROL)
     for name, row in results["variants"].items():
         back = next((point["step"] for point in row["curve"] if point["loss"] <= results["level"]), f"over {c.steps}")
-        needed = "no" if row["start"]["perplexity"] <= 1.01 * original["perplexity"] else f"{back} steps"
+        kept = original["perplexity"] / row["start"]["perplexity"]
+        needed = "no" if round(kept, 3) >= 0.99 else f"{back} steps"
         cells = {
             "patch": name,
             "original": original["perplexity"],
@@ -225,7 +226,7 @@ def report(results: dict[str, Any], c: Settings) -> str:
 {pd.DataFrame(rows).to_markdown(index=False, floatfmt=formats)}
 
 *copied*: weights as they were. *{c.start}*: how training begins, made in so many seconds. *training required?* no, if
-at most 1 % of the perplexity is lost; else the steps until the loss is the original's. *against the control*: loss
+99 % of the perplexity is kept; else the steps until the loss is the original's. *against the control*: loss
 minus that of an unpatched copy with the same training; one seed can't tell small ones from chance (compare.py can).
 
 Next: python recipes/heal.py --patch dyt, or a model of yours: --model ID --text FILES. All is in {c.output_dir}.

@@ -38,7 +38,7 @@ CORE = (
     "tests/export/test_exported_holders.py",
     "tests/test_compile.py",
     "tests/contracts/test_ecosystem.py",
-    "tests/recipes/test_embed.py",
+    "tests/recipes",
     "tests/sweeps/test_reports.py",
     "tests/test_cli.py",
 )
