@@ -102,7 +102,7 @@ def fold_repaired(
     folds = plan.phases[-1]
     if not folds.edits:
         return
-    before = Snapshot(model, _makers(model, plan, inputs))
+    before = Snapshot(model, _makers(model, plan, inputs), {})
     folds.apply(model, transaction)
     verdict = check_folded(before, model, " Use norm='fixed' to leave them unfolded.")
     if verdict is None or not verdict.elsewhere:

@@ -261,10 +261,10 @@ class Snapshot:
         return deviations(self.forward.outputs, outputs)
 
     def within_rounding(self, model: nn.Module, error: float) -> Verdict:
-        """Return the verdict on an error of a patched model's outputs, whose noise floor is measured if it decides."""
-        least = last_bit(model)
-        floor = least if error <= FACTOR * least else noise_floor(copy_of(model, share=True), self.inputs)
-        now, tolerance = run(copy_of(model, share=True), self.inputs, {}), FACTOR * max(floor, least)
+        """Return the verdict on an error of a patched model's outputs: rounding in either model may explain it."""
+        floor = max(last_bit(model), self.floor or 0.0)
+        floor = max(floor, noise_floor(copy_of(model, share=True), self.inputs) if error > FACTOR * floor else 0.0)
+        now, tolerance = run(copy_of(model, share=True), self.inputs, {}), FACTOR * floor
         return Verdict(error, tolerance, elsewhere=self._elsewhere(now, tolerance))
 
 

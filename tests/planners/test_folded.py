@@ -15,8 +15,10 @@ from tiny_models import changes, difference, fingerprint, inputs, load, norms_of
 from torch import nn
 
 from hfpatch.errors import NothingToPatchError, PatchError, VerificationError, WrappedModelError
+from hfpatch.measure import snapshot
 from hfpatch.measure.float64_forward import outputs_in_float64
 from hfpatch.measure.outputs import max_error
+from hfpatch.measure.snapshot import Snapshot
 from hfpatch.patch import outcomes, unpatch_model
 from hfpatch.plan import plan_patch
 from hfpatch.planners import norm_folds as planner
@@ -339,6 +341,18 @@ def test_control_a_wrong_fold_is_refused(norm: str, more: dict, monkeypatch: pyt
     with pytest.raises(VerificationError, match="folding its norms isn't exact on this model: outputs differ by"):
         patch(model, norm=norm, **more)
     assert changes(before, fingerprint(model)) == []
+
+
+def test_rounding_before_the_fold_explains_as_much_as_rounding_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constant beside a small stream magnifies the stream's last bit, and the folded model has no such constant."""
+    monkeypatch.setattr(snapshot, "noise_floor", lambda model, given: 0.0)
+    model = tiny("llama", LM)
+    makers = [lambda: inputs(model)]
+    before = Snapshot(model, makers, {})
+    assert before.floor is not None
+    assert before.within_rounding(model, 9 * before.floor).holds
+    assert not before.within_rounding(model, 11 * before.floor).holds
+    assert not Snapshot(model, makers).within_rounding(model, 9 * before.floor).holds  # control
 
 
 def test_it_is_checked_beside_what_is_not_exact() -> None:
