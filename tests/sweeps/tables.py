@@ -28,6 +28,7 @@ from rope_proof import Outputs
 from tiny_models import patch, same_bits
 
 from hfpatch.errors import NothingToPatchError
+from hfpatch.plan import plan_patch
 from hfpatch.runtime.patch_errors import PatchError
 from hfpatch.sites.stacks import FoundStack, find_stacks, first_row, max_positions
 
@@ -102,6 +103,7 @@ def _compare(model: Any, inputs: dict[str, Any], items: list[FoundStack], old: i
     found = {item.stack.owner: Seen(item.stack.owner, old, old // 2, first_row(item)) for item in items}
     inputs = {name: value for name, value in inputs.items() if name not in ("position_ids", "labels")}
     try:
+        plan_patch(model, pos=_request(old, "table"), only=[name for item in items for name in item.attentions])
         whole, half = (_outputs(model, _of_length(inputs, length), items) for length in (old, old // 2))
         _extend(model, inputs, items, found, old, "table", whole)
         chosen = [item for item in items if _shapes(whole, item) != _shapes(half, item)]  # others don't read the text
