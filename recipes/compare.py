@@ -170,6 +170,8 @@ def run(c: Settings) -> pd.DataFrame:
         request_of(variant)  # refused before anything is trained
     if c.baseline_steps is None:
         c.baseline_steps = 0 if c.model else 900
+    if not (c.model or c.baseline_steps) and c.starts != ["reset"]:
+        raise RecipeError("--baseline_steps 0 leaves a model from scratch untrained: compare --starts reset")
     fixed = {name: str(value) for name, value in asdict(c).items() if name not in FREE_TO_CHANGE}
     found = json.loads(path.read_text("utf-8")) if path.exists() else {"settings": fixed, "rows": []}
     if found["settings"] != fixed:

@@ -145,7 +145,13 @@ def run(c: Settings) -> dict[str, Any]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))  # a batch is shared
     for variant in c.variants:
         request_of(variant)  # refused before anything is trained
-    data, source = Data(c), c.model
+    steps = c.baseline_steps if c.baseline_steps is not None else 0 if c.model else 900
+    if not (c.model or steps):
+        raise RecipeError(
+            "--baseline_steps 0 leaves a model from scratch untrained: compare.py --starts reset takes it"
+        )
+    with accelerator.main_process_first():
+        data, source = Data(c), c.model
     blocks = RandomBlocks(data.tokens, data.objective, c.seed, 0, c.calibration)
     calibration = [inputs_of(batch) for batch in DataLoader(blocks, c.batch_size)]
     results: dict[str, Any] = {"settings": {key: str(value) for key, value in asdict(c).items()}, "variants": {}}
@@ -168,7 +174,6 @@ def run(c: Settings) -> dict[str, Any]:
         switch_off_dropout(model)
         return patched(model, variant, start, calibration)
 
-    steps = c.baseline_steps if c.baseline_steps is not None else 0 if c.model else 900
     set_seed(c.seed)
     if steps:
         model = open_model(source).model if c.model else small_gpt2(data.tokenizer, c.block_size)
@@ -211,11 +216,8 @@ def report(results: dict[str, Any], c: Settings) -> str:
         back = next((point["step"] for point in row["curve"] if point["loss"] <= results["level"]), f"over {c.steps}")
         kept = original["perplexity"] / row["start"]["perplexity"]
         needed = "no" if round(kept, 3) >= 0.99 else f"{back} steps"
-        cells = {
-            "patch": name,
-            "original": original["perplexity"],
-            "copied": row.get("copied", row["start"])["perplexity"],
-        }
+        cells = {"patch": name, "original": original["perplexity"]}
+        cells |= {"copied": row.get("copied", row["start"])["perplexity"]}
         cells |= {c.start: row["start"]["perplexity"], "training required?": needed, "seconds": row["seconds"]}
         cells |= {"trained": row["end"]["perplexity"]}
         cells |= {"against the control": row["end"]["loss"] - control["end"]["loss"]} if control else {}

@@ -200,12 +200,11 @@ def run(c: Settings, a: TrainingArguments) -> dict[str, Any]:
     calibration = [inputs_of(batch) for batch in DataLoader(data.random(0, c.calibration), a.train_batch_size)]
     set_seed(a.seed)
     swapped = patched(copy.deepcopy(original).cpu(), c.patch, c.start, calibration, keep=c.keep)
-    figures = {
-        name: measure(model, original, data, a) for name, model in {"original": original, "swapped": swapped}.items()
-    }
-    begin, curves = {"healed": swapped} | ({} if c.no_control or data.headless else {"control": original}), {}
-    for name, model in begin.items():
-        model, curves[name] = train(copy.deepcopy(model), name, data, c, a, original)
+    figures, curves = {"original": measure(original, original, data, a)}, {}
+    figures["swapped"] = measure(swapped, original, data, a)
+    for name in ("healed",) if c.no_control or data.headless else ("healed", "control"):
+        begin = swapped if name == "healed" else copy.deepcopy(original)
+        model, curves[name] = train(begin, name, data, c, a, original)
         figures[name] = measure(model, original, data, a)
         if a.should_save:
             model.save_pretrained(out / name)

@@ -105,5 +105,7 @@ def test_a_grid_goes_on_and_grows(text, tmp_path):
     assert sorted(grown, key=key) == sorted(whole, key=key), "whatever the order"
     control = {row["seed"]: row["swapped"] for row in whole if row["variant"] == "control"}
     assert control[0] != control[1]
+    with pytest.raises(RecipeError, match="untrained"):
+        run("new", "--baseline_steps", "0")
     with pytest.raises(RecipeError, match="is of other settings"):
         run("part", "--variants", "dyt", "--steps", "3")

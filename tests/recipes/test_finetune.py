@@ -63,6 +63,7 @@ def test_the_table_says_what_each_patch_cost(finished):
         ("--text missing.txt", "can't read text from missing.txt"),
         ("--model ./no/such/model", "can't open ./no/such/model"),
         ("--block_size 100000", "less than two blocks"),
+        ("--baseline_steps 0", "untrained"),
     ],
 )
 def test_refused_before_anything_is_trained(flags, told, text, tmp_path, monkeypatch, capsys):
