@@ -106,6 +106,7 @@ class Healer(Trainer):
         super().__init__(*args, **more)
         self.settings, self.teacher = settings, teacher.to(self.args.device).eval()
         self.model_accepts_loss_kwargs = False  # the loss below is a mean, also over accumulated batches
+        self.can_return_loss = True  # of an encoder's states, which have no labels
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """What is minimised, from a batch of input_ids, labels and attention_mask: write your own here."""

@@ -37,7 +37,7 @@ class Budget(NamedTuple):
 SIZES = {
     "lines of hfpatch": Budget(32_244, 31_660),
     "files of hfpatch": Budget(198, 181),
-    "lines of recipes": Budget(6_843, 1_738),
+    "lines of recipes": Budget(6_843, 1_739),
     "files of recipes": Budget(38, 8),
     "lines of tools": Budget(6_968, 6_968),  # what makes docs/results was among the recipes before
     "public names": Budget(24, 24),

@@ -69,6 +69,7 @@ def test_an_encoder_without_a_head(text, encoder, tmp_path):
     figures = found["figures"]
     assert list(figures) == ["original", "swapped", "healed"], "a control would learn nothing from itself"
     assert figures["swapped"]["cosine"] < figures["healed"]["cosine"] < 1
+    assert [step for step, _ in found["curves"]["healed"]] == [0, 2, 4, 6, 8, 10, 12]
     AutoModel.from_pretrained(tmp_path / "healed")
 
 
