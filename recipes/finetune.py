@@ -238,8 +238,8 @@ Next: python recipes/heal.py --patch dyt, or a model of yours: --model ID --text
 def draw(results: dict[str, Any], c: Settings) -> None:
     """The held-out loss of every copy while it is trained."""
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, row in results["variants"].items():
-        style = {"color": "black", "ls": "--"} if name == CONTROL else {}
+    for i, (name, row) in enumerate(results["variants"].items()):  # thinner and thinner, as some lines coincide
+        style = {"color": "black", "ls": "--"} if name == CONTROL else {"lw": max(1.5, 6 - 1.5 * i)}
         axis.plot([p["step"] for p in row["curve"]], [p["loss"] for p in row["curve"]], label=name, **style)
     axis.set(xlabel="steps after the patch", ylabel="held-out loss, nats a token")
     axis.legend()
