@@ -216,6 +216,51 @@ def model() -> str:
     return f"```diff\n{text}\n```"
 
 
+# rows of README's table: the title, the model and patch in the register with the norms replaced, the patch in words
+SHOWN = [
+    ("Whisper tiny.en", "whisper", "rms", 22, "`rms`"),
+    ("SmolLM2-135M", "smollm2", "folded", 60, "`folded`: gains go into the readers"),
+    ("", "smollm2", "rope:theta=1000000", None, "`rope:theta=1000000`"),
+    ("", "smollm2", "none:bound=1.2", 36, "`none:bound=1.2`, {} of 60 norms gone"),
+    # healed: docs/results/real-weights.md has the commands
+    "| | `none:bound=1.2`, 45 of 60 norms gone | loss on other text | 4.16 | | 4.30 | 3.37 |",
+    "| | `dyt` | loss on other text | 4.16 | 18.3 | 8.89 | 6.11 |",
+    ("Gemma 3 270M", "gemma", "none:bound=1.2", 53, "`none:bound=1.2`, {} of 72 norms gone"),
+    ("all-mpnet-base-v2", "mpnet", "rms", 25, "`rms`"),
+    ("", "mpnet", "learned:max_positions=1024", None, "`learned:max_positions=1024`"),
+    ("Whisper tiny.en", "whisper", "dyt", 13, "`dyt` in the decoder"),
+]
+FIGURES = {"word error": "{:.3f}", "perplexity": "{:.1f}", "cosine mean": "{:.4g}"}
+
+
+def real_weights() -> str:
+    """README's table of real models: of each row of the register the newest with that figure."""
+    register = [json.loads(line) for line in (SWEEPS / "real_models.jsonl").read_text().splitlines()]
+    lines = ["| model | patch | figure | original | copied | repaired | healed |", "|---|---|---|---:|---:|---:|---:|"]
+    for shown in SHOWN:
+        if isinstance(shown, str):
+            lines.append(shown)
+            continue
+        title, model, patch, norms, words = shown
+        figure = {"whisper": "word error", "mpnet": "cosine mean"}.get(model, "perplexity")
+        row = [
+            row
+            for row in register
+            if (row["model"], row["patch"]) == (model, patch)
+            and norms in (None, (row.get("norms") or {}).get("replaced"))
+            and any(figure in row.get(start, {}) for start in ("copied", "repaired"))
+        ][-1]
+        found = {start: row[start] for start in ("copied", "repaired") if start in row}
+        before = {one.get(f"{figure} of the original", 1) for one in found.values()}
+        cells = {start: FIGURES[figure].format(one[figure]) for start, one in found.items()}
+        if all(one.startswith("exact") for one in row["said"].values()):
+            cells["copied"] += ", exact"
+        told = {"cosine mean": "cosine to the original"}.get(figure, figure)
+        values = [FIGURES[figure].format(max(before)), cells.get("copied", ""), cells.get("repaired", ""), ""]
+        lines.append(re.sub(" +", " ", f"| {' | '.join([title, words.format(norms), told, *values])} |"))
+    return "\n".join(lines)
+
+
 _ALL = (
     model,
     support,
@@ -229,6 +274,7 @@ _ALL = (
     native_export,
     versions,
     cli,
+    real_weights,
 )
 BLOCKS = {block.__name__: block for block in _ALL}
 
