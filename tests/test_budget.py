@@ -40,6 +40,7 @@ SIZES = {
     "lines of recipes": Budget(6_843, 1_739),
     "files of recipes": Budget(38, 8),
     "lines of tools": Budget(6_968, 6_968),  # what makes docs/results was among the recipes before
+    "lines of tests": Budget(45_896, 43_862),  # held since they are a table; 42,278 in 0.3.0
     "public names": Budget(24, 24),
     "public definitions without a docstring": Budget(13, 13),
 }
@@ -140,6 +141,7 @@ def sizes() -> dict[str, int]:
         "lines of recipes": lines(sources("recipes")),
         "files of recipes": len(sources("recipes")),
         "lines of tools": lines(sources("tools")),
+        "lines of tests": lines(sources("tests")),
         "public names": len(hfpatch.__all__),
         "public definitions without a docstring": sum(len(undocumented(ast.parse(one.read_text()))) for one in ours),
     }
@@ -188,5 +190,4 @@ if __name__ == "__main__":
     everything = SIZES | OF_A_CALL
     for name, size in (sizes() | sizes_of_a_call()).items():
         print(f"{name:40}{everything[name].first:>8,} at first {size:>8,} now")
-    print(f"{'lines of tests':40}{'42,278':>8} at first {lines(sources('tests')):>8,} now (not held)")
     print("import hfpatch changes:", *sorted(effects()), sep="\n  ")
