@@ -23,12 +23,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def compile_model(model: M, regions: Literal["blocks", "model"] = "blocks", **options: Any) -> M:
-    """Compile a model in place: its state dict, its class and what it saves stay what they are.
+    """Compile a model with torch.compile, in place: its state dict, class and saved files stay what they are.
 
-    `regions="blocks"` compiles the repeated block (of an encoder-decoder: both), once for all layers: seconds instead
-    of minutes, for training, encoders, scoring and anything else without a key-value cache. A block that is handed a
-    cache runs uncompiled, since its layer's number, by which it finds its place in the cache, would make a graph per
-    layer. `regions="model"` compiles the whole forward, as generating wants it:
+    `regions="blocks"` compiles the repeated block (of an encoder-decoder: both blocks), once for all layers. It takes
+    seconds instead of minutes, for training, encoders, scoring and anything else without a key-value cache. A block
+    that gets a cache runs uncompiled: its layer index, which finds its place in the cache, would make a graph per
+    layer. `regions="model"` compiles the whole forward, for generation:
     `model.generate(..., cache_implementation="static")`.
 
     Compile last: after `patch_model`, adapters and moving to a device, before or after `accelerator.prepare`, DDP and
@@ -36,13 +36,13 @@ def compile_model(model: M, regions: Literal["blocks", "model"] = "blocks", **op
 
     Args:
         model: any module with repeated blocks; patched or not, wrapped by PEFT or not.
-        options: of `torch.compile`: `mode`, `backend`, `dynamic`; `fullgraph=True` makes a graph break an error.
+        options: those of `torch.compile`: `mode`, `backend`, `dynamic`; `fullgraph=True` makes a graph break an error.
 
     Returns:
         The same model.
 
     Raises:
-        OptionError: `regions` is neither of the two.
+        OptionError: `regions` is neither "blocks" nor "model".
         UnsupportedError: there is no repeated block; the model is as it was.
 
     Examples:
@@ -72,7 +72,7 @@ def uncompile_model(model: M) -> M:
 def compiled_calls(model: nn.Module) -> dict[str, int]:
     """Return how often each compiled region was called as compiled code; empty for a model that isn't compiled.
 
-    Wrappers and hooks that go past a module's `__call__` make compiled code be ignored in silence: zeros show it.
+    Wrappers and hooks that bypass a module's `__call__` skip compiled code in silence: zeros show it.
     """
     regions = {name: module._compiled_call_impl for name, module in model.named_modules()}
     return {name: region.calls for name, region in regions.items() if isinstance(region, Region)}

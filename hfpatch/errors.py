@@ -50,7 +50,7 @@ class NotReversibleError(PatchError):
 
 
 class VerificationError(PatchError):
-    """A conversion that should have been exact wasn't, measured on the model itself; the model is as it was.
+    """A conversion that should be exact isn't, as measured on the model itself; the model is as it was.
 
     Attributes:
         measured: what was measured, in a few words.
@@ -67,24 +67,24 @@ class VerificationError(PatchError):
 class NotPreservedWarning(UserWarning):
     """A patch changed what the model computes; the message says what was not preserved, and what was measured.
 
-    It is given for each patch that isn't exact and whose new parameters don't start afresh (init="reset"), repaired or
-    not. A repair silences it only if what is left, on held-out sequences, is at most half of the distance to the
-    original that there was before, and at most 0.1 nats a token of KL divergence (a tenth more perplexity), or, for
-    models without logits, 0.01 of the outputs' mean square (a tenth of their size). The same holds on longer sequences,
-    and on other fresh ones it may not have led away from the original.
+    Each patch that isn't exact gives it, repaired or not, unless new parameters start afresh (init="reset"). A repair
+    silences it only if, on held-out sequences, the distance to the original is at most half of the distance before, and
+    at most 0.1 nats a token of KL divergence (a tenth more perplexity). For models without logits the second bound is
+    0.01 of the outputs' mean square (a tenth of their size). The same holds on longer sequences. On other fresh
+    sequences the repair may not have led away from the original.
     """
 
 
 class FingerprintWarning(UserWarning):
     """A checkpoint can't be compared fully with what was saved: it has no digests, or lacks weights.
 
-    Or its config.json was edited after it was saved.
+    The warning is also given if its config.json was edited after it was saved.
     """
 
 
 class HubError(PatchError):
-    """A push to the Hub couldn't be done, or it isn't known whether it was; the cause is the client's own error."""
+    """A push to the Hub failed, or its result isn't known; the cause is the Hub client's own error."""
 
 
 class FreshHeadWarning(UserWarning):
-    """A model has a head that its checkpoint has no weights for; the message names its modules."""
+    """A checkpoint has no weights for the model's head; the message names the head's modules."""

@@ -65,31 +65,30 @@ def patch_model(
     """Swap a model's norms, positions and MLPs, in place and as one transaction; `plan_patch` shows what would change.
 
     Gains, shifts, eps, dtype, device, hooks, train/eval mode and the random number generators' state are kept. The same
-    request twice changes nothing; a different one is applied on top. The result saves, loads and pushes like any model,
-    and opens again through the Auto classes wherever hfpatch is imported. Build the optimizer after the patch: new
-    Parameters aren't in an older one.
+    request twice changes nothing; a different request is applied on top. The result saves, loads and pushes like any
+    model, and opens again through the Auto classes wherever hfpatch is imported. Build the optimizer after the patch:
+    an older optimizer doesn't hold new Parameters.
 
     Norm swaps that should keep the function are checked on the model itself before anything else changes. Its outputs
     and the means of its norms' inputs may differ from the original's by at most ten times the difference that noise in
-    the last bit of every module's output makes. If they differ more, that is undone and the norms are swapped without
-    centring, with a warning that gives the error; with init="exact" that error is raised. The same request again
-    doesn't try it anew. On the meta device nothing can be checked, and a warning says so.
+    the last bit of every module's output makes. If they differ more, the exact swap is undone and the norms are swapped
+    without centring, with a warning that gives the error. With init="exact" the error is raised. The same request again
+    doesn't repeat the exact swap. On the meta device nothing can be checked, and a warning says so.
 
     Args:
         model, norm, pos, mlp, placement, only, keep, init, example_inputs: as in `plan_patch`.
-        calibration: data for a repair: whatever isn't exact is fitted back to the original, branch after branch,
-            without labels or training, as `repair` does. Texts with `tokenizer` (a list of strings, a datasets.Dataset,
-            a path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset, what a tokenizer
+        calibration: data for a repair, which fits whatever isn't exact back to the original, branch after branch,
+            without labels or training (see `repair`). Texts with `tokenizer` (a list of strings, a datasets.Dataset, a
+            path of a text file), inputs in any form that `read_batches` takes (a tokenised Dataset, what a tokenizer
             returns, a DataLoader), or "self": 256 sequences that a language model generates; for another number or
-            length, `functools.partial(sample_batches, sequences=64)`. Of texts and single rows the first 256 are read,
-            and 128 tokens of a text; for more pass `read_batches(...)`. None: no repair. `repair_report(model)` returns
-            its results.
-        tokenizer: a tokenizer, or a processor that has one. It reads the texts in `calibration`, and where `pos` sets
-            `max_positions`, that becomes its `model_max_length`. Default: a SentenceTransformer's own, whose
-            `max_seq_length` follows.
+            length, `functools.partial(sample_batches, sequences=64)`. The first 256 texts or single rows are read, and
+            128 tokens of a text; for more pass `read_batches(...)`. None: no repair. Results: `repair_report(model)`.
+        tokenizer: a tokenizer, or a processor that has a tokenizer. It reads the texts in `calibration`. If `pos` sets
+            `max_positions`, its `model_max_length` is set to the same number. Default: the tokenizer of a
+            SentenceTransformer, whose `max_seq_length` follows.
         fit: what a repair of positions fits to the original's attention maps: "qk", weights and biases of queries and
             keys, or "bias", their biases alone.
-        reversible: keep what was replaced in memory, for `unpatch_model`. A later patch without it gives that up.
+        reversible: keep the replaced parts in memory, for `unpatch_model`. A later patch without it discards them.
         compile: call `compile_model` on the result.
 
     Returns:
@@ -97,14 +96,14 @@ def patch_model(
 
     Warns:
         NotPreservedWarning: names what the patch didn't preserve, unless `init` is "reset" or a repair sufficed
-            (`help(hfpatch.errors.NotPreservedWarning)` says when one does).
+            (`help(hfpatch.errors.NotPreservedWarning)` says when a repair suffices).
 
     Raises:
-        PatchError: one of its children, from the plan, before anything changes. Should something fail later, every
-            change of the model is rolled back before the error is passed on.
-        UnsupportedError: also if the model ran before and doesn't run after the patch, or gives outputs that aren't
-            finite, or lacks a repair that it needs (`fixed`, `none`); the patch is rolled back.
-        VerificationError: with init="exact", what should be exact isn't, measured on the model, or can't be measured.
+        PatchError: a subclass of it, from the plan, before anything changes. If something fails later, every change of
+            the model is rolled back before the error is passed on.
+        UnsupportedError: also if the model ran before the patch and doesn't run after it, or its outputs aren't finite,
+            or it lacks the repair that the scheme needs (`fixed`, `none`); the patch is rolled back.
+        VerificationError: with init="exact", the swap isn't exact as measured on the model, or it can't be measured.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -244,8 +243,8 @@ def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTra
 def outcomes(model: nn.Module) -> Outcomes:
     """Return the measured result of each request of a patched model: a dict of lines, which is printed as a table.
 
-    Measured right after the patch or its repair, against the model as it was before, and saved with the model; what
-    training does afterwards isn't in it. A request is recorded as it was carried out: with init='copy' where an exact
+    The results are measured right after the patch or its repair, against the model as it was before, and saved with the
+    model; later training doesn't change them. A request is recorded as it was carried out: with init='copy' if an exact
     swap of norms was tried and nothing could be centred.
 
     Examples:
@@ -260,9 +259,9 @@ def outcomes(model: nn.Module) -> Outcomes:
 
 @unwrap_holders
 def repair_report(model: nn.Module) -> RepairReport | None:
-    """Return the report of the latest repair, or None: there was none, or none since the latest patch.
+    """Return the report of the latest repair; None if no repair has run since the latest patch.
 
-    It is saved with the model, in `hfpatch_weights.json`; None too if a checkpoint was opened without that file.
+    The report is saved with the model, in `hfpatch_weights.json`. A checkpoint opened without this file has none.
 
     Raises:
         CheckpointError: the model was opened from a checkpoint whose report is malformed, or of a later version.
@@ -284,14 +283,14 @@ def repair_report(model: nn.Module) -> RepairReport | None:
 def unpatch_model(model: M) -> M:
     """Roll back all patches of a model that was patched with `reversible=True`: classes, modules, Parameters, config.
 
-    Without training in between the model is bit for bit what it was. Parameters that the patch removed, or wrote other
-    values to (an exact conversion does), come back with their old values, on the model's present device and dtype: what
-    training made of them is lost. The others keep what training made of them.
+    Without training in between, the model is bit for bit what it was. Parameters that the patch removed or overwrote
+    (an exact conversion overwrites) get their old values back, on the model's present device and dtype: their training
+    is lost. All other Parameters keep their trained values.
 
     Raises:
-        NotReversibleError: the model isn't patched, or wasn't with `reversible=True`; or a module whose values the
-            patch changed was replaced since.
-        WrappedModelError: it is wrapped; unwrap it first.
+        NotReversibleError: the model isn't patched, or was patched without `reversible=True`; or a module whose values
+            the patch changed was replaced since.
+        WrappedModelError: the model is wrapped; unwrap it first.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

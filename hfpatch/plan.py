@@ -93,7 +93,7 @@ class Plan(Result):
     Attributes:
         model_name: the model's class.
         old_record: the patch record that the model's config holds now, but for `any_length`, which is the plan's.
-        planned: what each requested scheme changes; one that is in place already isn't there.
+        planned: what each requested scheme changes; schemes that are in place already are left out.
         phases: the changes in the order in which they are carried out.
         derived: attributes and buffers that the model's class computes from new lengths.
         changing, kept: how many modules change, and how many the plan names and keeps.
@@ -113,7 +113,7 @@ class Plan(Result):
     def of(
         cls, model: PreTrainedModel, old: Record, planned: Iterable[PlannerResult], derived: ConfigDiff | None = None
     ) -> Plan:
-        """Return the plan of the planners' results; without `derived` that is found from their lengths."""
+        """Return the plan of the planners' results; if `derived` isn't passed, it is found from their lengths."""
         planned = tuple(planned)
         if derived is None:
             derived = _derive(model, planned)
@@ -125,7 +125,7 @@ class Plan(Result):
         """Return the plan without its exact conversion of norms, whose check on the model failed.
 
         Args:
-            model: that of this plan, as it was before.
+            model: the model of this plan, as it was before.
             measured: how the check failed, in words.
         """
         without = (found if found.conversion is None else found.inexact(measured) for found in self.planned)
@@ -133,7 +133,7 @@ class Plan(Result):
 
     @property
     def kinds(self) -> dict[str, int]:
-        """The kinds of schemes that change something, and how many schemes of each do."""
+        """The kinds of schemes that change something, and the number of schemes of each kind."""
         return Counter(found.kind for found in self.planned)
 
     @property
@@ -148,7 +148,7 @@ class Plan(Result):
 
     @property
     def lengths(self) -> list[Setting]:
-        """The config's new values where the request sets max_positions or image_size."""
+        """The config's new values if the request sets max_positions or image_size."""
         return [setting for found in self.planned for setting in found.lengths]
 
     @cached_property
@@ -198,7 +198,7 @@ class Plan(Result):
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values: class of the model, future patch record, all rows, and weight changes.
 
-        A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, where kept, "".
+        A row has the attributes of `Row`, its `action`, and `expected`: "exact", "approximate" or, if kept, "".
         """
         rows = [{**asdict(row), "loss": row.loss, "action": row.action, "expected": row.expected} for row in self.rows]
         weights = [one.to_json() for one in self.weights]
@@ -264,34 +264,35 @@ def plan_patch(
     """Return what `patch_model` would do with the same arguments; the model isn't touched.
 
     Args:
-        model: a bare transformers model, the outermost one (that which will be saved), on any device, meta included; or
-            an object of sentence-transformers (SentenceTransformer, CrossEncoder, SparseEncoder) that holds one.
-        norm: a norm scheme: a name ("rms", "dyt", ...), one with options ("dyt:alpha=0.8"), or an object (`DyT(0.8)`).
-            Or several, as a mapping of globs over module names: `{"*.h.[0-5].*": "dyt", "*": "rms"}`. The first glob
-            that matches a module counts; None keeps it, and so does no glob. `pos` and `mlp` take mappings likewise.
+        model: a bare transformers model, the outermost (the model that will be saved), on any device, meta included; or
+            a sentence-transformers object (SentenceTransformer, CrossEncoder, SparseEncoder) that holds such a model.
+        norm: a norm scheme: a name ("rms", "dyt", ...), a name with options ("dyt:alpha=0.8"), or an object
+            (`DyT(0.8)`). Or several schemes, as a mapping of globs over module names:
+            `{"*.h.[0-5].*": "dyt", "*": "rms"}`. The first glob that matches a module counts. A module is kept if this
+            glob's value is None, or if no glob matches. `pos` and `mlp` take mappings too.
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
-            "sinusoidal", "learned:max_positions=2048"). `max_positions`, the config's new length, is an option of all.
+            "sinusoidal", "learned:max_positions=2048"). All of them take `max_positions`, the config's new length.
         mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); the globs see its projections.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
-        only: globs over module names; others are kept, "a & b" is what both match. For positions they choose
-            attentions: the table that feeds a chosen one goes; where a model rotates by itself they choose its rotary
-            modules ("model.rotary_emb").
-        keep: globs over module names that stay as they are, attentions and position tables included. `patch_model` with
-            calibration takes a budget, "auto:0.3": as many norms are replaced as leave the outputs within so many nats
-            of KL divergence before the repair (without logits, that share of their mean square); the others are kept.
+        only: globs over module names; other modules are kept. "a & b" matches a module if both globs do. For positions
+            they choose attentions: the table that feeds a chosen attention goes. If a model rotates by itself, they
+            choose its rotary modules ("model.rotary_emb").
+        keep: globs over modules that stay as they are, attentions and position tables included. `patch_model` with
+            calibration takes a budget, too: "auto:0.3" replaces as many norms as keep the outputs within 0.3 nats of KL
+            divergence before the repair (without logits, 0.3 of their mean square), and keeps the other norms.
         init: how new parameters start. "auto": the same function if possible, otherwise the closest initial values.
             "exact": the same function, or an error (norms that wouldn't be exact are kept). "copy": gains and shifts
             are the replaced norm's own Parameters, and nothing else changes. "reset": the paper's starting values, for
             training; for MLPs fresh weights and two thirds of the hidden channels.
-        example_inputs: keyword arguments of one forward, for norms that are to be exact (such a model is measured on a
-            small one of its class, and checked on itself) and for another share of rotated channels where a model
-            rotates by itself. None makes them from its signature and config.
+        example_inputs: keyword arguments of one forward, for an exact swap of norms (measured on a small model of the
+            same class, and checked on the model itself) and for another share of rotated channels in a model that
+            rotates by itself. None makes them from the model's signature and config.
 
     Returns:
         The plan; print it for the table of what changes, what is kept, and why.
 
     Raises:
-        PatchError: one of its children, for anything that `patch_model` would refuse.
+        PatchError: a subclass of it, for anything that `patch_model` would refuse.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -84,8 +84,8 @@ _NOT_REPAIRED = (
     "What isn't exact was not repaired; {}--calibration FILE (one example a line) repairs it without training."
 )
 _TO = (
-    "What opens it. native: transformers alone, as a stock architecture with equal outputs, if there is one; remote: "
-    "transformers with trust_remote_code=True; plugin: transformers with hfpatch."
+    "What opens the checkpoint. native: transformers alone, as a stock architecture with equal outputs, if there is "
+    "one; remote: transformers with trust_remote_code=True; plugin: transformers with hfpatch."
 )
 
 
@@ -136,8 +136,8 @@ def plan(
 ) -> None:
     """Show what a patch would change.
 
-    A table of modules: what each one becomes, whether that is exact, and what stays as it is and why. Reads the config
-    only: no weights are loaded.
+    Prints a table of modules: what each module becomes, whether the change is exact, and which modules stay, and why.
+    Reads the config only: no weights are loaded.
     """
     config = config_of(model, trust_remote_code)
     with opening(model), torch.device("meta"):
@@ -225,8 +225,8 @@ def verify(
 ) -> None:
     """Compare a patched model with its original, or check its files.
 
-    With REFERENCE, the original: modules, outputs by dtype, and layers, against the original in float64. Without it:
-    every byte of MODEL's weights, and its config.json, against what was saved.
+    With REFERENCE, the original: compares modules, outputs by dtype, and layers with the original in float64. Without
+    REFERENCE: compares every byte of MODEL's weights, and its config.json, with what was saved.
     """
     if reference is None:
         if text is not None or json is not None:
@@ -327,7 +327,7 @@ def push(
 ) -> None:
     """Upload a patched checkpoint to the Hub, with a model card.
 
-    As one commit. After a failed push run the same command again.
+    The upload is one commit. After a failed push run the same command again.
     """
     push = push_patched(
         folder,

@@ -38,8 +38,8 @@ def option(text: str, *names: str, **settings: Any) -> Any:
 
 
 _SEVERAL = (
-    "Several: `*.h.[0-5].*=dyt` and `*=rms`, in an option each; of the globs the first that matches a module counts; "
-    "`keep` keeps it."
+    "Several schemes: `*.h.[0-5].*=dyt` and `*=rms`, each in its own option. The first glob that matches a module "
+    "counts; `keep` keeps the module."
 )
 _BY_GLOB = re.compile(r"(?P<glob>[^:=]*[*?.\[][^:=]*)=(?P<scheme>.*)")  # a scheme's name has no such characters
 Model = Annotated[str, typer.Argument(help="Hub id, folder, or config:FAMILY for random weights (config:gpt2).")]
@@ -59,7 +59,7 @@ Placement = Annotated[str | None, option(f"Where norms stand, for training from 
 Only = Annotated[list[str] | None, option("Change only modules whose names match this pattern (*.ln_1). Repeatable.")]
 Keep = Annotated[list[str] | None, option("Keep modules of this pattern, or norms by a budget (auto:0.3). Repeatable.")]
 Init = Annotated[Literal["auto", "exact", "copy", "reset"], option(_INIT)]
-Head = Annotated[str | None, option("Auto class to open it with (AutoModel). Default: the class that was saved.")]
+Head = Annotated[str | None, option("Auto class to open the model with (AutoModel). Default: the saved class.")]
 Trust = Annotated[bool, option("Run Python code from the model's repository.", "--trust-remote-code")]
 Shard = Annotated[str, option("Largest file of weights, such as 2GB.")]
 Length = Annotated[int, option("Longest sequence in tokens; longer ones are cut.", "--length", "--tokens", min=2)]

@@ -45,7 +45,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """Decorator (or plain call) that adds an entry under `name`.
 
         Raises:
-            PatchError: the name is taken by something else, or the entry is no class of the right kind.
+            PatchError: another entry has the name, or the entry isn't a class of the right kind.
         """
 
         def add(entry: T) -> T:
@@ -69,7 +69,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """Return the name under which `entry` is registered.
 
         Raises:
-            UnknownNameError: it isn't.
+            UnknownNameError: it isn't registered.
         """
         for name in (*self._entries, *(set(self._points) - set(self._entries))):  # what isn't imported yet comes last
             if self[name] is entry:

@@ -49,7 +49,7 @@ class Result:
     """Base of printable results: `str(result)`, consoles and notebooks show text."""
 
     def parts(self) -> Iterable[Sequence[str | Table]]:
-        """Return the parts of the text, between which is an empty line; each is lines and tables."""
+        """Return the parts of the text, separated by an empty line; each part is lines and tables."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -70,10 +70,10 @@ class SavedResult(Result):
 
     @classmethod
     def from_json(cls, stored: Any) -> Self:
-        """Return the report that `to_json` wrote; of an earlier version without what is gone.
+        """Return the report that `to_json` wrote; fields of an earlier version that are gone are left out.
 
         Raises:
-            OptionError: it is none, or of a later version.
+            OptionError: it isn't a report, or is a report of a later version.
         """
         try:
             values = dict(stored)
@@ -88,7 +88,7 @@ class SavedResult(Result):
         """Write the JSON.
 
         Raises:
-            PatchError: it can't be written.
+            PatchError: the file can't be written.
         """
         with stage(Path(path)) as file:
             file.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -98,7 +98,7 @@ class SavedResult(Result):
         """Return the report that `save` wrote.
 
         Raises:
-            OptionError: the file holds none, or one of a later version.
+            OptionError: the file holds no report, or a report of a later version.
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))

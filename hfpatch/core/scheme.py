@@ -27,9 +27,9 @@ class Scheme:
     Subclasses are registered under a name.
 
     Attributes:
-        registry: of this kind of schemes.
-        also_called: other names that people know it by, for suggestions where one is asked for.
-        options_also_called: likewise of its options, by the other name.
+        registry: registry of this kind of schemes.
+        also_called: other names that people know the scheme by, for suggestions if someone asks for these.
+        options_also_called: the same for its options, by the other name.
         turn: when it is carried out, if one request has several schemes of a kind for different modules: 0 first (what
             keeps the function, which is checked at once; what changes nothing but what others change as well), then 1.
         folds: whether Parameters of norms are multiplied into the layers that read them.
@@ -152,9 +152,9 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
 
 
 def require_number(owner: str, option: str, value: Any, *, above: float, at_most: float | None = None) -> None:
-    """Refuse what isn't a finite number in (above, at_most].
+    """Raise OptionError unless a value is a finite number in (above, at_most].
 
-    So is an integer of more than 64 bits, which torch doesn't take.
+    An integer of more than 64 bits is refused too, since torch doesn't take it.
 
     Examples:
         >>> from hfpatch.extend import require_number

@@ -47,37 +47,37 @@ def export_model(
         remote    `trust_remote_code=True`     the same, the files of hfpatch/runtime and a modeling file
         native    transformers alone           a stock architecture of equal outputs
 
-    A SentenceTransformer (CrossEncoder, SparseEncoder) is saved as a whole, for its own class to open in the same three
-    ways; of the model inside it the outputs are compared.
+    A SentenceTransformer (CrossEncoder, SparseEncoder) is saved as a whole, and its own class opens it in the same
+    three ways. The outputs of the model inside it are compared.
 
-    A native export is equal where random texts of several lengths, with and without padding, give every output within
-    1e-5 of its spread, in float32 or, where rounding alone is more, in float64. Weights of half-precision models are
-    converted in float32 and rounded once, at the end. Training is another matter: a stock class may have one setting
-    for dropouts of which the patched model has two (GPT-NeoX's of embeddings and of branches).
+    A native export is equal if random texts of several lengths, with and without padding, give every output within 1e-5
+    of its spread, in float32 or, if rounding alone is more, in float64. Weights of half-precision models are converted
+    in float32 and rounded once, at the end. Training may differ: a stock class may have one dropout setting for two of
+    the patched model (GPT-NeoX's, for embeddings and branches).
 
     Args:
         model: a patched transformers model, or an object of sentence-transformers that holds one.
         folder: the folder.
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.
-        architecture: of a native export, transformers' name of the only architecture to try.
-        serve: of a native export, the runtime that has to take it: "llama.cpp" or "onnx".
-        verify: of a remote export: open it in another process, where hfpatch can't be imported; outputs of a fixed
-            forward must be the model's own, bit for bit. Native exports are compared in any case.
+        architecture: for a native export, transformers' name of the only architecture to try.
+        serve: for a native export, the runtime that must load it: "llama.cpp" or "onnx".
+        verify: for a remote export: open it in another process, where hfpatch can't be imported; outputs of a fixed
+            forward must equal the model's bit for bit. Native exports are always compared.
         example_inputs: keyword arguments of that forward; None makes them from the model's signature and config.
         overwrite: replace a folder that isn't empty, once the export has succeeded.
-        max_shard_size: of the weights' files, as in `save_pretrained`.
+        max_shard_size: largest file of weights, as in `save_pretrained`.
 
     Returns:
-        What was written; `str` of it is a summary.
+        The result; `str(result)` is a summary of what was written.
 
     Raises:
-        OptionError: no such form or runtime; an architecture or runtime for another form than "native", `verify` or
-            inputs for another than "remote".
+        OptionError: the form or runtime is unknown; `architecture` or `serve` is passed without to="native", or
+            `verify=False` or `example_inputs` without to="remote".
         UnknownNameError: hfpatch knows no equality with that architecture.
-        WrappedModelError: adapters of PEFT stand in the model.
-        UnsupportedError, VerificationError: no stock architecture equals the model; the message says for each why. Or
-            torch and transformers alone can't build it, or what was written doesn't open as the same function.
+        WrappedModelError: the model contains PEFT adapters.
+        UnsupportedError, VerificationError: no stock architecture equals the model; the message gives the reason for
+            each. Or torch and transformers alone can't build it, or what was written doesn't open as the same function.
         PatchError: the folder isn't empty or can't be written, or the tokenizer doesn't open again from it.
 
     Examples:

@@ -64,8 +64,8 @@ class Exported:
         folder: the folder.
         to: "plugin", "remote" or "native".
         architecture: the class that opens it.
-        measured: of a native export, how equal it is to the patched model.
-        longest: of a native export, the longest text that it takes; None where that has no limit of its own.
+        measured: for a native export, how equal it is to the patched model.
+        longest: for a native export, the longest text that it takes; None if it has no limit of its own.
     """
 
     folder: Path

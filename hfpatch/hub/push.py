@@ -50,10 +50,10 @@ class Push:
     """Result of `push_patched` (with `dry_run`, the expected one); `str(push)` is a table of the files.
 
     Attributes:
-        repo_id, revision: where to; None is the main branch.
-        url: of the repository, its branch, or the pull request.
-        commit: the commit that holds the checkpoint; of a dry run the branch's newest one.
-        files: sizes in bytes by the paths that the repository gets; those that it has already aren't sent again.
+        repo_id, revision: the repository and its branch; None is the main branch.
+        url: URL of the repository, its branch, or the pull request.
+        commit: the commit that holds the checkpoint; after a dry run the branch's newest commit.
+        files: sizes in bytes by the paths that the repository gets; files that it has already aren't sent again.
         deleted: older weights in the repository, which the same commit deletes.
         left_out: paths in the folder that aren't uploaded: hidden files, secrets, logs, caches, pickles, links.
         notes: what else there is to know.
@@ -100,46 +100,46 @@ def push_patched(
 ) -> Push:
     """Push a patched model to a model repository of the Hub, with a model card, as one commit.
 
-    The commit is made once every file has arrived, and only if the branch is still where it was when the push began;
-    until then nobody sees anything of it. The same call again finishes a push that broke off. Weights travel as
-    safetensors only; weights in the repository that transformers might open instead are deleted by the same commit.
+    The commit is made once every file has arrived, and only if the branch hasn't moved since the push began. Until then
+    nobody sees any of the files. The same call again finishes a push that broke off. Weights are uploaded as
+    safetensors only; the same commit deletes weights in the repository that transformers might open instead.
 
     A folder's weights and its config.json are compared, byte by byte, with the digests that were saved beside them; a
-    FingerprintWarning says if there are none.
+    FingerprintWarning says if there are no digests.
 
     The card says what was patched, how to open it, and what is known of quality and licence. It links to the page that
-    `hfpatch report` wrote into the folder (hfpatch_report.html). A README.md of the folder (or of the repository, where
+    `hfpatch report` wrote into the folder (hfpatch_report.html). A README.md of the folder (or of the repository, if
     the folder has none) keeps its text: only the section of an earlier push is renewed, and its metadata is completed.
 
     Args:
-        model: the model (or SentenceTransformer) in memory, or the folder that `save_pretrained` or an export wrote,
-            which stays as it is.
-        repo_id: user/name, or name alone for one's own. It is made where it doesn't exist.
-        form: "plugin", "remote" or "native" as in `export_model`, of a model in memory. A folder has its form; "native"
-            says that it is a native export: otherwise one that has no patch record is refused.
-        tokenizer: a tokenizer or processor to carry along, or the name of one; a folder brings its own.
-        base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. Of a model in
-            memory that came from the Hub it is known.
-        license: the licence's id on the Hub. By default the base model's, where its card can be read; never guessed.
+        model: the model (or SentenceTransformer) in memory, or the folder that `save_pretrained` or an export wrote; it
+            stays as it is.
+        repo_id: user/name, or name alone for your own. The repository is created if it doesn't exist.
+        form: "plugin", "remote" or "native" as in `export_model`, for a model in memory. A folder has its form already;
+            "native" says that it is a native export: otherwise a folder without a patch record is refused.
+        tokenizer: a tokenizer or processor to upload with the model, or its name; a folder brings its own.
+        base_model: the model that was patched: its Hub id, or its folder, of which only the card is read. A model in
+            memory that came from the Hub knows it.
+        license: the licence's id on the Hub. By default the base model's, if its card can be read; it is never guessed.
         report: what `verify` measured, for the card.
-        private: whether a repository that is made is private; one that exists stays as it is.
-        revision: the branch; it is made, from the main one, where it doesn't exist. None is the main branch.
+        private: whether a new repository is private; an existing repository stays as it is.
+        revision: the branch; it is created from the main branch if it doesn't exist. None is the main branch.
         create_pr: open a pull request instead.
-        commit_message, token: as everywhere in huggingface_hub.
-        max_shard_size: of what is written here, as in `save_pretrained`.
+        commit_message, token: as in huggingface_hub.
+        max_shard_size: largest file of weights that is written, as in `save_pretrained`.
         trust_remote_code: run the code in the tokenizer's repository.
-        dry_run: send nothing; return what would be.
+        dry_run: send nothing; return what would be sent.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that hfpatch wrote, its weights are broken, they or its config.json
-            aren't those that were saved, or the model isn't patched.
+        CheckpointError: the folder isn't a checkpoint that hfpatch wrote, its weights are broken, its weights or
+            config.json differ from what was saved, or the model isn't patched.
         WrappedModelError: the model is wrapped.
         OptionError: an argument is outside its domain, the report is of another model, or the metadata of README.md
             can't be read.
-        UnsupportedError, VerificationError: the model doesn't have the form; says why.
+        UnsupportedError, VerificationError: the model can't be written in this form; the message says why.
         PatchError: the tokenizer doesn't open again with the model.
-        HubError: the Hub refused the push, somebody else committed meanwhile, or the connection was lost; in the words
-            of the client, whose own error is the cause.
+        HubError: the Hub refused the push, somebody else committed meanwhile, or the connection was lost. The message
+            is the Hub client's, whose own error is the cause.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

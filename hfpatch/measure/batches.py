@@ -42,31 +42,31 @@ def read_batches(
     length: int = LENGTH,
     option: str = "batches",
 ) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
-    """Return some data as batches of inputs for `model`, as `calibration=` and `verify` read theirs.
+    """Convert texts, rows or batches to batches of inputs for `model`, as `calibration=` and `verify` do.
 
     Args:
         data: one of these, or an iterable of them, such as a list, a DataLoader or a generator. Strings are left out of
-            rows and batches, and what the forward doesn't take out of rows and of what a tokenizer returned.
+            rows and batches. Inputs that the forward doesn't take are left out of rows and of a tokenizer's output.
 
-            * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the one
-              that is called "text"), or a path of a text file, one text a line. Empty ones are left out.
+            * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the column
+              "text"), or a path of a text file, one text a line. Empty ones are left out.
             * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
               one text). They are padded on the right and get an attention mask.
             * batches: dictionaries of tensors or of lists (padded, too), as a DataLoader gives; or the main input.
         model: the model that takes the inputs; it isn't run. An encoder-decoder that is given input_ids alone reads
             them, shifted by one, in its decoder too.
-        tokenizer: a tokenizer, or a processor that has one; needed for texts. It stays as it is.
-        sequences: how many texts and rows are read, at most; batches are all taken.
+        tokenizer: a tokenizer, or a processor that has a tokenizer; needed for texts. It stays as it is.
+        sequences: how many texts and rows are read, at most; all batches are read.
         length: tokens of a text, at most; the model's and the tokenizer's own limits hold as well. Rows and batches
             keep their length.
         option: what messages call the data.
 
     Returns:
-        Keyword arguments of forwards, on the device where they were: a list where `data` is at hand, an iterator where
-        it is a stream (a generator, a DataLoader, a Dataset), which is read as the iterator is.
+        Keyword arguments of forwards, on the device where they were: a list, or an iterator if `data` is a stream (a
+        generator, a DataLoader, a Dataset), which is read as the iterator is read.
 
     Raises:
-        OptionError: the data is none of that, is empty, holds texts without a tokenizer, or isn't the model's input.
+        OptionError: the data is none of these, is empty, holds texts without a tokenizer, or isn't the model's input.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

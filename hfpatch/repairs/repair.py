@@ -1,7 +1,7 @@
 """Repair of a patched model: fits its Parameters to the original's activations, without labels or training.
 
 The fits go through the patched model in forward order. Each one uses the model's own activations, with all earlier fits
-done, so that it also corrects the errors that are left of those. Except for the attention maps they have closed forms,
+done, so that it also corrects the errors that those fits left. Except for the attention maps they have closed forms,
 computed in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
@@ -71,15 +71,15 @@ def repair(
     *,
     tokenizer: Any = None,
 ) -> RepairReport:
-    """Fit a patched model back to the original, in place. No labels, no training; gradients for attention maps alone.
+    """Fit a patched model back to the original, in place: no labels, no training, gradients for attention maps alone.
 
     Args:
-        model: the patched model, in any dtype; what a fit needs runs in it, sums and solutions are float64.
-        reference: the original, on any device; it is only read. Both run in eval mode. If it doesn't fit in memory,
-            it may be offloaded by accelerate (`device_map="auto"`): only the block that is running is loaded.
-        calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least, up to 100,000, kept
-            on disk; or, for models that generate, "self": sequences sampled from the original.
-        transaction: the one that logs the changes, to undo them; then the reference is a copy, and is used up.
+        model: the patched model, in any dtype. Forwards run in this dtype; sums and solutions are float64.
+        reference: the original, on any device; it is only read. Both models run in eval mode. If the original doesn't
+            fit in memory, accelerate may offload it (`device_map="auto"`): only the block that is running is loaded.
+        calibration: texts (with `tokenizer`) or inputs as in `patch_model`, two sequences at least and 100,000 at most,
+            kept on disk; or, for models that generate, "self": sequences sampled from the original.
+        transaction: the transaction that logs the changes, to undo them; the reference is then a copy, and is used up.
         fit: what is fitted to the original's attention maps if positions changed, "qk" or "bias", as in `patch_model`.
 
     Memory: besides the two models, the sums of one map at a time ((in + 2 out) in float64 numbers) and one batch of
@@ -88,19 +88,18 @@ def repair(
 
     Returns:
         The report: the errors before and after each step, and the distance of the outputs before and after the repair.
-        `repair_report(model)` returns it from now on, also of the model that is saved and opened again.
+        `repair_report(model)` returns it from now on, also after the model is saved and opened again.
 
     Warns:
-        NotPreservedWarning: the repair doesn't suffice (`report.suffices`); not with `transaction`, whose owner warns.
+        NotPreservedWarning: the repair doesn't suffice (`report.suffices`). With `transaction` its owner warns instead.
 
     Raises:
-        OptionError: a model that isn't patched, a reference that isn't its original or has no weights, no usable
-            batches or one that isn't finite, fewer than two sequences or eight held-out tokens (outputs, if a model
-            gives one a sequence),
-            "self" for a model that doesn't generate, or an unknown `fit`.
+        OptionError: the model isn't patched; the reference isn't its original or has no weights; no batch is usable, or
+            a batch isn't finite; there are fewer than two sequences, or fewer than eight held-out tokens (outputs, if a
+            model gives one output a sequence); "self" for a model that doesn't generate; or an unknown `fit`.
         WrappedModelError, UnsupportedError: the patched model itself is offloaded; or it doesn't run on single
-            sequences, or without the blocks that are finished; or its outputs aren't finite, before the repair and
-            after it.
+            sequences, or without the blocks that are finished; or its outputs are finite neither before nor after the
+            repair.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

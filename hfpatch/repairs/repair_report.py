@@ -46,12 +46,12 @@ class Step:
     """Step of a repair: a module and what was fitted.
 
     Attributes:
-        module: its name, or that of the first of several maps that read the same tensor.
+        module: its name, or the name of the first of several maps that read the same tensor.
         kind: "norm", "maps", "readers" or "projection".
-        before, after: mean squared distance to the original on held-out sequences, as a share of the variance of what
-            is to be matched (a norm's output, the readers' outputs, the stream); of attention maps their KL divergence
-            in nats, over queries and heads. Both are measured on the model, `after` once the values are written to it
-            in its dtype. None where nothing could be fitted.
+        before, after: mean squared distance to the original on held-out sequences, as a share of the target's variance
+            (a norm's output, the readers' outputs, the stream); for attention maps the KL divergence in nats, over
+            queries and heads. Both are measured on the model, `after` once the values are written to it in its dtype.
+            None if nothing could be fitted.
         kept: whether it helped; otherwise it was undone.
         note: what was found, or the reason why nothing was fitted.
     """
@@ -69,10 +69,10 @@ class Judgement:
     """Distance from the original on fresh sequences of one kind, which nobody calibrated on.
 
     Attributes:
-        kind: of sequences (`Fresh`).
-        sequences, length: how many, and the most tokens that one has.
+        kind: kind of sequences (`Fresh`).
+        sequences, length: how many sequences, and the most tokens of a sequence.
         before, after: mean distance over their tokens, before and after the repair; infinite if an output isn't finite.
-        worst_before, worst_after: that of the token where it is largest.
+        worst_before, worst_after: the largest distance of a token.
         broken_before, broken_after: sequences with outputs that aren't finite.
     """
 
@@ -112,21 +112,20 @@ class RepairReport(SavedResult):
     """Report of a repair; `str(report)` is a table.
 
     Attributes:
-        sequences, held_out: how many there were, and how many of them judged. None that judges is nearly equal to one
-            that was fitted.
+        sequences, held_out: how many there were, and how many of them were held out to judge. No held-out sequence
+            nearly equals a fitted sequence.
         distinct: how many of the sequences differ.
         tokens: how many tokens (or other positions) were fitted; each stands in one of the sequences.
-        longest, positions: tokens of the longest sequence, and positions of the original; 0 where there is no such
-            number.
+        longest, positions: tokens of the longest sequence, and positions of the original; 0 if there is no such number.
         measure: what `before` and `after` are.
         before, after: mean distance of the model's outputs from the original's on the held-out sequences; infinite if
-            one isn't finite.
-        worst_before, worst_after: that of the held-out token where it is largest.
-        fresh: the same on sequences that nobody calibrated on. They are reported and decide nothing, unless outputs
-            aren't finite there.
-        advice: what in the model limits the repair, and what to do about it where it doesn't suffice.
-        kept: whether the whole helped on the held-out sequences by more than noise, with finite outputs on all that it
-            was judged on; otherwise all of it was undone.
+            an output isn't finite.
+        worst_before, worst_after: the largest distance of a held-out token.
+        fresh: the same distances on sequences that nobody calibrated on. They are reported and decide nothing, unless
+            outputs aren't finite there.
+        advice: what in the model limits the repair, and what to do about it if the repair doesn't suffice.
+        kept: whether the whole repair helped on the held-out sequences by more than noise, with finite outputs on all
+            sequences that judged it; otherwise the whole repair was undone.
         steps: in forward order.
         prices: by norm, the distance of the outputs if it alone is replaced; measured for keep="auto:...".
     """
@@ -158,7 +157,7 @@ class RepairReport(SavedResult):
 
     @property
     def suffices(self) -> bool:
-        """Whether what is left of the distance to the original goes without a warning (see NotPreservedWarning)."""
+        """Whether the distance left to the original is small enough for no warning (see NotPreservedWarning)."""
         judged: list[RepairReport | Judgement] = [self, *(one for one in self.fresh if one.kind == Fresh.LONGER)]
         enough = all(
             (one.after if self.kept else one.before)
@@ -169,7 +168,7 @@ class RepairReport(SavedResult):
 
     @property
     def little_left(self) -> bool:
-        """Whether the patched model, as it is now, is near the original, whoever brought it there."""
+        """Whether the patched model, as it is now, is near the original, with the repair or without it."""
         return (self.after if self.kept else self.before) <= self._most
 
     @property
@@ -231,7 +230,7 @@ class RepairReport(SavedResult):
         return Table(lines, "<>>>>>>>")
 
     def summary(self) -> str:
-        """Return the whole in one line."""
+        """Return the report in one line."""
         distinct = f"{self.distinct} distinct, " if 0 < self.distinct < self.sequences else ""
         amount = f" ({distinct}{self.tokens:,} tokens fitted)" if self.tokens else ""
         result = f"{self._figures}; {'kept' if self.kept else self._undone}."
@@ -239,7 +238,7 @@ class RepairReport(SavedResult):
 
     @property
     def notes(self) -> str:
-        """What to do for a better repair, or to know more of this one; "" if there is nothing to say."""
+        """What to do for a better repair, or to know more about this repair; "" if there is nothing to say."""
         few = "One held-out sequence is no judgement: calibrate on more." if self.held_out == 1 else ""
         advice = "" if self.suffices else self.advice
         return " ".join(part for part in (few, self.length_note, advice) if part)

@@ -28,14 +28,14 @@ def sample_batches(
 ) -> list[dict[str, Tensor]]:
     """Return inputs for calibration that a causal or encoder-decoder language model writes at temperature 1.
 
-    A causal model starts at its bos token (else at random tokens). An encoder-decoder first reads random tokens; what
-    it answers is its input then, so that both its sides see its own language.
+    A causal model starts at its bos token, or at random tokens if it has none. An encoder-decoder first reads random
+    tokens; its answer is then its input, so that encoder and decoder see its own language.
 
     Args:
         model: a model that generates.
-        sequences: how many; (batch, T) with T of at most `length` tokens and of the model's positions.
-        length: tokens a sequence.
-        seed: of the draw; the global random stream isn't touched.
+        sequences: how many sequences; a batch is (batch, T), T at most `length` and at most the model's positions.
+        length: tokens per sequence.
+        seed: seed of the sampling; the global random number generator isn't touched.
 
     Returns:
         Dictionaries with `input_ids` and `attention_mask`, for encoder-decoders also `decoder_input_ids`.

@@ -49,7 +49,7 @@ def register_component(component: Any) -> Any:
     """Register a class or function under its name, so that edits can call it; usable as a decorator.
 
     A module class may have a class method `replacing(old, parent, *args, **kwargs)`, which builds the module from the
-    one that it replaces (`old`, None if there is none); other classes are built by their constructor. A function is
+    module that it replaces (`old`; None if there is none); other classes are built by their constructor. A function is
     called with the Parameter or tensor that it replaces, then with the arguments of the edit.
 
     Raises:
@@ -158,7 +158,7 @@ class Call:
 
     @property
     def result_type(self) -> type | None:
-        """The class of its result, where that is known before it is made."""
+        """The class of its result, if this is known before the call."""
         component = find_component(self.name)
         return component if isinstance(component, type) else None
 

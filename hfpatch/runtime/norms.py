@@ -33,18 +33,18 @@ class AffineNorm(NormInterface):
     """Base class of the norm modules: replaces a norm and keeps its Parameters, dtype, device, eps and axis.
 
     Subclasses define `normalise(h)`, for float32 (or float64) input with the channels last, and the names under which
-    gain and shift are stored. Input and output are `(..., d)`, or `(B, d, ...)` where the replaced norm was
+    gain and shift are stored. Input and output are `(..., d)`, or `(B, d, ...)` if the replaced norm was
     channels-first; half precision is widened inside and narrowed at the end.
 
     A subclass with learned parameters of its own makes them in its constructor, by `new_scalar` or `new_vector`, and
-    names their starting values in `initial_values`. Their names begin with neither gamma nor beta. For remote export
-    the file of a subclass imports torch, transformers and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms
+    names their starting values in `initial_values`. Their names may not begin with gamma or beta. For remote export the
+    file of a subclass imports torch, transformers and modules of hfpatch.runtime alone (`from hfpatch.runtime.norms
     import AffineNorm`); its scheme is elsewhere.
 
     Args:
         facts: what the norm computes; its names of gain and shift are the class's own.
         gain, shift: the replaced norm's Parameters (the same objects), or None.
-        like: a Parameter whose dtype and device new ones take, frozen where they are to be; always given, by its name.
+        like: a Parameter whose dtype and device new Parameters take; they are frozen if it is. Always passed, by name.
 
     Examples:
         >>> from torch import nn
@@ -98,16 +98,16 @@ class AffineNorm(NormInterface):
         kind: str | None = None,
         **options: Any,
     ) -> AffineNorm:
-        """Builds the norm from the one that it replaces, with its Parameters; without one, with new Parameters.
+        """Build the norm from the norm that it replaces, with its Parameters; without an old norm, with new Parameters.
 
-        New ones are frozen where all Parameters beside them are: the norm's own, or else the parent's.
+        New Parameters are frozen if all Parameters beside them are: the norm's own, or else the parent's.
 
         Args:
             old, parent: the replaced norm (None for none), and the module that holds it.
             eps, channels_first, offset: as in `NormFacts`.
             shape: as in `NormFacts`; by default the gain's shape.
-            gain, shift: names of the replaced norm's Parameters, None for none; by default those that it has. Where it
-                has none of that name, a new Parameter starts at 1 (less `offset`) or 0.
+            gain, shift: names of the replaced norm's Parameters, None for none; by default the names that it has. If it
+                has no Parameter of this name, a new Parameter starts at 1 (less `offset`) or 0.
             kind: registered name of the scheme; by default the class's.
             options: further arguments of the class's constructor.
         """
@@ -146,11 +146,11 @@ class AffineNorm(NormInterface):
         super().register_parameter(name, param)
 
     def new_scalar(self, value: float, like: Tensor) -> nn.Parameter:
-        """A learned scalar (1,) with the dtype and device of `like`, frozen where that is."""
+        """A learned scalar (1,) with the dtype and device of `like`, frozen if `like` is."""
         return self._new((1,), value, like)
 
     def new_vector(self, value: float, like: Tensor) -> nn.Parameter:
-        """Likewise one value for every channel, in the shape of gain and shift."""
+        """A learned value for every channel, in the shape of gain and shift; `like` as in `new_scalar`."""
         return self._new(self.facts.shape, value, like)
 
     @staticmethod
@@ -199,7 +199,7 @@ class AffineNorm(NormInterface):
         return {self.names[0]: 1.0 - self.facts.offset, self.names[1]: 0.0}
 
     def initial_value(self, name: str) -> float:
-        """That of one parameter.
+        """The starting value of one parameter.
 
         Raises:
             UnsupportedError: `initial_values` doesn't name it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PatchError(Exception):
-    """Base of all errors raised by hfpatch; catching it catches them all."""
+    """Base class of all errors raised by hfpatch; `except PatchError` catches them all."""
 
 
 class UnsupportedError(PatchError):

@@ -33,7 +33,7 @@ class Layout:
 
     Attributes:
         names: the projections that queries and keys come from.
-        time: axis of the tokens in what they return: 0 for (T, B, channels), 2 for (B, channels, T).
+        time: axis of the tokens in their outputs: 0 for (T, B, channels), 2 for (B, channels, T).
     """
 
     names: tuple[str, ...]
@@ -74,8 +74,8 @@ class Projections(Layout):
     Attributes:
         query, key: names of the projections.
         time: as in `Layout`.
-        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: what is at
-            [i, j] turns with query i, so that the product stays.
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: the vector at [i,
+            j] turns with query i, so that the product stays.
 
     Examples:
         >>> from hfpatch.extend import Projections
@@ -135,12 +135,13 @@ class Fused(Layout):
     """One projection to (B, T, channels) of queries, keys and values.
 
     Attributes:
-        name: of the projection.
+        name: name of the projection.
         by_head: channels are `[q k v]` of the first head, then of the next; else blocks `[q | k | v]` of all heads.
-        shared: attribute that says whether all heads share one key and one value: then blocks, k and v of one head.
+        shared: attribute that says whether all heads share one key and one value: then blocks, with k and v of one
+            head.
         query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
-        clip: attribute with the c that the host clips the output to, [-c, c] (None or 0 for none): here before heads
-            are turned.
+        clip: attribute with c, if the host clips the output to [-c, c] (None, 0: it doesn't): here before heads are
+            turned.
         slices: how many slices of channels there are, each `[q | v | k]` of some of the heads (CodeGen's, for TPUs).
 
     Examples:

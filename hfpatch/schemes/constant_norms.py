@@ -21,24 +21,24 @@ from .norm_schemes import Elementwise, Norm
 class Fixed(Elementwise):
     """Fixed norm: LayerNorm or RMSNorm whose 1/sigma is a constant, so that an affine map of each channel is left.
 
-    `gain * (x - mean(x)) + shift`, without the mean where an RMSNorm was. The constant is in the gain. It is measured
-    on calibration data, as the median of 1/sigma over tokens; then a repair fits gain and shift of each norm. So
-    `calibration=` is needed, or `init="reset"` to train from scratch, where the gain starts at 1.
+    `gain * (x - mean(x)) + shift`, without the mean if it replaces an RMSNorm. The constant is in the gain. It is
+    measured on calibration data, as the median of 1/sigma over tokens; then a repair fits gain and shift of each norm.
+    So `calibration=` is needed, or `init="reset"` to train from scratch, with gains that start at 1.
 
     A stack's last norm is kept unless `only` names it: it sets the scale of the outputs, and fixing it costs most. The
     approach is that of LayerNorm-free GPT-2s (arXiv:2409.13710, arXiv:2507.02559), where training replaces the fit.
 
-    A first token that is much larger than the others (an attention sink) does no harm where it is the same in all
-    sequences. Where it varies, one constant doesn't serve it: the repair's report then says at which norms, and by how
-    much. Keep these, start every sequence with the same token, or set a bound.
+    A first token that is much larger than the others (an attention sink) does no harm if it is the same in all
+    sequences. If it varies, a constant doesn't serve it: the repair's report then says at which norms, and by how much.
+    Keep these norms, start every sequence with the same token, or set a bound.
 
     Args:
         bound: the constant is for tokens whose size at the norm is at most so many times the median (1 or more); larger
-            ones are divided by their own size, as before. Language models of over 100M parameters need it: a sink is
+            tokens are divided by their own size, as before. Language models of over 100M parameters need it: a sink is
             100 times as large as other tokens there, and a gated MLP squares what is too large. With 1.5 SmolLM2-135M's
             norms are linear for 98 % of the tokens. None: no bound.
-        shift: also where the replaced norm has none (Llama's), a new shift that the repair fits. False: only where it
-            had one, so that experts, which take no bias, can take the norm over (`WithoutNorms`).
+        shift: add a shift, which the repair fits, if the replaced norm has none (Llama's). False: no new shift, so that
+            experts, which take no bias, can take the norm over (`WithoutNorms`).
 
     Raises:
         OptionError: `bound` is below 1; or, when a model is patched, there is no calibration data.
@@ -93,8 +93,8 @@ class Fixed(Elementwise):
 class WithoutNorms(Fixed):
     """No norms: fixed norms (`Fixed`), which are then folded into the layers that read them (`Folded`).
 
-    Where a norm's output is read otherwise as well (by a residual connection in post-norm models, or by a function that
-    isn't linear) it stays a fixed norm, and the plan says so.
+    If a norm's output is also read otherwise (by a residual connection in post-norm models, or by a function that isn't
+    linear), it stays a fixed norm, and the plan says so.
 
     Raises:
         OptionError: when a model is patched without calibration data.
@@ -121,11 +121,11 @@ class WithoutNorms(Fixed):
 @NORMS.register("folded")
 @dataclass(frozen=True)
 class Folded(Norm):
-    """Norms of the same kind without parameters: the layers that read them take gain and shift over.
+    """Norms of the same kind without parameters: gain and shift are folded into the layers that read the norms.
 
     For a linear map W, b that reads `gain * h + shift`: W' = W diag(gain), b' = b + W shift. A fixed norm goes
-    altogether, but for its bound: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the
-    same. This is done where linear maps alone read the norm; a map without a bias gets one where the norm has a shift.
+    altogether, except for its bound: W' = W diag(gain) (I - 11'/d) takes its mean over as well. The function stays the
+    same. This is done if only linear maps read the norm; a map without a bias gets a bias if the norm has a shift.
     FlashNorm (arXiv:2407.09577) does it for RMSNorm. A norm whose output the base model returns is kept unless `only`
     names it.
 
@@ -147,7 +147,7 @@ class Folded(Norm):
         return 0
 
     def call(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        """The call of a norm of the same kind, without gain and shift; of a fixed one without a bound, `NoNorm`."""
+        """The call of a norm of the same kind, without gain and shift; of a fixed norm without a bound, `NoNorm`."""
         kept = replace(facts, gain=None, shift=None, offset=0.0)
         if not isinstance(old, FixedNorm):
             return NORMS[facts.kind]().call_with(kept, old)

@@ -22,11 +22,11 @@ _MOST_PIXELS = 2**20  # a side
 @POSITIONS.register("learned")
 @dataclass(frozen=True)
 class Learned(Position):
-    """Learned absolute positions in another number: the table is kept and resized; new rows need training.
+    """Learned absolute positions: the table is kept and resized to another number of rows; new rows need training.
 
-    The table of a sequence is extended, so that its first rows stay bit for bit (fewer are cut off), or stretched over
-    the new length, so that every row changes but the first and the last. Extended by n rows that repeat, a table w of N
-    positions has at position i the row
+    The table of a sequence is extended, so that its first rows stay bit for bit (for fewer positions it is cut off), or
+    stretched over the new length, so that every row changes but the first and the last. Extended by n rows that repeat,
+    a table w of N positions has at position i the row
 
         w[i] if i < N, else w[i mod n]    (keep="table": inputs up to N tokens give the same outputs, bit for bit)
         w[i mod n]                        (keep="rows": inputs up to n tokens do)
@@ -34,22 +34,21 @@ class Learned(Position):
     The table of an image's patches is interpolated between rows and between columns, as for fine-tuning at a higher
     resolution (Dosovitskiy et al. 2021, arXiv:2010.11929, section 3.2), with corners not aligned: what transformers'
     `interpolate_pos_encoding` does in every forward (ViT's, after DINO's code). Rows of class and other tokens stay bit
-    for bit. The config's `image_size` follows, so that the model is its host's for images of that size,
-    and needs no flag; the image processor's size is the caller's to set.
+    for bit. The config's `image_size` follows, so that the model is its host's for images of that size, and needs no
+    flag; the caller sets the image processor's size.
 
     Args:
-        max_positions: positions of the new table; rows that hold none (BART's and OPT's two) come on top and are kept.
-            Of a square grid of patches, in a model without such a table: how many patches, a square number.
+        max_positions: positions of the new table; rows without a position (BART's and OPT's two) come on top and are
+            kept. For a square grid of patches, in a model without such a table: how many patches, a square number.
         method: "tile" repeats the table (Longformer: Beltagy et al. 2020, arXiv:2004.05150, section 5); "linear"
             interpolates it between its ends (position interpolation: Chen et al. 2023, arXiv:2306.15595, on a table).
-            On a grid: "bicubic" or "linear", both also as "...-antialias". None is "tile", and on a grid what the host
-            itself does: "bicubic" mostly.
-        rows: n, how many rows are repeated, the first ones: a number, or "all". None takes those that were trained, as
-            far as that is known: up to the `max_seq_length` in the folder of sentence-transformers that the model is
-            from. Otherwise all.
-        keep: which of the old rows stay in their places: those of the whole "table", or the repeated "rows" alone, if
-            those behind them are worse than a repetition.
-        image_size: pixels of the new images, a side or (height, width), for tables on a grid; others stay.
+            On a grid: "bicubic" or "linear", both also as "...-antialias". None is "tile", on a grid the host's own:
+            "bicubic" mostly.
+        rows: n, how many of the first rows are repeated: a number, or "all". None takes the trained rows, if they are
+            known: up to the `max_seq_length` in the sentence-transformers folder that the model is from. Otherwise all.
+        keep: which of the old rows stay in their places: the whole "table", or the repeated "rows" alone, if the rows
+            behind them are worse than a repetition.
+        image_size: pixels of the new images, a side or (height, width), for tables on a grid; other tables stay.
 
     Raises:
         OptionError: an option is outside its domain, or is for tables of another kind.
@@ -129,7 +128,7 @@ class Learned(Position):
         return self._method_of(METHODS, "grids of patches; a sequence's table") or METHODS[0]
 
     def grid_method(self, usual: str = "bicubic") -> str:
-        """The method that resizes a table on a grid; `usual` if None was passed.
+        """The method that resizes a table on a grid; `usual` if `method` is None.
 
         Raises:
             OptionError: the method is one for sequences alone.

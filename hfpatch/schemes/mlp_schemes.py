@@ -55,16 +55,16 @@ class Start:
 class MLP(Scheme):
     """Base class of gated MLPs, `(act(x W) * (x V)) W2` in place of `act(x W1) W2`; its fields are its options.
 
-    From trained weights it starts as the function that was there: W = scale * W1, V = 0 with a bias of 1 / scale, the
-    last projection untouched, so that `act(scale * x W1) / scale` stands for the replaced activation. That needs all of
+    From trained weights it starts as the replaced function: W = scale * W1, V = 0 with a bias of 1 / scale, the last
+    projection untouched, so that `act(scale * x W1) / scale` stands for the replaced activation. This needs all of
     d_ff. With `init="reset"` all three projections are fresh and d_ff is two thirds, for an equal number of weights
     (Shazeer 2020, arXiv:2002.05202, section 2).
 
     Args:
         d_ff: hidden channels, instead of a share of the replaced MLP's.
         ratio: hidden channels as a share of the replaced MLP's, rounded up to a multiple of 8; None for the rule above.
-        bias: whether V has a bias; None: a start from trained weights needs one, and fresh weights have one where W1
-            had. The other two have one where they had. False: none of the three has one, as in the paper.
+        bias: whether V has a bias; None: a start from trained weights needs a bias, and fresh weights have a bias if W1
+            had one. The other two have a bias if they had one. False: none has a bias, as in the paper.
 
     Raises:
         OptionError: an option is outside its domain, or both d_ff and ratio are given.
@@ -145,8 +145,8 @@ class SwiGLU(MLP):
 
     Shazeer 2020, arXiv:2002.05202, eq. 6 (Swish with beta 1).
 
-    Starts exactly from silu and quick_gelu, and from gelu within 0.0193 per activation (0.0197 from its tanh form):
-    `silu(1.712 x) / 1.712` is never farther from it than that. Options as in `MLP`.
+    Starts exactly from silu and quick_gelu. From gelu it starts within 0.0193 per activation (0.0197 from gelu's tanh
+    form): `silu(1.712 x) / 1.712` is never farther from gelu. Options as in `MLP`.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

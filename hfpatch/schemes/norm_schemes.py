@@ -23,11 +23,11 @@ _DIVIDING = ("layer", "rms", "prms", "batch")  # kinds of norms that divide by a
 
 @dataclass(frozen=True)
 class Norm(Scheme):
-    """Base class of the norm schemes: frozen dataclasses whose fields are the options, those of the module among them.
+    """Base class of the norm schemes: frozen dataclasses whose fields are the options, the module's options included.
 
     Attributes:
-        component: the class of the module that replaces a norm, assigned without an annotation. Its constructor's
-            further arguments are fields of the scheme of the same names: numbers, words, or tuples of them.
+        component: the class of the module that replaces a norm, assigned without an annotation. The scheme has a field
+            for each further argument of its constructor, of the same name: numbers, words, or tuples of them.
         label: the module's name in plans; by default the component's name.
         needs_calibration: whether its starting values are measured on calibration data.
 
@@ -63,7 +63,7 @@ class Norm(Scheme):
         return self.component
 
     def module_options(self) -> dict[str, Any]:
-        """Constructor arguments that only that class has: the scheme's fields of the same names."""
+        """Constructor arguments that only the module's class has: the scheme's fields of the same names."""
         accepted = inspect.signature(self.module_class()).parameters
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in accepted}
 
@@ -84,7 +84,7 @@ class Norm(Scheme):
         return self.call_with(self.remaining_facts(facts), old)
 
     def call_with(self, facts: NormFacts, old: nn.Module | None) -> Call:
-        """Likewise from the facts of the new module."""
+        """The module as the value of an edit, from the facts of the new module."""
         module = self.module_class()
         sizes = [one.shape for one in facts.parameters_of(old) if one is not None] if old is not None else []
         usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
@@ -125,7 +125,7 @@ class Layer(Norm):
     `(x - mean) / sqrt(var + eps) * gain [+ shift]`, Ba et al. 2016, arXiv:1607.06450.
 
     Args:
-        bias: keep the shift. Without it the swap is exact only where the shift was zero or absent.
+        bias: keep the shift. Without it the swap is exact only if the shift was zero or absent.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -155,12 +155,12 @@ class Layer(Norm):
 @NORMS.register("rms")
 @dataclass(frozen=True)
 class RMS(Norm):
-    """Root mean square normalisation: LayerNorm without the subtraction of the mean.
+    """RMSNorm, root mean square normalisation: LayerNorm without the subtraction of the mean.
 
     `x / sqrt(mean(x^2) + eps) * gain + shift`, Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Gain, shift and eps are
-    the replaced norm's. The function stays the same wherever the input's mean over the channels is zero. So everything
-    that writes to the residual stream is centred first, if that doesn't change the model's outputs. Hidden states that
-    the model records (`output_hidden_states=True`) lose their mean; where a base model returns one, the plan says so.
+    the replaced norm's. The function stays the same if the input's mean over the channels is zero. So everything that
+    writes to the residual stream is centred first, if centring doesn't change the model's outputs. Hidden states that
+    the model records (`output_hidden_states=True`) lose their mean; if a base model returns one, the plan says so.
 
     Args:
         mode: "fold" subtracts the mean from the weights once; training then differs from the LayerNorm model's.
@@ -170,7 +170,7 @@ class RMS(Norm):
             in the paper's section 4.2. This is never the same function, so nothing is centred.
 
     Raises:
-        OptionError: no such mode; `fraction` isn't in (0, 1], or is below 1 with a mode that keeps the function.
+        OptionError: the mode is unknown; `fraction` isn't in (0, 1], or is below 1 with a mode that keeps the function.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -227,8 +227,8 @@ class DyT(Elementwise):
     """Dynamic Tanh: an elementwise squashing in place of normalisation.
 
     `gain * tanh(alpha x) + shift`, Zhu et al. 2025, arXiv:2503.10622, eq. 2 (gamma and beta there). gain and shift are
-    the replaced norm's own Parameters. Where it has none (Llama's norms have no shift, OLMo's neither), they are new,
-    and start at 1 and 0.
+    the replaced norm's own Parameters. If it lacks them (Llama's norms have no shift, OLMo's have neither), they are
+    new, and start at 1 and 0.
 
     Args:
         alpha: starting value of the learned scalar; the paper's default outside LLMs is 0.5. "llm" is the paper's
@@ -267,14 +267,14 @@ class Derf(Elementwise):
     """Dynamic erf: like DyT with the error function and a learned shift inside.
 
     `gain * erf(alpha x + s) + shift`, arXiv:2512.10938. gain and shift are the replaced norm's own Parameters, or new
-    ones, as in DyT.
+    Parameters, as in DyT.
 
     Args:
         alpha: starting value of the learned slope (paper: 0.5).
         s: starting value of the learned inner shift (paper: 0).
 
     Raises:
-        OptionError: alpha is no positive finite number, or s no finite one.
+        OptionError: alpha isn't a positive finite number, or s isn't a finite number.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -311,8 +311,8 @@ class DeepNorm(Norm):
 
     a multiplies the stream in every forward. b scales weights once, with `init="reset"`: those of feed-forward networks
     (gates and experts included, routers not) and of attention values and outputs, whose biases start at zero; queries
-    and keys stay as they are. The paper draws them by Xavier's rule with gain b (1 for queries and
-    keys); here the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
+    and keys stay as they are. The paper draws these weights by Xavier's rule with gain b (1 for queries and keys); here
+    the model's own initial values are multiplied by b, so `init="reset"` is for models just built.
 
     Post-norm models are changed by `LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)`: a gain on the branch and a smaller
     eps. In pre-norm models the norm moves behind the sum; the stack's last norm stays.
@@ -323,7 +323,7 @@ class DeepNorm(Norm):
             starts as the same function.
 
     Raises:
-        OptionError: an option outside its domain.
+        OptionError: an option is outside its domain.
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("deepnet",)
@@ -371,7 +371,7 @@ class BatchNorm(Norm):
         momentum: weight of the newest batch in the running averages.
 
     Raises:
-        OptionError: momentum is no number in (0, 1].
+        OptionError: momentum isn't a number in (0, 1].
     """
 
     also_called: ClassVar[tuple[str, ...]] = ("bn",)

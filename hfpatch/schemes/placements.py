@@ -37,7 +37,7 @@ PLACEMENTS.base = Placement
 @PLACEMENTS.register("pre")
 @dataclass(frozen=True)
 class Pre(Placement):
-    """x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. The stack wants a norm at its end."""
+    """Pre-norm, x + f(LN(x)): GPT-2, Llama; Xiong et al. 2020, arXiv:2002.04745. The stack needs a norm at its end."""
 
     also_called: ClassVar[tuple[str, ...]] = ("pre-norm", "pre-LN")
     formula: ClassVar[str] = "x + f(LN(x))"
@@ -46,7 +46,7 @@ class Pre(Placement):
 @PLACEMENTS.register("post")
 @dataclass(frozen=True)
 class Post(Placement):
-    """LN(x + f(x)): BERT; Vaswani et al. 2017, arXiv:1706.03762."""
+    """Post-norm, LN(x + f(x)): BERT; Vaswani et al. 2017, arXiv:1706.03762."""
 
     also_called: ClassVar[tuple[str, ...]] = ("post-norm", "post-LN")
     formula: ClassVar[str] = "LN(x + f(x))"

@@ -18,21 +18,21 @@ from ..runtime.tables import Sinusoids
 class Position(Scheme):
     """Base class of position schemes: what happens to the table of absolute positions, and what attentions get.
 
-    Packed sequences, `position_ids` that start again at 0 in a row of tokens, stay apart under every scheme wherever
-    the host's mask goes by `position_ids`: GPT-2 and GPT-Neo, with `use_cache=False` and without an attention mask.
-    Other hosts (OPT, BioGPT) let tokens see the sequences before theirs, patched or not, unless they are given a mask
-    of blocks, (B, 1, T, T).
+    Packed sequences (`position_ids` start again at 0 within a row of tokens) stay apart under every scheme if the host
+    makes its mask from `position_ids`: GPT-2 and GPT-Neo, with `use_cache=False` and without an attention mask. Other
+    hosts (OPT, BioGPT) let tokens attend to earlier sequences of the row, patched or not, unless they get a mask of
+    blocks, (B, 1, T, T).
 
     Args:
         max_positions: positions (tokens) that the model is to be used for. The config's length, which `generate()`,
-            recipes and evaluation harnesses go by, is set to it; scaling rules of RoPE start from the old one. None
-            leaves the config's number. Schemes that keep no table take inputs of any length either way.
-        original_max_positions: what it was before; found in the model where max_positions is given.
+            recipes and evaluation harnesses go by, is set to it; scaling rules of RoPE start from the old length. None
+            leaves the config's length. Schemes that keep no table take inputs of any length either way.
+        original_max_positions: the length before; found in the model if max_positions is given.
 
     Attributes:
         any_length: whether inputs of any length fit, as far as the scheme goes.
         keeps_table: whether a module stays where the table was, so that the host's positions still count.
-        attends: what the scheme does to attention scores, for the plan's note; None where it leaves them alone.
+        attends: what the scheme does to attention scores, for the plan's note; None if it leaves them alone.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Position(Scheme):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
 
     def for_lengths(self, lengths: set[int]) -> Position:
-        """The scheme with the tables' length as its original one, if it sets another: what a checkpoint records.
+        """The scheme as a checkpoint records it: if it sets a new length, the tables' length is its original one.
 
         Args:
             lengths: positions of every table that the scheme replaces.
@@ -86,9 +86,9 @@ class Position(Scheme):
     def rotation(self, head_dim: int, max_positions: int) -> Call | None:
         """The rotary module that each attention gets, as the call of a component; None if q and k aren't rotated.
 
-        It needs `forward(positions)`, which takes `(B or 1, T)` integer positions and returns whatever
-        `rotate(x, phases)` wants to turn x `(B, T, H, head_dim)` into its positioned self, each head like the others:
-        H may count queries and keys, and when compiled values, which stay as they are.
+        It needs `forward(positions)`, which takes `(B or 1, T)` integer positions and returns the phases with which
+        `rotate(x, phases)` rotates x `(B, T, H, head_dim)`, each head like the others. H may count queries and keys
+        and, if compiled, values, which stay as they are.
 
         Args:
             head_dim: channels per head.
@@ -97,7 +97,7 @@ class Position(Scheme):
         return None
 
     def score_bias(self, num_heads: int) -> Call | None:
-        """The module whose output is added to the attention scores, likewise; None if nothing is.
+        """The module whose output is added to the attention scores, as the call of a component; None if there is none.
 
         It needs `forward(queries, keys)`, which takes integer positions `(B or 1, T)` and `(S,)` and returns
         `(B or 1, H, T, S)` in float32.
@@ -128,8 +128,8 @@ class ALiBi(Position):
     """Attention with linear biases: the table is removed, and scores decrease with distance by a slope for each head.
 
     `softmax(q_i K' / sqrt(d) - m_h [i - 1, ..., 2, 1, 0])`, Press et al. 2022, arXiv:2108.12409, section 3. The slopes
-    of n heads are `m_h = 2^(-8 h / n)`, h = 1..n, for n a power of two; for other n those of the next smaller power of
-    two, then every other slope of the next larger one (the authors' code).
+    of n heads are `m_h = 2^(-8 h / n)`, h = 1..n, for n a power of two; for other n the slopes of the next smaller
+    power of two, then every other slope of the next larger power (the authors' code).
 
     Without a causal mask the bias is symmetric, `-m_h |i - j|`: the authors' own proposal for encoders
     (github.com/ofirpress/attention_with_linear_biases/issues/5), which MosaicBERT and JinaBERT took up.
@@ -138,10 +138,9 @@ class ALiBi(Position):
     sequences need nothing; `position_ids` with gaps inside one sequence don't count. The patches of an image are a
     sequence, row after row.
 
-    The bias travels in the attention mask, (1 or B, H, T, S): attention "eager" and "sdpa" take it, the latter without
-    its kernels for plain causal masks. transformers' flash attention takes no bias, and its flex attention would read
-    the first head's for all; both are refused, by the plan and, where the implementation is switched later, by the
-    forward.
+    The bias is part of the attention mask, (1 or B, H, T, S): attention "eager" and "sdpa" take it, "sdpa" without its
+    kernels for plain causal masks. transformers' flash attention takes no bias, and its flex attention would read the
+    first head's bias for all heads. The plan refuses both, and the forward if the implementation is switched later.
 
     Args:
         max_bias: the largest slope's exponent over all heads, 8 in the paper (MPT's `alibi_bias_max`).
@@ -175,8 +174,8 @@ class ALiBi(Position):
 class NoPE(Position):
     """No position encoding: the table is removed and nothing takes its place.
 
-    A causal decoder still sees order through its mask (Haviv et al. 2022, arXiv:2203.16634); an encoder becomes blind
-    to it.
+    A causal decoder still sees order through its mask (Haviv et al. 2022, arXiv:2203.16634); an encoder no longer sees
+    order.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -199,18 +198,18 @@ LAYOUTS = ("interleaved", "half", "tensor2tensor")
 @POSITIONS.register("sinusoidal")
 @dataclass(frozen=True)
 class Sinusoidal(Position):
-    """Sinusoidal positions in the place of the table: computed, not learned, and defined at any length.
+    """Sinusoidal positions in place of the table: computed, not learned, and defined at any length.
 
     `PE(pos, 2i) = sin(pos / base^(2i/d))`, `PE(pos, 2i+1) = cos(pos / base^(2i/d))`, Vaswani et al. 2017,
     arXiv:1706.03762, section 3.5. The host's own count of positions stays: offsets, padding, `position_ids`. Rows that
     hold no position (the reserved ones of BART and RoBERTa, padding) are zeros.
 
     Args:
-        base: of the frequencies, 10,000 in the paper.
+        base: base of the frequencies, 10,000 in the paper.
         layout: "interleaved" has sines at even and cosines at odd channels (the paper); "half" has all sines, then all
-            cosines (Marian, Pegasus); "tensor2tensor" is that with frequencies `base^(-i/(d/2-1))`, as in
+            cosines (Marian, Pegasus); "tensor2tensor" is "half" with frequencies `base^(-i/(d/2-1))`, as in
             tensor2tensor, fairseq and Whisper's encoder.
-        scale: factor on all of it. Embeddings of pretrained models are often much smaller than sines.
+        scale: factor on the whole encoding. Embeddings of pretrained models are often much smaller than sines.
 
     Raises:
         OptionError: an option is outside its domain.

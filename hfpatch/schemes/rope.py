@@ -165,27 +165,27 @@ class RoPE(Position):
     Pairs of channels (x1, x2) become `(x1 cos a - x2 sin a, x2 cos a + x1 sin a)` with `a = m * theta^(-2i/d)`, Su et
     al. 2021, arXiv:2104.09864, eq. 34.
 
-    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs turn by the patch's row, the other half
+    With `axes=2` the tokens of an image lie on a grid: half of a head's pairs rotate by the patch's row, the other half
     by its column, with the same frequencies `theta^(-4i/d)` (the axial frequencies of Heo et al. 2024,
     arXiv:2403.13298; the layout of EVA-02, Qwen2-VL and MLCD, rows first). Attention between two patches then depends
-    on their distance in rows and in columns, at any resolution and aspect ratio. Tokens that are no patches (class,
+    on their distance in rows and in columns, at any resolution and aspect ratio. Tokens that aren't patches (class,
     distillation, register and detection tokens) aren't rotated: to patches they stand at (0, 0), an absolute anchor, so
     the function is invariant to translation among patches only.
 
-    An option that is None is the model's own where it rotates already, and otherwise the value given here.
+    An option that is None is the model's own if the model rotates already, and otherwise the value given here.
 
     Args:
         theta: base of the frequencies (10,000; with several axes 100, since a grid's positions are few: Heo et al.
-            2024, DINOv3 likewise).
+            2024, DINOv3).
         scaling: transformers' `rope_parameters` without theta, such as `{"rope_type": "yarn", "factor": 4.0}` (no
-            scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional.
-            Options of the scaling that the model has stay while the type stays. `original_max_position_embeddings`
-            defaults to the model's own, else to the removed table's length; `factor` to max_positions over it, if that
-            is given (from linear to linear scaling of a model that rotates already: to the old factor times the new
-            length over the old one). With dynamic and longrope, frequencies change as the input
-            grows beyond the original length, and keys in a cache keep those of their time, as in most of transformers'
-            own models: from there on, generating with a cache isn't the function that it is without one, and the plan
-            and the outcome say so. (Phi-3 makes its cache anew where longrope changes over.)
+            scaling); types default (none), linear, dynamic, yarn, longrope, llama3 and proportional. Options of the
+            model's present scaling stay if the type stays. `original_max_position_embeddings` defaults to the model's
+            own, else to the removed table's length. `factor` defaults to max_positions over this length, if
+            max_positions is given (from linear to linear scaling of a model that rotates already: to the old factor
+            times the new length over the old length). With dynamic and longrope, frequencies change as the input grows
+            beyond the original length, and cached keys keep their old frequencies, as in most of transformers' own
+            models. From there on, generating with a cache isn't the same function as without a cache, and the plan and
+            the outcome say so. (Phi-3 makes its cache anew when longrope changes over.)
         partial: fraction of each head's channels that is rotated, in (0, 1] (1).
         pairing: "half" pairs channel i with i + d/2 (GPT-NeoX, Llama), "interleaved" 2i with 2i + 1 (the paper, GPT-J)
             ("half").
@@ -194,7 +194,7 @@ class RoPE(Position):
 
     Raises:
         OptionError: an option is outside its domain.
-        UnsupportedError: scaling with several axes.
+        UnsupportedError: scaling is passed with several axes.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -268,7 +268,7 @@ class RoPE(Position):
         return any(option in names for names in SCALINGS[kind])
 
     def over(self, present: RoPE) -> RoPE:
-        """The same with another's value for everything that isn't named: what a model gets that rotates like that."""
+        """The scheme with the values of `present` for options that are None: for a model that rotates as `present`."""
         names = ["scaling", "partial", "pairing", "axes", "original_max_positions"]
         if self.axes in (None, present.axes):  # other axes have frequencies of their own
             names.append("theta")

@@ -43,7 +43,7 @@ class Outcome:
     Attributes:
         verdict: "exact", "approximate" or "repaired".
         measured: what was measured, or why nothing was: "outputs differ by 2e-07, rounding explains 1e-05".
-        basis: what the verdict rests on where that isn't a comparison with the original on all kinds of inputs: "as
+        basis: what the verdict rests on, if it isn't a comparison with the original on all kinds of inputs: "as
             planned, not measured", "on inputs without images".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
@@ -51,8 +51,8 @@ class Outcome:
             "LlamaModel's last_hidden_state".
         by_repair: whether a repair came to it, also one that was undone.
         metric: what `copied` and `repaired` are (`Metric`); "" if nothing was measured.
-        copied, repaired: distance from the model before the patch, before a repair and after one that was kept.
-        samples: held-out sequences behind these; 0 for random inputs.
+        copied, repaired: distance from the model before the patch: before a repair, and after a repair that was kept.
+        samples: held-out sequences behind these distances; 0 for random inputs.
     """
 
     verdict: str
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def share(self) -> float | None:
-        """The share of the original that is left, at least 0; None where that wasn't measured."""
+        """The share of the original that is left, at least 0; None if it wasn't measured."""
         if self.verdict == EXACT:
             return 1.0
         distance = self.copied if self.repaired is None else self.repaired
@@ -136,7 +136,7 @@ def outcome_table(outcomes: Mapping[str, Outcome]) -> Table:
 
 
 class Outcomes(dict[str, str], Result):
-    """Outcomes by request, a dict of lines. Printed, a table and what isn't preserved.
+    """Outcomes by request: a dict of lines, printed as a table with what isn't preserved.
 
     Attributes:
         found: the same as `Outcome`s.

@@ -38,38 +38,40 @@ def verify(
 ) -> Report:
     """Compare a patched model with its original: modules, outputs by dtype, and the stream layer by layer.
 
-    The truth t is the original in float64. Against it stand the original in each of `dtypes` (what the dtype costs) and
-    the model in float64 and each of `dtypes` (what the change costs): `max|y - t| / rms(t)` and `rms(y - t) / rms(t)`
-    for every output; for logits also top-1 agreement, `KL(t || y) = sum p_t (log p_t - log p_y)` in nats, and
-    perplexity where the inputs give targets (of a causal model the next token, of others the batch's `labels`); for
-    vectors their cosines, one by one and mean-pooled. Positions whose attention mask is 0 don't count.
+    The truth t is the original in float64. It is compared with the original in each of `dtypes` (what the dtype costs),
+    and with the model in float64 and in each of `dtypes` (what the change costs). Every output has
+    `max|y - t| / rms(t)` and `rms(y - t) / rms(t)`. Logits also have top-1 agreement,
+    `KL(t || y) = sum p_t (log p_t - log p_y)` in nats, and perplexity if the inputs give targets (the next token for a
+    causal model, else the batch's `labels`). Vectors have cosines, one by one and mean-pooled. Positions whose
+    attention mask is 0 don't count.
 
-    Both models run in copies in eval mode, with the same random numbers: they stay as they are, and so do the random
-    streams. Besides the two models, memory holds the original's copy in float64 and one copy of one model at a time
-    (12 to 16 bytes a parameter in all), and the outputs of one batch; of a large model compare a few short batches, or
-    load both on the CPU. Forward hooks are copied with the models and run.
+    Copies of both models run in eval mode, with the same random numbers. The models and the random number generators
+    stay as they are. Besides the two models, memory holds the original's copy in float64 and one copy of one model at a
+    time (12 to 16 bytes a parameter in all), and the outputs of one batch; for a large model compare a few short
+    batches, or load both models on the CPU. Forward hooks are copied with the models and run.
 
     Args:
-        model: a transformers model, patched or not, in any dtype and on any device; float64 is computed on the
-            CPU where the device has none (MPS); of a SentenceTransformer the model inside, with its tokenizer.
+        model: a transformers model, patched or not, in any dtype and on any device; float64 is computed on the CPU if
+            the device lacks it (MPS). Of a SentenceTransformer the model inside is compared, with its tokenizer.
         reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
-            original in memory is a copy made before.
-        batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes: of texts and single rows the
-            first 64, and 128 tokens of a text; batches are all taken. None makes random inputs from the config: enough
-            to see whether two models are the same function, but agreement and perplexity then say nothing of real text.
+            original in memory is a copy made before the patch.
+        batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes. The first 64 texts or single
+            rows are read, and 128 tokens of a text; all batches are read. None makes random inputs from the config:
+            enough to see whether two models are the same function; agreement and perplexity then say nothing about
+            text.
         dtypes: names of torch dtypes besides float64.
-        tokenizer: a tokenizer, or a processor that has one, for texts.
+        tokenizer: a tokenizer, or a processor that has a tokenizer, for texts.
 
     Returns:
         The report: print it, or `save` it.
 
     Raises:
-        WrappedModelError: one of the two is no bare transformers model.
-        OptionError: both are one object, a dtype is unknown, or the batches are empty or not the model's inputs.
+        WrappedModelError: the model or the reference isn't a bare transformers model.
+        OptionError: both models are one object, a dtype is unknown, or the batches are empty or not the model's inputs.
         CheckpointError: the reference's folder doesn't hold this model's weights.
         UnsupportedError: a model has no weights, is quantized, can't be copied or run (a dtype that the reference
-            itself doesn't run in is left out, with a note), or the two have other vocabularies, or return tensors of
-            other names or shapes.
+            itself doesn't run in is left out, with a note), or the two models differ in vocabulary, or in the names or
+            shapes of the tensors that they return.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel

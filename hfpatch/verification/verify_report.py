@@ -26,12 +26,12 @@ class ModuleRow:
 
     Attributes:
         module: its name.
-        reference, model: what it is in each.
-        state: "converted" (another module, or none), "runtime" (the same one, which does something more in every
+        reference, model: what it is in each model.
+        state: "converted" (another module, or none), "runtime" (the same module, which does something more in every
             forward), "kept" (a norm or position that stayed), "weights" (the same, with other Parameters).
         reason: why it was kept, or a note.
-        runtime: what is done in every forward that wasn't before.
-        change: rms of the difference of its Parameters, relative to the reference's; infinite where they don't match.
+        runtime: what the module does in every forward that it didn't do before.
+        change: rms of the difference of its Parameters, relative to the reference's; infinite if they don't match.
     """
 
     module: str
@@ -49,12 +49,12 @@ class OutputRow:
 
     Attributes:
         output: its name ("logits", "last_hidden_state", ...).
-        role, dtype: who ran ("reference" or "model"), in which dtype.
+        role, dtype: which model ran ("reference" or "model"), in which dtype.
         max_error, rms_error: max|y - t| / rms(t) and rms(y - t) / rms(t).
-        nonfinite: how many values are NaN or infinite where the truth isn't; with any, both errors are infinite.
+        nonfinite: how many values are NaN or infinite where the truth isn't; if any, both errors are infinite.
         top1: share of tokens (or examples) whose likeliest class is the truth's; logits only, like the next two.
         kl: mean KL(truth || output) in nats per token (or example).
-        perplexity: of the run itself, where targets could be had.
+        perplexity: perplexity of the run itself, if the inputs give targets.
         cosine_mean, cosine_min: between vectors over the channels, per token (or example); not for logits.
         pooled_mean, pooled_min: the same between mean-pooled sequences.
     """
@@ -76,15 +76,15 @@ class OutputRow:
 
 @dataclass
 class LayerRow:
-    """The residual stream after one layer (0 is the first one's input) of one run, compared with the reference.
+    """The residual stream after one layer (0: the first layer's input) of one run, compared with the reference.
 
     Attributes:
         stream: name of the output that holds it ("hidden_states", "encoder_hidden_states", ...).
         layer: index in it.
         role, dtype: as in OutputRow.
         error: rms of the difference relative to the truth's rms.
-        centred: the same after the mean over channels is taken out of both: an exact change to RMSNorm moves that mean
-            and nothing else.
+        centred: the same error after the mean over channels is subtracted from both: an exact change to RMSNorm moves
+            this mean and nothing else.
     """
 
     stream: str
@@ -102,7 +102,7 @@ class Report(SavedResult):
     Attributes:
         model, reference: what was compared.
         inputs: the inputs, in words.
-        examples, tokens: how many of them; tokens is 0 where inputs aren't token ids. Padding doesn't count.
+        examples, tokens: numbers of inputs and tokens; tokens is 0 if inputs aren't token ids. Padding doesn't count.
         modules, outputs, layers: the measurements.
         notes: what a reader of the numbers must know.
     """
@@ -121,10 +121,10 @@ class Report(SavedResult):
         """Refuse a report of another model, by class and patch schemes.
 
         Args:
-            title: of the model that it is to be of, as `title_of` writes it.
+            title: the title of the expected model, as `title_of` writes it.
 
         Raises:
-            OptionError: it is of another.
+            OptionError: the report is of another model.
         """
         if self.model != title:
             raise OptionError(

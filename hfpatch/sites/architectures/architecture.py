@@ -41,45 +41,46 @@ ZEROS, INPUT, NOTHING, ZERO_ROWS = (Call.of("NoPositions", kind) for kind in ("z
 class Stack:
     """One class that owns positions, the self-attentions that they reach, and the edits that take them out.
 
-    Positions are a table that is added to the stream; in those of biases.py they are biases on attention scores, or
-    rotations by the attentions' own tables. Paths are relative to the owner. Globs are those of edits: `*` stands for
-    one number, and several are joined by " | ".
+    Positions are a table that is added to the stream; in the stacks of biases.py they are biases on attention scores,
+    or rotations by the attentions' own tables. Paths are relative to the owner. Globs are those of edits: `*` stands
+    for one number, and several are joined by " | ".
 
     Attributes:
-        owner: class name of the owner, "" in a build; of a class that isn't transformers' own with its file:
+        owner: class name of the owner, "" in a build; for a class that isn't transformers' own, with its file:
             "modeling_my.MyModel".
-        table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions. Of
-            biases what a plan calls them.
+        table: path of the table: a module, a Parameter or a plain tensor, or a module that computes positions. For
+            biases, their name in plans.
         attention: glob of the self-attention modules. Cross-attention must not match.
-        projections: how q and k leave the attention's input; None where the host turns them by itself once the biases
-            are gone.
-        removal: (place, value) of the edits that take the positions out. A place is a glob of modules with one's child,
+        projections: how q and k leave the attention's input; None if the host turns them itself once the biases are
+            gone.
+        removal: (place, value) of the edits that take the positions out. A place is a glob of modules with a child,
             Parameter, attribute or lens; the value is what an `Edit` assigns there. Places that an instance doesn't
             have are left out, and a table that isn't named here leaves its mean row.
-        in_attention: likewise of edits of each attention that changes, at places relative to it.
-        present: glob of places of which one is set in instances that have these positions: by default the table, ""
-            where all instances have them.
-        requires: (place, value, why): what must be so; "why" ends the error's sentence, None where it is a setting of
-            the model.
+        in_attention: the same for edits of each attention that changes, at places relative to it.
+        present: glob of places: an instance has these positions if one of the places is set. By default the table; ""
+            if all instances have them.
+        requires: (place, value, why): what must be so; "why" ends the error's sentence, None if it is a setting of the
+            model.
         reserved_rows: rows at the table's start that hold no position (BART's and OPT's offset of 2).
-        head_dim: attribute of the attention that holds the channels per head, or two as in "embed_dim / num_heads", or
-            as in "/ num_heads" the number of heads alone.
+        head_dim: attribute of the attention that holds the channels per head, or two attributes as in "embed_dim /
+            num_heads", or as in "/ num_heads" the number of heads alone.
         cache: None for stacks that never decode. A key-value cache is found by its type, under any name.
         layer_index: attribute of the attention that holds its index in the cache.
-        hands_on: whether the host hands its `position_ids` on to the attentions by itself; of a grid, keyword
-            arguments that it doesn't know. Else hfpatch hands positions on.
-        other_tokens: where tokens are that `position_ids` leave out, "before" those or "after"; None where all count.
+        hands_on: whether the host hands its `position_ids` on to the attentions by itself; for a grid, keyword
+            arguments that it doesn't know. Otherwise hfpatch hands positions on.
+        other_tokens: where the tokens are that `position_ids` leave out, "before" or "after" the others; None if all
+            count.
         position_ids: whether `position_ids` of the shape (1,) are the position of one token, as others are.
-        window: the attention's square causal mask buffer of the old maximum length, None where it has none.
+        window: the attention's square causal mask buffer of the old maximum length, None if it has none.
         lengths: attributes of the owner, or of modules around it, that hold the old maximum length as a limit.
-        causal: whether a token attends to earlier ones alone, so that order shows without positions.
+        causal: whether a token attends to earlier tokens alone, so that order shows without positions.
         config_length: attribute of the owner's config that holds the table's length, or that scaling starts from.
-        as_long_as_tables: attribute of the config with the number of distances, which below 1 is that of positions.
+        as_long_as_tables: attribute of the config with the number of distances; below 1 it is the number of positions.
         states: name of the attention's argument with the hidden states, (T, d), (B, T, d) or (B, rows, columns, d).
         time: axis of the tokens in them: 0 for (T, B, d), 2 for (B, d, T).
         rotary_dim: attribute of the attention with the channels that it turns by itself; None for whole heads.
         grid: where the patches of an image or video stand among the tokens; None for text and sound.
-        older: (field, value) of this stack that differ where an older version of transformers built the class.
+        older: (field, value) of this stack that differ if an older version of transformers built the class.
 
     Raises:
         PatchError: a `*` in a glob stands for part of a name.
@@ -148,7 +149,7 @@ build = partial(Stack, "")  # which has no owner yet
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family that position schemes serve.
+    """A model family whose positions can be changed by position schemes.
 
     Attributes:
         model_type: transformers' name of the family.
