@@ -36,7 +36,7 @@ def compile_model(model: M, regions: Literal["blocks", "model"] = "blocks", **op
 
     Args:
         model: any module with repeated blocks; patched or not, wrapped by PEFT or not.
-        options: those of `torch.compile`: `mode`, `backend`, `dynamic`; `fullgraph=True` makes a graph break an error.
+        options: as in `torch.compile`: `mode`, `backend`, `dynamic`; `fullgraph=True` makes a graph break an error.
 
     Returns:
         The same model.

@@ -152,7 +152,7 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
 
 
 def require_number(owner: str, option: str, value: Any, *, above: float, at_most: float | None = None) -> None:
-    """Raise OptionError unless a value is a finite number in (above, at_most].
+    """Refuse a value that isn't a finite number in (above, at_most].
 
     An integer of more than 64 bits is refused too, since torch doesn't take it.
 

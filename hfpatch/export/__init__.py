@@ -56,7 +56,7 @@ def export_model(
     the patched model (GPT-NeoX's, for embeddings and branches).
 
     Args:
-        model: a patched transformers model, or an object of sentence-transformers that holds one.
+        model: a patched transformers model, or a sentence-transformers object that holds one.
         folder: the folder.
         to: "plugin", "remote" or "native".
         tokenizer: a tokenizer or processor to save along; a SentenceTransformer brings its own.

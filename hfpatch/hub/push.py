@@ -1,6 +1,6 @@
 """Pushes a patched model or its folder to a model repository on the Hub, as one commit.
 
-By `HfApi.create_commit`, not `upload_folder`: where hf_xet is installed, that commits a folder in several parts, and a
+By `HfApi.create_commit`, not `upload_folder`: if hf_xet is installed, this commits a folder in several parts, and a
 push that breaks off would leave half a checkpoint behind.
 """
 
@@ -47,7 +47,7 @@ _VOCABULARIES = ("tokenizer", "vocab", "spiece")
 
 @dataclass
 class Push:
-    """Result of `push_patched` (with `dry_run`, the expected one); `str(push)` is a table of the files.
+    """Result of `push_patched` (with `dry_run`, the expected result); `str(push)` is a table of the files.
 
     Attributes:
         repo_id, revision: the repository and its branch; None is the main branch.

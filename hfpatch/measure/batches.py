@@ -42,14 +42,14 @@ def read_batches(
     length: int = LENGTH,
     option: str = "batches",
 ) -> list[dict[str, Any]] | Iterator[dict[str, Any]]:
-    """Convert texts, rows or batches to batches of inputs for `model`, as `calibration=` and `verify` do.
+    """Return texts, rows or batches as batches of inputs for `model`, as `calibration=` and `verify` read them.
 
     Args:
         data: one of these, or an iterable of them, such as a list, a DataLoader or a generator. Strings are left out of
             rows and batches. Inputs that the forward doesn't take are left out of rows and of a tokenizer's output.
 
             * texts: strings, rows with a column of strings (a datasets.Dataset; of several such columns the column
-              "text"), or a path of a text file, one text a line. Empty ones are left out.
+              "text"), or a path of a text file, one text a line. Empty texts are left out.
             * rows: one sequence each, as dictionaries of lists (a tokenised datasets.Dataset, a tokenizer's output for
               one text). They are padded on the right and get an attention mask.
             * batches: dictionaries of tensors or of lists (padded, too), as a DataLoader gives; or the main input.

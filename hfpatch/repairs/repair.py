@@ -9,8 +9,8 @@ computed in float64 over streamed sums:
   of their calls;
 * queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
 * the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
-  with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases;
-  where they have none, to the shift of the norm in front, if only they read it; else there is none;
+  with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases; if
+  they have none, to the shift of the norm in front, if only they read it; else there is none;
 * the *projection*, the linear map whose output is added to the residual stream: a change of its weights, from a ridge
   regression of the difference between the original's and the patched model's stream after the branch.
 

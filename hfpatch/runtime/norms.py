@@ -277,9 +277,9 @@ class RMSNorm(AffineNorm):
     """y = x / sqrt(mean(x^2) + eps) * gain + shift over the last axis, eps inside the root.
 
     Unlike most RMSNorm classes it keeps the shift of a replaced LayerNorm; it is then of the class `RMSNormExtended`.
-    Servers put kernels without a shift in the place of what is called RMSNorm: SGLang by the end of the class's name,
-    vLLM for all modules of a class whose first one is traced to `F.rms_norm`; transformers by `kernel_layer_name`, and
-    those kernels read `weight` and `variance_epsilon`. Arguments as in `AffineNorm`.
+    Servers replace modules called RMSNorm by kernels without a shift: SGLang by the end of the class's name, vLLM for
+    all modules of a class whose first one is traced to `F.rms_norm`; transformers by `kernel_layer_name`, and those
+    kernels read `weight` and `variance_epsilon`. Arguments as in `AffineNorm`.
     """
 
     kind = "rms"

@@ -26,7 +26,7 @@ class Fixed(Elementwise):
     So `calibration=` is needed, or `init="reset"` to train from scratch, with gains that start at 1.
 
     A stack's last norm is kept unless `only` names it: it sets the scale of the outputs, and fixing it costs most. The
-    approach is that of LayerNorm-free GPT-2s (arXiv:2409.13710, arXiv:2507.02559), where training replaces the fit.
+    approach is from LayerNorm-free GPT-2s (arXiv:2409.13710, arXiv:2507.02559); there, training replaces the fit.
 
     A first token that is much larger than the others (an attention sink) does no harm if it is the same in all
     sequences. If it varies, a constant doesn't serve it: the repair's report then says at which norms, and by how much.

@@ -123,7 +123,7 @@ class Learned(Position):
         """The method for the table of a sequence.
 
         Raises:
-            OptionError: the method is one for grids alone.
+            OptionError: the method is for grids only.
         """
         return self._method_of(METHODS, "grids of patches; a sequence's table") or METHODS[0]
 
@@ -131,7 +131,7 @@ class Learned(Position):
         """The method that resizes a table on a grid; `usual` if `method` is None.
 
         Raises:
-            OptionError: the method is one for sequences alone.
+            OptionError: the method is for sequences only.
         """
         return self._method_of(GRID_METHODS, "sequences; a grid of patches") or usual
 

@@ -49,7 +49,7 @@ class Outcome:
         kept: which modules stayed as they were, and why.
         elsewhere: what is another function nevertheless, of models inside, which other classes than the saved one open:
             "LlamaModel's last_hidden_state".
-        by_repair: whether a repair came to it, also one that was undone.
+        by_repair: whether a repair led to this outcome, even if the repair was undone.
         metric: what `copied` and `repaired` are (`Metric`); "" if nothing was measured.
         copied, repaired: distance from the model before the patch: before a repair, and after a repair that was kept.
         samples: held-out sequences behind these distances; 0 for random inputs.

@@ -53,8 +53,8 @@ def verify(
     Args:
         model: a transformers model, patched or not, in any dtype and on any device; float64 is computed on the CPU if
             the device lacks it (MPS). Of a SentenceTransformer the model inside is compared, with its tokenizer.
-        reference: the original, as an object or as what `from_pretrained` takes. patch_model works in place, so an
-            original in memory is a copy made before the patch.
+        reference: the original, as an object or as a Hub id or folder. patch_model works in place, so an original in
+            memory is a copy made before the patch.
         batches: texts (with `tokenizer`) or inputs, in any form that `read_batches` takes. The first 64 texts or single
             rows are read, and 128 tokens of a text; all batches are read. None makes random inputs from the config:
             enough to see whether two models are the same function; agreement and perplexity then say nothing about
