@@ -103,7 +103,7 @@ def patch_model(
             the model is rolled back before the error is passed on.
         UnsupportedError: also if the model ran before the patch and doesn't run after it, or its outputs aren't finite,
             or it lacks the repair that the scheme needs (`fixed`, `none`); the patch is rolled back.
-        VerificationError: with init="exact", the swap isn't exact as measured on the model, or it can't be measured.
+        VerificationError: a fold isn't exact on the model; with init="exact", the swap isn't, or can't be measured.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
