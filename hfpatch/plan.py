@@ -272,7 +272,7 @@ def plan_patch(
             glob's value is None, or if no glob matches. `pos` and `mlp` take mappings too.
         pos: a position scheme, likewise ("rope", "rope:theta=500000", `RoPE(partial=0.5)`, "nope", "alibi",
             "sinusoidal", "learned:max_positions=2048"). All of them take `max_positions`, the config's new length.
-        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); globs match its module or first projection.
+        mlp: a gated MLP scheme, likewise ("swiglu", "swiglu:d_ff=2048", `GeGLU()`); globs match it or its first map.
         placement: where the norm of a residual branch stands ("pre", "post", "olmo2", "sandwich"): another function.
         only: globs over module names; other modules are kept. "a & b" matches a module if both globs do. For positions
             they choose attentions: the table that feeds a chosen attention goes. If a model rotates by itself, they
