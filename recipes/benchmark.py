@@ -27,7 +27,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import tqdm
 from methods import CONTROL, keep_freed_memory, open_model, patched, request_of, switch_off_dropout
-from paired import spread
+from paired import markdown, spread
 from texts import RecipeError, one_line_errors
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
 
@@ -176,7 +176,7 @@ def run(c: Settings) -> pd.DataFrame:
         for work in c.work:
             rows += race(models, work, mode, ids, c)
     table = pd.DataFrame(rows)
-    text = table.astype(object).where(table.notna(), "-").to_markdown(index=False, floatfmt=".3f")
+    text = markdown(table, ".3f")
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
     about = (
         f"Medians of {c.repeats} samples taken in turn; *ratio* to the unpatched model's of the same round, with the "

@@ -42,7 +42,7 @@ from methods import (
     switch_off_dropout,
     task_loss,
 )
-from paired import UNDECIDED, half_width, seeds_needed, verdict
+from paired import UNDECIDED, half_width, markdown, seeds_needed, verdict
 from texts import (
     HeldOutBlocks,
     Objective,
@@ -187,8 +187,7 @@ def run(c: Settings) -> pd.DataFrame:
             found["rows"].append(train_copy(accelerator, begin, cell, data, c))
             path.write_text(json.dumps(found, indent=1), "utf-8")
     table = summarise(pd.DataFrame(found["rows"]), c.margin)
-    shown = table.astype(object).where(table.notna(), "-")
-    text = f"{shown.to_markdown(index=False, floatfmt='.4f')}\n\n{ABOUT}\n"
+    text = f"{markdown(table)}\n\n{ABOUT}\n"
     (c.output_dir / "results.md").write_text(text, "utf-8")
     draw(table, c.output_dir)
     print(f"\n{text}")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from methods import agreement, inputs_of, open_model
-from paired import paired_bootstrap
+from paired import markdown, paired_bootstrap
 from texts import HeldOutBlocks, Objective, RecipeError, encode, one_line_errors, read_texts, split_documents
 from torch.utils.data import DataLoader, default_collate
 from transformers import HfArgumentParser
@@ -148,7 +148,7 @@ def run(c: Settings) -> pd.DataFrame:
             raise RecipeError(f"{source} has no language model's head: give --against, and its states are compared")
         rows.append({"model": source, **measure(opened, other, c), "parameters": opened.model.num_parameters()})
     table = pd.DataFrame(rows)
-    text = table.to_markdown(index=False, floatfmt=".4f")
+    text = markdown(table)
     about = "*divergence*: KL from --against in nats. *difference* of the loss, with its 95 % interval over blocks."
     (c.output_dir / "results.md").write_text(f"{text}\n\n{about}\n", "utf-8")
     settings = {name: str(value) for name, value in asdict(c).items()}

@@ -42,6 +42,7 @@ from methods import (
     small_gpt2,
     switch_off_dropout,
 )
+from paired import markdown
 from texts import (
     HeldOutBlocks,
     Objective,
@@ -222,10 +223,9 @@ def report(results: dict[str, Any], c: Settings) -> str:
         cells |= {"trained": row["end"]["perplexity"]}
         cells |= {"against the control": row["end"]["loss"] - control["end"]["loss"]} if control else {}
         rows.append(cells)
-    formats = (None, ".1f", ".1f", ".1f", None, ".0f", ".1f", "+.3f")
     return f"""Held-out perplexity, before any training and after {c.steps} steps of it:
 
-{pd.DataFrame(rows).to_markdown(index=False, floatfmt=formats)}
+{markdown(pd.DataFrame(rows), ".1f", **{"seconds": ".0f", "against the control": "+.3f"})}
 
 *copied*: weights as they were. *{c.start}*: how training begins, made in so many seconds. *training required?* no, if
 99 % of the perplexity is kept; else the steps until the loss is the original's. *against the control*: loss

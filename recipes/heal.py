@@ -43,6 +43,7 @@ from methods import (
     task_loss,
     with_adapters,
 )
+from paired import markdown
 from texts import (
     HeldOutBlocks,
     Objective,
@@ -233,7 +234,7 @@ def report(results: dict[str, Any], c: Settings, a: TrainingArguments) -> str:
         told = f"Recovered: {share:.1%} of the {cost:.3f} nats that the patch cost.\n\n"
     return f"""Patch {c.patch}, {c.start}; {a.max_steps} steps, loss {c.loss}, learning rate {a.learning_rate:g}.
 
-{table.to_markdown(index=False, floatfmt=".4f")}
+{markdown(table)}
 
 {told}*swapped*: right after the patch. *control*: an unpatched copy with the same training. *divergence*: KL from the
 original's answers in nats, on held-out text. Next: hfpatch export {a.output_dir}/healed FOLDER --to remote.

@@ -1,4 +1,4 @@
-"""Statistics of pairs: models against the control of the same seed, and two models item by item."""
+"""Statistics of pairs: models against the control of the same seed, and two models item by item; their tables."""
 
 import math
 from collections.abc import Callable
@@ -78,3 +78,14 @@ def spread(values: list[float]) -> Interval:
     found = stats.quantile_test(values).confidence_interval(LEVEL)
     low, high = np.where(np.isnan(found), (min(values), max(values)), found)
     return float(np.median(values)), float(low), float(high)
+
+
+def markdown(table: pd.DataFrame, form: str = ".4f", **forms: str) -> str:
+    """A table in Markdown: numbers by `form`, or by a column's own form, and "-" if there is no value."""
+
+    def cell(value: Any, form: str) -> str:
+        return "-" if pd.isna(value) else f"{value:{form}}" if isinstance(value, float) else str(value)
+
+    shown = pd.DataFrame({name: [cell(value, forms.get(name, form)) for value in table[name]] for name in table})
+    sides = ("left", *("right",) * (len(table.columns) - 1))
+    return shown.to_markdown(index=False, disable_numparse=True, colalign=sides)

@@ -87,6 +87,8 @@ def test_statistics_by_hand():
     with pytest.raises(ValueError, match="two or more"):
         paired.paired_bootstrap(([1.0], [2.0]), ([3.0], [2.0]))
     assert paired.spread([1.0, 3.0, 2.0]) == (2.0, 1.0, 3.0)
+    table = paired.markdown(pd.DataFrame({"a": ["x", "y"], "b": [0.5, None], "c": [1, 2]}), b=".1f")
+    assert table.splitlines()[2:] == ["| x   | 0.5 |   1 |", "| y   |   - |   2 |"]
 
 
 @pytest.mark.slow
