@@ -5,10 +5,9 @@ from pathlib import Path
 import finetune
 import pytest
 from accelerate.state import AcceleratorState
+from small_run import SMALL
 from tiny_encoder import write_bert, write_sources
 from transformers import BertForMaskedLM, BertModel
-
-SMALL = "--block_size 16 --heldout_blocks 20 --batch_size 4 --baseline_steps 6 --steps 4 --eval_every 2 --calibration 8"
 
 
 @pytest.fixture(scope="module", autouse=True)
