@@ -83,8 +83,7 @@ def _attention_change(
         return Change(row.keep(Kept.DONE))
     # where a table stays, so does what else the attention knows of positions
     own = () if scheme.keeps_table else stack.in_attention
-    window = None if getattr(scheme, "image_size", None) else stack.window
-    seen = any(one is not None for one in (new, scheme.attends, rotary, bias, window))
+    seen = any(one is not None for one in (new, scheme.attends, rotary, bias, stack.window))
     if not (seen or own):
         return Change(row.keep("has no positions of its own"))
     require_settings(item)

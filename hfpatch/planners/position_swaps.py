@@ -84,12 +84,8 @@ def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Na
 
 def _find_refused(model: nn.Module) -> dict[str, str]:
     """Names of modules whose positions stay, and why."""
-    reasons = {}
-    for name, module in model.named_modules():
-        reason = by_class(REFUSED, module)
-        if reason is not None:
-            reasons[name or type(module).__name__] = reason
-    return reasons
+    found = ((name or type(module).__name__, by_class(REFUSED, module)) for name, module in model.named_modules())
+    return {name: reason for name, reason in found if reason is not None}
 
 
 def _changes(
@@ -97,7 +93,10 @@ def _changes(
 ) -> list[Change]:
     reasons, why = reasons_to_keep(item, part, names)
     why = why or (None if affected else OF_TEXT)
-    return [table_change(model, item, part, why), *attention_changes(item, item.attentions, part, reasons)]
+    table = table_change(model, item, part, why)
+    if part.scheme.keeps_table and not (why or table.changes):  # a mask goes with its table
+        reasons = {name: reason or "its table stays as it is" for name, reason in reasons.items()}
+    return [table, *attention_changes(item, item.attentions, part, reasons)]
 
 
 def _unsupported_error(model: nn.Module, staying: list[Change]) -> UnsupportedError:

@@ -231,6 +231,7 @@ NOT_RESIZED = {
         ("gpt2", "learned:max_positions=64,method=bicubic", OptionError, r"'bicubic'.*tile"),
         ("gpt2", "learned:image_size=24", NothingToPatchError, "image_size"),
         ("gpt_neo", "learned:image_size=24", NothingToPatchError, "image_size"),
+        ("gpt_neo", "learned", NothingToPatchError, "needs max_positions"),
         ("clip_vision_model", "learned:image_size=[96, 160]", UnsupportedError, r"CLIPVisionModel.*\(96, 160\)"),
         ("clip_vision_model", "learned:image_size=8", UnsupportedError, "8 x 8"),
         (
