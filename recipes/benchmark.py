@@ -28,8 +28,8 @@ from accelerate import Accelerator
 from accelerate.utils import tqdm
 from methods import CONTROL, keep_freed_memory, open_model, patched, request_of, switch_off_dropout
 from paired import markdown, spread
-from texts import RecipeError, one_line_errors
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
+from texts import RecipeError, one_line_errors, read_flags
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfpatch import compile_model
 from hfpatch.runtime.patch_errors import PatchError, first_line
@@ -206,10 +206,7 @@ def draw(table: pd.DataFrame, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> pd.DataFrame:
     """Read the flags, and run."""
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
-    return run(settings)
+    return run(*read_flags(Settings, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from methods import (
@@ -48,14 +47,15 @@ from texts import (
     Objective,
     RandomBlocks,
     RecipeError,
-    encode,
+    encode_split,
     one_line_errors,
+    read_flags,
     read_texts,
     split_documents,
     train_tokenizer,
 )
 from torch.utils.data import DataLoader
-from transformers import HfArgumentParser, get_scheduler
+from transformers import get_scheduler
 
 
 @dataclass
@@ -89,15 +89,13 @@ class Data:
     def __init__(self, c: Settings, accelerator: Accelerator) -> None:
         train, heldout = split_documents(read_texts(c.text))
         if c.model:
-            _, self.tokenizer, kind = open_model(c.model)
+            self.model, self.tokenizer, kind = open_model(c.model)
             if kind != "causal":
                 raise RecipeError(f"{c.model} isn't a causal language model: heal.py takes it")
         else:
             self.tokenizer = train_tokenizer(train, 1024, c.output_dir / "tokenizer")
         self.objective = Objective(c.block_size)
-        self.tokens, (held, sizes) = encode(train, self.tokenizer)[0], encode(heldout, self.tokenizer)
-        if min(len(self.tokens), len(held)) < c.block_size:
-            raise RecipeError(f"the text has less than two blocks of {c.block_size}: more --text, or a --block_size")
+        self.tokens, held, sizes = encode_split(train, heldout, self.tokenizer, c.block_size)
         blocks = HeldOutBlocks(held, sizes, self.objective, c.heldout_blocks)
         self.heldout = accelerator.prepare(DataLoader(blocks, c.batch_size))
 
@@ -134,7 +132,7 @@ def baseline(accelerator: Accelerator, data: Data, c: Settings, seed: int) -> An
     """What every copy of a seed begins with: your model, or a small GPT-2 after its own training."""
     set_seed(seed)
     if c.model:
-        model = open_model(c.model).model
+        model = copy.deepcopy(data.model)
         switch_off_dropout(model)
     else:
         model = small_gpt2(data.tokenizer, c.block_size)
@@ -237,10 +235,7 @@ def draw(table: pd.DataFrame, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> pd.DataFrame:
     """Read the flags, and run."""
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
-    return run(settings)
+    return run(*read_flags(Settings, __doc__, argv))
 
 
 if __name__ == "__main__":

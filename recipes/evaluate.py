@@ -15,6 +15,7 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
-from methods import agreement, inputs_of, open_model
+from methods import agreement, nats_of, open_model
 from paired import markdown, paired_bootstrap
-from texts import HeldOutBlocks, Objective, RecipeError, encode, one_line_errors, read_texts, split_documents
-from torch.utils.data import DataLoader, default_collate
-from transformers import HfArgumentParser
+from texts import (
+    HeldOutBlocks,
+    Objective,
+    RecipeError,
+    encode,
+    one_line_errors,
+    read_flags,
+    read_texts,
+    split_documents,
+)
+from torch.utils.data import DataLoader
 
 
 @dataclass
@@ -56,36 +63,37 @@ class Measured:
     blocks: HeldOutBlocks
     batches: list[dict[str, torch.Tensor]]
 
+    @cached_property
+    def terms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all held-out blocks the sums in nats, and how many tokens they are over."""
+        found = [nats_of(self.model, batch, self.kind == "masked") for batch in self.batches]
+        sums, counts = (torch.cat(part).double().cpu() for part in zip(*found, strict=True))
+        return sums, counts
 
-def prepare(source: str, c: Settings, device: torch.device) -> Measured:
+
+def prepare(source: str, heldout: list[Any], c: Settings, device: torch.device) -> Measured:
     """A saved model, and the held-out blocks by its own tokenizer."""
     model, tokenizer, kind = open_model(source)
     if weight := next((name for name, p in model.named_parameters() if not p.isfinite().all()), None):
         raise RecipeError(f"{source}: its weight {weight} isn't finite")
-    tokens, sizes = encode(split_documents(read_texts(c.text))[1], tokenizer)
+    tokens, sizes = encode(heldout, tokenizer)
     objective = Objective(c.block_size, tokenizer if kind == "masked" else None)
     if len(tokens) < objective.content:
         raise RecipeError(f"the held-out text has {len(tokens)} tokens: a smaller --block_size, or more --text")
     blocks = HeldOutBlocks(tokens, sizes, objective, c.heldout_blocks)
-    batches = [{name: part.to(device) for name, part in b.items()} for b in DataLoader(blocks, c.batch_size)]
-    return Measured(model.to(device).eval(), kind, blocks, batches)
+    return Measured(model.to(device).eval(), kind, blocks, batches_of(blocks, c.batch_size, device))
 
 
-@torch.no_grad()
-def nats_of(model: Any, batch: dict[str, torch.Tensor], masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each block the negative log-likelihood in nats, (B,), and the tokens that it is over, (B,)."""
-    logits, labels = model(**inputs_of(batch)).logits.float(), batch["labels"]
-    if not masked:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
+def batches_of(blocks: HeldOutBlocks, size: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """All blocks in batches, on the model's device."""
+    return [{name: part.to(device) for name, part in batch.items()} for batch in DataLoader(blocks, size)]
 
 
 def measure(opened: Measured, other: Measured | None, c: Settings) -> dict[str, float | str]:
     """A row of the table."""
     row: dict[str, float | str] = {}
     if opened.kind != "headless":
-        sums, counts = items = terms(opened)
+        sums, counts = items = opened.terms
         loss = (sums.sum() / counts.sum()).item()
         if not math.isfinite(loss):
             raise RecipeError(f"the loss is {loss}: a figure of a model that gives no numbers says nothing")
@@ -93,45 +101,28 @@ def measure(opened: Measured, other: Measured | None, c: Settings) -> dict[str, 
         if opened.kind == "causal":
             row["bits per byte"] = sums.sum().item() / math.log(2) / opened.blocks.sizes.sum()
     if other:
-        if not same(opened.batches, other.batches):
+        read = (torch.cat([batch["input_ids"] for batch in one.batches]) for one in (opened, other))
+        if not torch.equal(*read):
             return row | {"not compared": "another tokenizer: compare bits per byte"}
         row |= agreement(other.model, opened.model, opened.batches)
         if opened.kind != "headless":
-            difference, low, high = paired_bootstrap(items, terms(other))
+            difference, low, high = paired_bootstrap(items, other.terms)
             row |= {"difference": f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"}
     for length in c.lengths:
         row[f"loss at {length}"] = at_length(opened, length)
     return row
 
 
-def terms(opened: Measured) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all held-out blocks the sums in nats, and how many tokens they are over."""
-    found = [nats_of(opened.model, batch, opened.kind == "masked") for batch in opened.batches]
-    sums, counts = (torch.cat(part).double().cpu() for part in zip(*found, strict=True))
-    return sums, counts
-
-
-def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    """Whether two models are given the same batches."""
-    return len(one) == len(other) and all(
-        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True)
-    )
-
-
 def at_length(opened: Measured, length: int) -> float | str:
     """The loss on inputs of so many tokens; a model that doesn't take them has the error in its place."""
-    objective = Objective(length)
     if opened.kind != "causal" or len(opened.blocks.tokens) < length:
         return "no text so long"
-    blocks = HeldOutBlocks(opened.blocks.tokens, opened.blocks.token_sizes, objective, 16)
+    blocks = HeldOutBlocks(opened.blocks.tokens, opened.blocks.token_sizes, Objective(length), 16)
     try:
-        found = [
-            nats_of(opened.model, {k: v.to(opened.model.device) for k, v in default_collate([b]).items()}, False)
-            for b in (blocks[i] for i in range(len(blocks)))
-        ]
+        sums, counts = Measured(opened.model, opened.kind, blocks, batches_of(blocks, 1, opened.model.device)).terms
     except (IndexError, RuntimeError, ValueError) as error:
         return f"refused ({type(error).__name__})"
-    return (sum(sums.sum() for sums, _ in found) / sum(counts.sum() for _, counts in found)).item()
+    return (sums.sum() / counts.sum()).item()
 
 
 def run(c: Settings) -> pd.DataFrame:
@@ -140,10 +131,11 @@ def run(c: Settings) -> pd.DataFrame:
         raise RecipeError("nothing to evaluate: give --models FOLDER_OR_ID ...")
     device = Accelerator().device
     c.output_dir.mkdir(parents=True, exist_ok=True)
-    other = prepare(c.against, c, device) if c.against else None
+    heldout = split_documents(read_texts(c.text))[1]
+    other = prepare(c.against, heldout, c, device) if c.against else None
     rows = []
     for source in dict.fromkeys(c.models):
-        opened = prepare(source, c, device)
+        opened = prepare(source, heldout, c, device)
         if not (opened.kind != "headless" or other):
             raise RecipeError(f"{source} has no language model's head: give --against, and its states are compared")
         rows.append({"model": source, **measure(opened, other, c), "parameters": opened.model.num_parameters()})
@@ -159,10 +151,7 @@ def run(c: Settings) -> pd.DataFrame:
 
 def main(argv: list[str] | None = None) -> pd.DataFrame:
     """Read the flags, and run."""
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
-    return run(settings)
+    return run(*read_flags(Settings, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed, tqdm
 from methods import (
     CONTROL,
     STARTS,
     inputs_of,
+    nats_of,
     open_model,
     parameter_groups,
     patched,
@@ -48,15 +48,15 @@ from texts import (
     Objective,
     RandomBlocks,
     RecipeError,
-    encode,
+    encode_split,
     one_line_errors,
+    read_flags,
     read_texts,
     split_documents,
     train_tokenizer,
 )
 from torch.utils.data import DataLoader
-from transformers import HfArgumentParser, get_scheduler
-from transformers.utils import logging
+from transformers import get_scheduler
 
 from hfpatch.runtime.patch_errors import PatchError
 
@@ -95,10 +95,8 @@ class Data:
                 raise RecipeError(f"{c.model} isn't a causal language model: heal.py takes it")
         else:
             self.tokenizer = train_tokenizer(train, 1024, c.output_dir / "tokenizer")
-        self.tokens, (held, sizes) = encode(train, self.tokenizer)[0], encode(heldout, self.tokenizer)
         self.objective = Objective(c.block_size)
-        if min(len(self.tokens), len(held)) < c.block_size:
-            raise RecipeError(f"the text has less than two blocks of {c.block_size}: more --text, or a --block_size")
+        self.tokens, held, sizes = encode_split(train, heldout, self.tokenizer, c.block_size)
         self.heldout = HeldOutBlocks(held, sizes, self.objective, c.heldout_blocks)
         self.curve = HeldOutBlocks(held, sizes, self.objective, max(2, c.heldout_blocks // 10))
 
@@ -134,9 +132,8 @@ def measure(accelerator: Accelerator, model: Any, blocks: HeldOutBlocks, c: Sett
     """Loss in nats a token, and perplexity, on held-out blocks, over all processes."""
     losses = []
     for batch in accelerator.prepare(DataLoader(blocks, c.batch_size)):
-        logits = model.eval()(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
-        nats = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none")
-        losses.append(accelerator.gather_for_metrics(nats.view(len(logits), -1).mean(1)))
+        sums, counts = nats_of(model.eval(), batch)
+        losses.append(accelerator.gather_for_metrics(sums / counts))
     loss = torch.cat(losses).double().mean().item()
     return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 
@@ -249,10 +246,7 @@ def draw(results: dict[str, Any], c: Settings) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Read the flags, and run."""
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    (settings,) = HfArgumentParser(Settings, description=__doc__.split("\n\n")[1]).parse_args_into_dataclasses(argv)
-    return run(settings)
+    return run(*read_flags(Settings, __doc__, argv))
 
 
 if __name__ == "__main__":

@@ -49,14 +49,15 @@ from texts import (
     Objective,
     RandomBlocks,
     RecipeError,
-    encode,
+    encode_split,
     one_line_errors,
+    read_flags,
     read_texts,
     split_documents,
     train_tokenizer,
 )
 from torch.utils.data import DataLoader
-from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 
 @dataclass
@@ -95,7 +96,6 @@ DEFAULTS = {  # of TrainingArguments
     "report_to": "none",
     "dataloader_pin_memory": torch.cuda.is_available(),
     "remove_unused_columns": False,
-    "label_names": ["labels"],
     "prediction_loss_only": True,
 }
 
@@ -134,9 +134,7 @@ class Data:
         if self.headless and not (c.loss == "distil" and c.share == 1):
             raise RecipeError(f"{c.model} has no language model's head to learn by: --loss distil --share 1")
         objective = Objective(c.block_size, self.tokenizer if self.kind == "masked" else None)
-        tokens, (held, sizes) = encode(train, self.tokenizer)[0], encode(heldout, self.tokenizer)
-        if min(len(tokens), len(held)) < objective.content:
-            raise RecipeError(f"the text has less than two blocks of {c.block_size}: more --text, or a --block_size")
+        tokens, held, sizes = encode_split(train, heldout, self.tokenizer, objective.content)
         count = a.max_steps * a.train_batch_size * a.gradient_accumulation_steps * a.world_size
         self.random = partial(RandomBlocks, tokens, objective, a.seed)
         self.train = self.random(0, count)
@@ -195,8 +193,6 @@ def run(c: Settings, a: TrainingArguments) -> dict[str, Any]:
     request_of(c.patch)  # refused before anything is trained
     set_seed(a.seed)
     data, out = Data(c, a), Path(a.output_dir)
-    if data.headless:
-        a.label_names = []
     original = data.model if c.model else train_first(data, c, a)
     switch_off_dropout(original)
     calibration = [inputs_of(batch) for batch in DataLoader(data.random(0, c.calibration), a.train_batch_size)]
@@ -254,11 +250,7 @@ def draw(results: dict[str, Any], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Read the flags, and run."""
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    parser = HfArgumentParser((Settings, TrainingArguments), description=__doc__.split("\n\n")[1])
-    parser.set_defaults(**DEFAULTS)
-    return run(*parser.parse_args_into_dataclasses(argv))
+    return run(*read_flags((Settings, TrainingArguments), __doc__, argv, **DEFAULTS))
 
 
 if __name__ == "__main__":

@@ -177,12 +177,14 @@ def task_loss(model: nn.Module, teacher: nn.Module | None, batch: Batch) -> Tens
     return model(**batch).loss
 
 
-def distance(model: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
-    """KL(teacher || model) in nats, the mean over tokens; of an encoder without a head, 1 - cosine of its states."""
+def distance(model: nn.Module, teacher: nn.Module, batch: Batch, output: Any = None) -> Tensor:
+    """KL(teacher || model) in nats, the mean over tokens; of an encoder without a head, 1 - cosine of its states.
+
+    `output` is the model's, if it ran before.
+    """
     with torch.no_grad():
         theirs = teacher(**inputs_of(batch))
-    ours = model(**inputs_of(batch))
-    sums, counts = sum_items(apart(ours, theirs), batch.get("attention_mask"))
+    sums, counts = sum_items(apart(output or model(**inputs_of(batch)), theirs), batch.get("attention_mask"))
     return sums.sum() / counts.sum()
 
 
@@ -191,10 +193,17 @@ def distil(model: nn.Module, teacher: nn.Module, batch: Batch, share: float = 0.
     if share == 1:
         return distance(model, teacher, batch)
     output = model(**batch)
-    with torch.no_grad():
-        theirs = teacher(**inputs_of(batch))
-    sums, counts = sum_items(apart(output, theirs), batch.get("attention_mask"))
-    return (1 - share) * output.loss + share * sums.sum() / counts.sum()
+    return (1 - share) * output.loss + share * distance(model, teacher, batch, output)
+
+
+@torch.no_grad()
+def nats_of(model: nn.Module, batch: Batch, masked: bool = False) -> tuple[Tensor, Tensor]:
+    """Of each block the negative log-likelihood in nats, (B,), and the tokens that it is over, (B,)."""
+    logits, labels = model(**inputs_of(batch)).logits.float(), batch["labels"]
+    if not masked:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return nats.view_as(labels).sum(1), (labels != -100).sum(1)
 
 
 # -- how far a model's outputs are from another's on the same inputs

@@ -11,12 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer, processors
 from torch.utils.data import Dataset
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
 
 from hfpatch.runtime.patch_errors import PatchError, first_line
 
@@ -52,6 +59,15 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def read_flags(kinds: Any, about: str, argv: list[str] | None, **defaults: Any) -> tuple[Any, ...]:
+    """Settings from flags, a dataclass each; --help shows the second paragraph of `about`. Quiets transformers."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    parser = HfArgumentParser(kinds, description=about.split("\n\n")[1])
+    parser.set_defaults(**defaults)
+    return parser.parse_args_into_dataclasses(argv)
 
 
 @dataclass(frozen=True)
@@ -103,13 +119,13 @@ def read_rows(source: str, column: str) -> list[Document]:
     import datasets  # takes a second
 
     datasets.utils.logging.disable_progress_bar()
-    kind = TABLES.get(Path(source).suffix.lower())
     name, _, config = source.partition(":")
-    found = datasets.load_dataset(
-        *((kind, None) if kind else (name, config or None)), split="train", **({"data_files": source} if kind else {})
-    )
+    if kind := TABLES.get(Path(source).suffix.lower()):
+        found = datasets.load_dataset(kind, data_files=source, split="train")
+    else:
+        found = datasets.load_dataset(name, config or None, split="train")
     if column not in found.column_names:
-        raise RecipeError(f"{source} has no column {column!r} but {', '.join(found.column_names)}: --text_column")
+        raise RecipeError(f"{source} has no column {column!r} but {', '.join(found.column_names)}")
     return [Document(f"{name}:{number}", text) for number, text in enumerate(found[column]) if text]
 
 
@@ -128,14 +144,6 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     name, text = documents[0].name, documents[0].text
     cut = text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT))) + 1 or int(len(text) * (1 - HELD_OUT))
     return [Document(name, text[:cut])], [Document(name, text[cut:])]
-
-
-def fingerprint(documents: list[Document]) -> str:
-    """sha256 of names and texts: two runs are comparable when it agrees."""
-    digest = hashlib.sha256()
-    for document in sorted(documents, key=lambda d: (d.name, d.text)):
-        digest.update(f"{document.name}\0{document.text}\0".encode())
-    return digest.hexdigest()
 
 
 # -- tokens
@@ -185,6 +193,20 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> tup
         ids += [tokens] if end is None else [tokens, np.array([end], dtype=np.int32)]
         sizes += [np.diff(ends, prepend=0)] if end is None else [np.diff(ends, prepend=0), np.zeros(1)]
     return np.concatenate(ids), np.concatenate(sizes)
+
+
+def encode_split(
+    train: list[Document], heldout: list[Document], tokenizer: PreTrainedTokenizerBase, least: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids to learn from, those held out, and the bytes that each of the latter covers.
+
+    Raises:
+        RecipeError: either side has less than `least` tokens, those of a block.
+    """
+    tokens, (held, sizes) = encode(train, tokenizer)[0], encode(heldout, tokenizer)
+    if min(len(tokens), len(held)) < least:
+        raise RecipeError(f"the text has less than two blocks of {least} tokens: more --text, or a --block_size")
+    return tokens, held, sizes
 
 
 # -- blocks

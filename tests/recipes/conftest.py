@@ -4,29 +4,11 @@ from pathlib import Path
 
 import finetune
 import pytest
-from accelerate.state import AcceleratorState
-from small_run import SMALL
+import recipe_runs
 from tiny_encoder import write_bert, write_sources
 from transformers import BertForMaskedLM, BertModel
 
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    """accelerate remembers its settings for the life of a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
-    """A text with structure to learn, and a few characters of more than one byte."""
-    path = tmp_path_factory.mktemp("text") / "rhyme.txt"
-    lines = [f"verse {i}: {i % 7} sheep went uphill, {i % 5} came back — naïve, said the dög.\n" for i in range(400)]
-    path.write_text("".join(lines), "utf-8")
-    return path
+on_cpu, text = recipe_runs.on_cpu, recipe_runs.text
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +16,7 @@ def finished(text, tmp_path_factory) -> Path:
     """The folder of a run of finetune.py, which tests only read."""
     out = tmp_path_factory.mktemp("finished")
     flags = ["--text", str(text), "--output_dir", str(out), "--variants", "dyt", "rms+rope", "control"]
-    finetune.main([*SMALL.split(), *flags])
+    finetune.main([*recipe_runs.SMALL.split(), *flags])
     return out
 
 

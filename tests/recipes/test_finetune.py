@@ -10,7 +10,7 @@ import finetune
 import pytest
 import torch
 from methods import patched
-from small_run import SMALL
+from recipe_runs import SMALL
 from test_budget import ROOT
 from texts import HeldOutBlocks, Objective, RecipeError, encode, one_line_errors, read_texts, split_documents
 from torch.utils.data import default_collate

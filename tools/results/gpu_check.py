@@ -26,13 +26,14 @@ from accelerate import Accelerator
 from harness import bench_micro, bench_models
 from harness.bench_models import FORWARD, TOKEN, TRAINING
 from harness.bench_report import MICRO, colours_of, draw_ratios, name_of, panels_of
-from harness.command import keep_freed_memory, progress, run_recipe
+from harness.command import progress, run_recipe
 from harness.device import count_work, describe_device, run_gpu_tests
 from harness.gpu_report import draw_fractions, gpu_report
 from harness.report import environment
 from harness.results import OutputFolder, read_results
 from harness.settings import COUNT, NOT_NEGATIVE, option, read_settings
 from harness.timing import NO_TIME, Entrant, time_in_turn
+from methods import keep_freed_memory
 from texts import RecipeError
 
 from hfpatch.runtime.patch_errors import describe_error

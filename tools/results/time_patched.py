@@ -26,7 +26,7 @@ from accelerate import Accelerator, PartialState
 from harness.bench_micro import micro_cases
 from harness.bench_models import MODELS, NATIVE, cases, place_cases
 from harness.bench_report import MICRO, colours_of, draw_ratios, failures, name_of, panels_of, part_table
-from harness.command import keep_freed_memory, progress, run_recipe
+from harness.command import progress, run_recipe
 from harness.report import machine
 from harness.results import OutputFolder
 from harness.settings import (
@@ -40,6 +40,7 @@ from harness.settings import (
     read_settings,
 )
 from harness.timing import MODES, time_in_turn
+from methods import keep_freed_memory
 from texts import RecipeError
 
 # what is timed, and in which modes: compiled, no module stands by itself

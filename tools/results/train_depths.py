@@ -149,8 +149,6 @@ def train(name: str, model: nn.Module, batches: Tensor, config: StabilityConfig)
 def sweep(config: StabilityConfig, command: str) -> None:
     """Depths by variants by seeds: each a stage of the results, trained in one go or not at all."""
     folder = OutputFolder(config, command, Accelerator(mixed_precision="no"))
-    if folder.accelerator.num_processes > 1:
-        raise RecipeError("train_depths.py trains thin models in one process: start it without a launcher")
     source, documents = read_sources(TextConfig(text=config.text))
     text = np.frombuffer("\n".join(document.text for document in documents).encode(), np.uint8)
     if len(text) < config.block_size:

@@ -20,13 +20,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, precision_recall_curve
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.preprocessing import MultiLabelBinarizer
-from texts import Document, fingerprint, train_tokenizer
+from texts import Document, train_tokenizer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
 from .labelled import SPLITS, read_labelled, remarks
 from .settings import COUNT, RATE, at_least, multiple_of, option
+from .sources import fingerprint
 from .tasks import Batch, Figures, Gather, Task, Terms, load_whole, place_of
 
 Item = dict[str, Any]  # input_ids and, as the loss takes them, labels: 0 or 1 for each, or one number

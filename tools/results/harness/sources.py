@@ -1,5 +1,6 @@
 """Flags for the text that tasks learn from."""
 
+import hashlib
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -47,3 +48,11 @@ def read_standard_library() -> list[Document]:
     files = [f for f in files if not NOT_TEXT & set(f.parts) and not f.name.startswith("_sysconfigdata")]
     files = [f for f in files if not f.parts[0].startswith("config-")]  # how this interpreter was built
     return [Document(f.as_posix(), (root / f).read_text("utf-8", errors="ignore")) for f in sorted(files)]
+
+
+def fingerprint(documents: list[Document]) -> str:
+    """sha256 of names and texts: two runs are comparable when it agrees."""
+    digest = hashlib.sha256()
+    for document in sorted(documents, key=lambda d: (d.name, d.text)):
+        digest.update(f"{document.name}\0{document.text}\0".encode())
+    return digest.hexdigest()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate import Accelerator
+from methods import parameter_groups
 from texts import RecipeError, refusing
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -96,9 +97,7 @@ class Task(ABC):
 
     def parameter_groups(self, model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
         """AdamW's groups: matrices decay; vectors (gains, shifts, DyT's alpha) don't."""
-        learnt = [p for p in model.parameters() if p.requires_grad]
-        groups = (weight_decay, [p for p in learnt if p.ndim >= 2]), (0.0, [p for p in learnt if p.ndim < 2])
-        return [{"params": own, "lr": learning_rate, "weight_decay": decay} for decay, own in groups]
+        return parameter_groups(model, learning_rate, weight_decay)
 
 
 class Drawn(Dataset):

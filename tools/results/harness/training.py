@@ -19,7 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from texts import RecipeError, refusing
+from texts import refusing
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -177,14 +177,12 @@ class Run(OutputFolder):
 
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: DataLoader) -> Figures:
-        """The task's figures of a model, over all processes."""
+        """The task's figures of a model."""
         return self.task.figures(model.eval(), loader, self.accelerator.gather_for_metrics)
 
     def stop_requested(self) -> bool:
-        """Whether any of the processes was asked to stop, or has taken as many steps as --stop_after allows."""
-        if self.requests or self.steps_taken == self.config.stop_after:
-            self.accelerator.set_trigger()
-        return self.accelerator.check_trigger()
+        """Whether it was asked to stop, or has taken as many steps as --stop_after allows."""
+        return bool(self.requests) or self.steps_taken == self.config.stop_after
 
 
 def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable[[Run], None], *more: type) -> int:
@@ -197,9 +195,6 @@ def run_training(recipe: str, argv: list[str] | None, about: str, work: Callable
 
 
 def make_accelerator(config: Any) -> Accelerator:
-    """One process: what is published was trained in one."""
+    """With the precision that a run asks for."""
     with refusing("accelerate refuses"):  # a precision that the device lacks, for one
-        accelerator = Accelerator(mixed_precision=config.mixed_precision)
-    if accelerator.num_processes > 1:
-        raise RecipeError("published runs are trained in one process: start them without a launcher")
-    return accelerator
+        return Accelerator(mixed_precision=config.mixed_precision)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import reduce
-from methods import divergence, sum_items, switch_off_dropout, with_adapters
+from methods import apart, divergence, sum_items, switch_off_dropout, with_adapters
 from texts import RecipeError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -71,9 +70,8 @@ class Distil(Method):
         finally:
             handle.remove()
         distances, terms = self.distance(model, batch, outputs[-1])
-        # The loop divides by the task's count over all processes: here by that of what is compared.
-        counted, compared = (reduce(number.sum(), "sum") for number in (counts, terms))
-        return (1 - share) * sums + share * distances * counted / compared, counts
+        # the loop divides by the task's count: here by that of what is compared
+        return (1 - share) * sums + share * distances * counts.sum() / terms.sum(), counts
 
     def distance(self, model: nn.Module, batch: Batch, output: Any = None) -> tuple[Tensor, Tensor]:
         """From the teacher: per item a sum and its number of terms. `output` is the student's, if it ran before."""
@@ -81,9 +79,8 @@ class Distil(Method):
             return sum_items(own(model, self.teacher, batch), None)
         inputs = self.task.inputs(batch)
         with torch.no_grad():
-            theirs = self.teacher(**inputs).logits
-        ours = (output or model(**inputs)).logits
-        return sum_items(divergence(ours, theirs), inputs.get("attention_mask"))
+            theirs = self.teacher(**inputs)
+        return sum_items(apart(output or model(**inputs), theirs), inputs.get("attention_mask"))
 
 
 METHODS: dict[str, type[Method]] = {"finetune": Method, "distil": Distil}
