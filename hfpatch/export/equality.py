@@ -20,6 +20,7 @@ from ..measure.snapshot import media_inputs
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
 _BEYOND_ROUNDING = 1e-2  # no rounding explains this
+_MEDIA = {"pixel_values", "input_features", "input_values"}  # which CLIP and its kin read beside texts, each by itself
 _MOST_PARAMETERS = 2**30  # parameters of models of which a float64 copy is made
 
 Case = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
@@ -121,11 +122,12 @@ def batches(model: Any, other: Any, longest: int | None, beyond: int) -> Iterato
     for draw in range(2 if "pixel_values" in takes and "pixel_values" in also else 0):
         if image := media_inputs(model, draw):
             yield f"text and image {draw}", image, None
+    media = {name: value for name, value in example_inputs(model).items() if name in _MEDIA}
     config = model.config.get_text_config()
     pad, types = getattr(config, "pad_token_id", None), getattr(config, "type_vocab_size", 0) or 0
     alone = "SequenceClassification" in type(model).__name__ and pad is None
     for length in sorted({min(length, longest or length) for length in (*LENGTHS, beyond) if length}):
-        rows, extra = 1 if alone else 3, {}
+        rows, extra = 1 if alone else 3, dict(media)
         with seed_deterministically(length), torch.device("cpu"):
             ids = Inputs(model).ids(rows, length)
             if types > 1 and "token_type_ids" in takes and "token_type_ids" in also:

@@ -1,4 +1,4 @@
-"""Layouts of 33 families, as data: module paths, config names, and stock architectures for native export.
+"""Layouts of 34 families, as data: module paths, config names, and stock architectures for native export.
 
 Paths are those of the norms, projections and heads around and in blocks; config names those of sizes and options.
 """
@@ -22,7 +22,7 @@ BASE = "AutoModel"
 OUTPUT = "@output"  # the path of what `get_output_embeddings` returns
 QKV = ("query", "key", "value")
 STEM = ("embedding", "types", "embedding_norm", "final_norm")
-BLOCK = ("attention_norm", "mlp_norm", *QKV, "qkv", "output", "up", "down", "gate")
+BLOCK = ("attention_norm", "mlp_norm", *QKV, "qkv", "output", "up", "down", "gate", "gate_up")
 
 # Names of settings by fact, the one that counts first
 SETTINGS = {
@@ -80,7 +80,7 @@ class FamilyLayout:
     Attributes:
         paths: by role. In the base model: "body" (else the base model itself); in the body: "blocks", "table" (of
             learned positions) and `STEM`, where "types" is an embedding of token types; in a block: "attention",
-            `BLOCK`, where "qkv" is a fused projection, and "activation" (the one before "down"; without one, gelu).
+            `BLOCK`, where "qkv" and "gate_up" are fused maps, and "activation" (before "down"; gelu if there is none).
         heads: of the tasks that the family has, by Auto class: paths in the model or its base by role.
         causal, post_norm: kind of the stack; a norm stands before its attention or MLP, or behind their sum.
         by_head: a fused projection's channels are [q k v] of the first head, then of the next; else all queries, all
@@ -125,6 +125,9 @@ _LLAMA = _paths("""
     mlp_norm=post_attention_layernorm up=mlp.up_proj down=mlp.down_proj gate=mlp.gate_proj activation=mlp.act_fn
 """)
 _UNGATED = _paths("gate=", _LLAMA)
+_PHI3 = """
+    query= key= value= up= gate= qkv=self_attn.qkv_proj gate_up=mlp.gate_up_proj activation=mlp.activation_fn
+"""
 _FUSED = _paths("query= key= value= up=mlp.dense_h_to_4h down=mlp.dense_4h_to_h activation=mlp.act", _UNGATED)
 _NEOX = """
     embedding=embed_in final_norm=final_layer_norm
@@ -224,6 +227,7 @@ LAYOUTS: dict[str, tuple[FamilyLayout, ...]] = {
     "starcoder2": (_decoder(_paths("up=mlp.c_fc down=mlp.c_proj activation=mlp.act", _UNGATED)),),
     **dict.fromkeys(("jais2", "nemotron", "arcee"), (_decoder(_UNGATED),)),
     **dict.fromkeys(("llama", "smollm3", "qwen2", "mistral", "gemma"), (_decoder(_LLAMA),)),
+    "phi3": (_decoder(_paths(_PHI3, _LLAMA)),),
     "stablelm": (_decoder(_LLAMA, requires=_PLAIN_QK | _SEQUENTIAL),),
     "olmo": (_decoder(_LLAMA, requires={"clip_qkv": None}),),
     "gpt2": (_decoder(_GPT2),),

@@ -24,7 +24,7 @@ from ..runtime.gated import GatedLinear
 from ..runtime.host_rotary import settings_in
 from ..runtime.lens import SCALED, host_class, lens_of
 from ..runtime.norms import AffineNorm
-from ..runtime.patch_errors import UnsupportedError, first_line
+from ..runtime.patch_errors import UnsupportedError
 from ..runtime.refuse_host import parts
 from ..runtime.tables import ComputedPositions
 from ..schemes.rope import merged
@@ -59,10 +59,11 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
         for name in _CODE:
             vars(part).pop(name, None)
     try:
+        type(config).from_dict(config.to_dict())  # which checks what the class can't open again
         with keep_random_state(), torch.device("cpu"):
             twin = host._from_config(config, dtype=model.dtype).eval()
     except Exception as error:  # whatever a class raises that doesn't know a setting
-        raise UnsupportedError(f"its config takes other values: {first_line(error)}") from error
+        raise UnsupportedError(f"its config takes other values: {str(error).splitlines()[-1].strip()}") from error
     fixed = _fill(twin, model)
     for name, factor in gains_of(model).items():
         for value in twin.get_submodule(name).parameters(recurse=False):
@@ -74,7 +75,8 @@ def _longest_text(model: nn.Module) -> int | None:
     """How many positions of a text the host's tables hold; None if it has none."""
     if "input_ids" not in inspect.signature(model.forward).parameters:
         return None
-    return min((rows for rows in map(max_positions, find_stacks(model)) if rows), default=None)
+    held = [max_positions(item) for item in find_stacks(model) if item.stack.grid is None]
+    return min(filter(None, held), default=None)
 
 
 def host_obstacle(module: nn.Module) -> str | None:

@@ -59,6 +59,7 @@ KINDS = [
     "gpt2 (CausalLM): norm='layer:bias=false', pos='rope', mlp='swiglu', init='reset', norm='rms'",
     "gemma (CausalLM): norm='layer'",
     "llama (CausalLM): pos='rope:theta=500'",
+    "phi3 (CausalLM): pos='rope:theta=500'",
     "bert (base): norm='deepnorm'",
     "bert (MaskedLM): pos='rope', norm='deepnorm'",
     "bert (TokenClassification): pos='rope', mlp='geglu",
@@ -111,12 +112,12 @@ def test_what_is_not(case: Case, tmp_path: Path) -> None:
 
 
 def test_windows_that_short_texts_dont_show() -> None:
-    """Inputs of the comparison are shorter than a window of 4,096; without one the same model is exported."""
+    """Inputs of the comparison are shorter than a window of 63; a window as long as the model's texts is none."""
     case = one("mistral (CausalLM, num_key")
-    for window, equal in ((None, case.equal), (4096, ())):
+    for window, equal in ((None, case.equal), (64, case.equal), (63, ())):
         found = list(candidates(replace(case, options={**case.options, "sliding_window": window}).model()))
         assert tuple(each.model_type for each in found if each.equal) == equal
-    assert found[-1].reason == "it has no mistral with sliding_window=4096"
+    assert found[-1].reason == "it has no mistral with sliding_window=63"
     local = patch(tiny("gpt_neo", LM), pos="rope")
     assert "layers of global, local" in next(candidates(local, "gpt_neox")).reason
 

@@ -37,6 +37,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = tiny_models.CONFIGS | {
         tiny_models._BERT | {"emb_layer_norm_before": True, "token_dropout": False, "mask_token_id": 4},
     ),
     "mistral": ("MistralConfig", tiny_models._LLAMA | {"sliding_window": None}),
+    "phi3": ("Phi3Config", tiny_models._LLAMA | {"sliding_window": 64}),  # no window: texts have at most 64 tokens
     "gpt_neox": ("GPTNeoXConfig", tiny_models._BERT),
     "gemma3_text": ("Gemma3TextConfig", tiny_models._LLAMA | {"head_dim": 8}),
     "modernbert": ("ModernBertConfig", tiny_models._BERT | {"global_attn_every_n_layers": 1}),
@@ -124,6 +125,8 @@ CASES = (
     case("llama", LM, "llama", {"pos": "rope:theta=500"}),
     case("llama", LM, "llama", YARN),
     case("gemma", LM, ("gemma", "llama"), {"pos": "rope:theta=77"}),
+    case("phi3", LM, ("phi3", "llama"), {"pos": "rope:theta=500"}),  # maps fused there, split here
+    case("phi3", LM, ("llama", "smollm3"), NOPE),
     case(
         "nemotron",
         LM,
