@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -33,7 +32,7 @@ def fit_norm(module: AffineNorm, rows: Rows) -> FittedValues:
     """
     module = copy_of(module)  # its scalars are written to
     present = {name: float(getattr(module, name)) for name in module.scalars}
-    spread, count = _root_mean_square(u for u, _, _ in rows())
+    spread, count = _typical_size(u for u, _, _ in rows())
     best = present
     step = max(1, count // max(_SEARCH_ROWS, _SEARCH_NUMBERS // next(iter(rows()))[0].shape[-1]))
     for trials in (module.trials(spread), None):  # coarsely, then around the best
@@ -74,13 +73,10 @@ def _gain_and_shift(module: AffineNorm, device: torch.device) -> tuple[Tensor, T
     )
 
 
-def _root_mean_square(parts: Iterable[Tensor]) -> tuple[float, int]:
-    """Of all numbers, and how many rows there are."""
-    total, count, rows = 0.0, 0, 0
-    for part in parts:
-        squares = in_float64(part).square().sum()
-        total, count, rows = total + float(squares), count + part.numel(), rows + len(part)
-    return math.sqrt(total / max(count, 1)) or 1.0, rows
+def _typical_size(parts: Iterable[Tensor]) -> tuple[float, int]:
+    """The median of the rows' root mean squares, which no attention sink moves, and how many rows there are."""
+    sizes = torch.cat([in_float64(part).square().mean(-1).sqrt().cpu() for part in parts])
+    return float(sizes.median()) or 1.0, len(sizes)
 
 
 def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spread: float) -> str:
@@ -88,7 +84,7 @@ def _saturation(module: AffineNorm, u: Tensor, setting: Mapping[str, float], spr
         return ""
     saturated = (_normalise(module, u, setting).abs() > _SATURATED).float().mean()
     scalars = ", ".join(f"{name}={value:.3g}" for name, value in setting.items())
-    return f"{scalars}; input rms {spread:.3g}; {float(saturated):.1%} saturated"
+    return f"{scalars}; typical input rms {spread:.3g}; {float(saturated):.1%} saturated"
 
 
 def _normalise(work: AffineNorm, u: Tensor, setting: Mapping[str, float]) -> Tensor:

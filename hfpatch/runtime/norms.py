@@ -158,7 +158,7 @@ class AffineNorm(NormInterface):
         return nn.Parameter(torch.full(shape, value, dtype=like.dtype, device=like.device), like.requires_grad)
 
     def trials(self, spread: float) -> list[dict[str, float]]:
-        """Values of `scalars` that a repair tries first, given the root mean square of the norm's input (`spread`)."""
+        """Values of `scalars` that a repair tries first, given the typical root mean square of its input (`spread`)."""
         return []
 
     def finer(self, best: dict[str, float]) -> list[dict[str, float]]:
