@@ -22,13 +22,12 @@ from .length_lenses import (
 )
 from .lens import CentredArgument
 from .norms import DynamicErf, DynamicTanh, LayerNorm, RMSNorm
-from .partial_rms import PartialRMSNorm
 from .qk_layouts import Fused, Projections, WindowProjections
 from .rotary import AdaptiveRotaryEmbedding, RotaryEmbedding
 from .tables import ComputedPositions, Sinusoids
 
 _MODULES = (
-    *(LayerNorm, RMSNorm, PartialRMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
+    *(LayerNorm, RMSNorm, DynamicTanh, DynamicErf, MaskedBatchNorm),
     *(FixedNorm, NoNorm, BiasedLinear),
     *(RotaryEmbedding, AdaptiveRotaryEmbedding, LinearBias, ConstantPositions, NoPositions, HostRotary),
     *(ComputedPositions, GatedLinear, GatedActivation, Projection),

@@ -19,8 +19,8 @@ class NormFacts:
     """Description of a norm module: y = h * (offset + gain) + shift, h the normalised input.
 
     Attributes:
-        kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), "prms" where that
-            mean is over some of the channels, otherwise the registered name of the hfpatch scheme.
+        kind: "layer" for h = (x - mean) / sqrt(var + eps), "rms" for h = x / sqrt(mean(x^2) + eps), otherwise the
+            registered name of the hfpatch scheme.
         shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
         eps: added inside the root; None means the machine epsilon of the input's dtype.
         channels_first: whether the normalised axis is 1 (images) rather than the last.

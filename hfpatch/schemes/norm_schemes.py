@@ -14,11 +14,10 @@ from ..errors import OptionError
 from ..runtime.batch_norm import MaskedBatchNorm
 from ..runtime.edits import Call, register_component
 from ..runtime.norms import AffineNorm, DynamicErf, DynamicTanh, LayerNorm, NormFacts, RMSNorm, parameter_names
-from ..runtime.partial_rms import PartialRMSNorm
 from ..runtime.patch_errors import UnsupportedError
 from .placements import Depth
 
-_DIVIDING = ("layer", "rms", "prms", "batch")  # kinds of norms that divide by a size of their input
+_DIVIDING = ("layer", "rms", "batch")  # kinds of norms that divide by a size of their input
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Norm(Scheme):
         if sizes:
             usual["shape"] = tuple(sizes[0])
         given = {name: getattr(facts, name) for name in ("eps", "shape", "channels_first", "offset", "gain", "shift")}
-        given["kind"] = module.kind if module.kind == "prms" else self.name
+        given["kind"] = self.name
         arguments = {name: value for name, value in given.items() if name not in usual or value != usual[name]}
         return Call.of(module, **arguments, **self.module_options())
 
@@ -166,11 +165,9 @@ class RMS(Norm):
         mode: "fold" subtracts the mean from the weights once; training then differs from the LayerNorm model's.
             "parametrize" keeps the weights and centres each branch's output in every forward, so that training follows
             the LayerNorm model's trajectory.
-        fraction: below 1 the root mean square is estimated on the first ceil(fraction * d) channels: pRMSNorm, 0.0625
-            in the paper's section 4.2. This is never the same function, so nothing is centred.
 
     Raises:
-        OptionError: the mode is unknown; `fraction` isn't in (0, 1], or is below 1 with a mode that keeps the function.
+        OptionError: the mode is unknown.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -181,29 +178,17 @@ class RMS(Norm):
     """
 
     mode: str = "fold"
-    fraction: float = 1.0
     component: ClassVar[type[AffineNorm]] = RMSNorm
 
     def __post_init__(self) -> None:
         if self.mode not in ("fold", "parametrize"):
             raise OptionError(f"RMS: mode must be fold or parametrize, not {self.mode!r}.")
-        require_number("RMS", "fraction", self.fraction, above=0.0, at_most=1.0)
-        if self.fraction < 1 and self.mode != "fold":
-            raise OptionError("RMS: fraction below 1 is another function, which no mode can keep. Leave mode out.")
 
     @property
     def centring(self) -> str | None:
-        return self.mode if self.fraction == 1 else None
-
-    def module_class(self) -> type[AffineNorm]:
-        return PartialRMSNorm if self.fraction < 1 else self.component
-
-    def reason_to_keep(self, facts: NormFacts) -> str | None:
-        return super().reason_to_keep(facts) if self.fraction == 1 else None
+        return self.mode
 
     def loss(self, facts: NormFacts) -> str | None:
-        if self.fraction < 1 and facts.kind in _DIVIDING:
-            return f"the root mean square is estimated on the first {self.fraction:.4g} of the channels"
         return "the mean of the norm's input is no longer removed" if facts.kind == "layer" else super().loss(facts)
 
 

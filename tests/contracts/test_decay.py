@@ -38,7 +38,7 @@ def test_control_a_norm_that_decayed() -> None:
     assert before.left_out(dyt) == ["h.0.ln_1.gain", "h.0.ln_2.gain", "ln_f.gain"]
 
 
-FORMS = [("gpt2", "layer"), ("gpt2", "rms"), ("gpt2", "rms:fraction=0.5"), ("vit", "derf"), ("bart", "dyt")]
+FORMS = [("gpt2", "layer"), ("gpt2", "rms"), ("vit", "derf"), ("bart", "dyt")]
 FORMS += [("gpt2", "fixed"), ("llama", "folded"), ("llama", "none")]
 OPENED_ELSEWHERE = """
 import json, sys
@@ -118,7 +118,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "is_transformer_engine_available", lambda: True)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms", "rms:fraction=0.5", "dyt", "derf"])
+@pytest.mark.parametrize("norm", ["layer", "rms", "dyt", "derf"])
 @pytest.mark.usefixtures("transformer_engine")
 def test_a_kernel_for_layer_norms_takes_no_other_norm(norm: str) -> None:
     """Only what computes what an nn.LayerNorm does is replaced; another norm stops the conversion."""

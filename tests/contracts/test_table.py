@@ -56,13 +56,13 @@ from hfpatch.sites.stacks import find_stacks
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 SPELLED = {"learned": "learned:max_positions=128"}  # four times the families' own
-OPTIONS = [{"norm": f"{name}"} for name in ("layer:bias=false", "rms:fraction=0.25", "rms:mode=parametrize")]
+OPTIONS = [{"norm": f"{name}"} for name in ("layer:bias=false", "rms:mode=parametrize")]
 OPTIONS += [{"pos": f"rope:{options}"} for options in ("partial=0.5", "pairing=interleaved,theta=500")]
 OPTIONS += [{"mlp": "geglu", "init": "reset"}, {"mlp": "swiglu", "init": "reset"}]
 JOINT = [{"norm": "rms", "pos": "rope"}, {"norm": "dyt", "pos": "nope"}]
 JOINT += [{"norm": norm, "pos": pos, "mlp": "swiglu"} for norm, pos in (("derf", "alibi"), ("deepnorm", "nope"))]
 JOINT += [{"norm": "batch", "placement": name} for name in ("pre", "olmo2")]
-JOINT += [{"norm": "rms:fraction=0.25", "pos": "rope", "mlp": "swiglu"}]
+JOINT += [{"norm": "layer", "pos": "rope", "mlp": "swiglu"}]
 REQUESTS: list[dict[str, str]] = [
     *map(norm_request, NORMS),
     *({"pos": SPELLED.get(name, name)} for name in POSITIONS),
@@ -575,7 +575,7 @@ def what_decays_is_what_did(case: Case, folder: Path) -> None:
     if case.request.keys() - {"init"} == {"norm"}:  # of which other lists go by names and numbers of axes
         added = dict(model.named_parameters()).keys() - before.parameters.keys()
         assert {model.get_parameter(name).dim() for name in added} <= {1}
-        if case.request["norm"] in ("layer", "rms", "rms:fraction=0.25", "deepnorm", "batch"):
+        if case.request["norm"] in ("layer", "rms", "deepnorm", "batch"):
             assert original.state_dict().keys() <= model.state_dict().keys()
     norm = {"norm": "derf", "init": "copy"}
     if case.asks("norm") and plan_takes(model, norm):  # one patch after another

@@ -80,7 +80,7 @@ def test_text_form(text: str, scheme: Any) -> None:
         (RoPE(), r"such as \w+\(\), not RoPE"),
         (["rms"], r"not \['rms'\]"),
         ("dyt:alpha", r"'alpha' in 'dyt:alpha' is not option=value"),
-        ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: mode, fraction\."),
+        ("rms:alpha=1", r"norm 'rms' has no option 'alpha'\. Options: mode\."),
         ("dyt:alpha=big", r"DyT: alpha must be a number in \(0, inf\), not 'big'"),
         ("layer:bias=no", r"Layer: bias must be bool, not 'no'"),
     ],

@@ -39,7 +39,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfpatch.core.registry import MLPS, NORMS, PLACEMENTS, POSITIONS
 from hfpatch.export import export_model
 from hfpatch.runtime.norms import RMSNorm, RMSNormExtended
-from hfpatch.runtime.partial_rms import PartialRMSNorm
 from hfpatch.runtime.patch_errors import CheckpointError
 from hfpatch.schemes.norm_schemes import RMS
 
@@ -159,13 +158,12 @@ def test_an_rms_norm_without_a_shift_gives_way() -> None:
     assert call.kwargs["eps"] == -1.0
 
 
-@pytest.mark.parametrize("options", [{}, {"fraction": 0.25}], ids=["shift", "some channels"])
-def test_another_one_stays(options: dict[str, Any]) -> None:
-    other = norm(shift=True, **options)
+def test_another_one_stays() -> None:
+    other = norm(shift=True)
     assert [node.target for node in calls(other)] != [F.rms_norm]
     assert not type(other).__name__.endswith("RMSNorm")
-    assert isinstance(other, RMSNormExtended if not options else PartialRMSNorm)
-    assert repr(other).startswith("PartialRMSNorm(" if options else "RMSNorm(")
+    assert isinstance(other, RMSNormExtended)
+    assert repr(other).startswith("RMSNorm(")
 
 
 def test_a_patched_attention_isnt_traced() -> None:

@@ -23,7 +23,6 @@ WITH_BIASES = ("gpt2", "opt", "gpt_neox", "bloom", "starcoder2", "stablelm", "ph
 REQUESTS: list[dict[str, Any]] = [
     {"norm": "dyt"},
     {"norm": "derf"},
-    {"norm": "rms:fraction=0.5"},
     {"norm": "fixed"},
     {"pos": "nope"},
     {"norm": "dyt", "pos": "nope"},

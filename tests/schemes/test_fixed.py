@@ -361,7 +361,6 @@ def test_what_other_schemes_say_of_fixed_norms() -> None:
         "dyt": f"DynamicTanh: {other}",
         "derf": f"DynamicErf: {other}{erf}",
         "rms": f"RMSNorm: {other}",
-        "rms:fraction=0.5": f"RMSNorm: {other}",
     }.items():
         plan = plan_patch(model, norm=norm)
         assert text in plan.losses()

@@ -21,7 +21,6 @@ from hfpatch.sites.norm_facts import describe
 
 SCHEMES = {
     "rms": RMS(),
-    "prms": RMS(fraction=0.2),
     "dyt": DyT(0.75),
     "derf": Derf(0.625, 0.25),
     "layer": Layer(),
@@ -34,9 +33,6 @@ def formula(name: str, x: Tensor, eps: float) -> Tensor:
     """The normalised input, from the papers, channels last."""
     if name == "rms":
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-    if name == "prms":
-        first = x[..., : {16: 4, 8: 2}[x.shape[-1]]]  # ceil(3.2), ceil(1.6)
-        return x / torch.sqrt((first * first).mean(-1, keepdim=True) + eps)
     if name.startswith("layer"):
         centred = x - x.mean(-1, keepdim=True)
         return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)

@@ -30,7 +30,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "rms exact": {"norm": "rms"},
     "rms copy": {"norm": "rms", "init": "copy"},
     "rms parametrized": {"norm": RMS(mode="parametrize")},
-    "prms": {"norm": RMS(fraction=0.25)},
     "dyt": {"norm": DyT(0.4)},
     "dyt llm": {"norm": DyT("llm"), "init": "reset"},
     "derf": {"norm": "derf"},

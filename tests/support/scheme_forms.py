@@ -16,7 +16,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "layer": {"norm": "layer:bias=false"},
     "rms": {"norm": "rms"},
     "rms, parametrized": {"norm": "rms:mode=parametrize"},
-    "prms": {"norm": "rms:fraction=0.25"},
     "dyt": {"norm": "dyt"},
     "derf": {"norm": "derf"},
     "deepnorm": {"norm": "deepnorm"},
@@ -41,7 +40,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 HEADS = {"bert": "AutoModel"}
 _OF_ENCODERS = ("batch", "pre")
-_OF_LLAMA = ("layer", "prms", "dyt", "derf", "deepnorm", "rope, theta", "nope", "post", "olmo2", "sandwich")
+_OF_LLAMA = ("layer", "dyt", "derf", "deepnorm", "rope, theta", "nope", "post", "olmo2", "sandwich")
 _OF_LLAMA += ("fixed", "folded", "none")
 CASES = (
     *(("bert" if scheme in _OF_ENCODERS else "gpt2", scheme) for scheme in SCHEMES),

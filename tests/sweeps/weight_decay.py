@@ -28,10 +28,7 @@ from hfpatch.core.registry import MLPS, NORMS, POSITIONS
 from hfpatch.patch import patch_model
 from hfpatch.runtime.patch_errors import PatchError
 
-NORM_SCHEMES = [
-    *(name for name in NORMS if name not in ("folded", "none")),
-    "rms:fraction=0.5",
-]  # these two need weights
+NORM_SCHEMES = [name for name in NORMS if name not in ("folded", "none")]  # these two need weights
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "pos": [{"pos": name} for name in POSITIONS if name != "learned"]
     + [{"pos": f"learned:{length}"} for length in ("max_positions=300", "image_size=96")],
