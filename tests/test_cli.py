@@ -237,6 +237,11 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         ("verify {own} {own} --text {own}/config.json", "no tokenizer for the text"),
         ("verify {own} {other}", "is a distilbert model"),
         ("verify {own} ./no/such/folder", "Error: "),
+        ("verify-model {own} --text {own}/config.json --norm dyt", "no tokenizer for the text"),
+        (
+            "verify-model {own} --text {own}/config.json --calibration {own}/config.json",
+            "--text is what the repair hasn't",
+        ),
         ("verify {own} {own} --text ./no/such/file", "Error: "),
     ],
 )
@@ -345,6 +350,23 @@ def test_verify_prints_and_saves(with_tokenizer: Path, tmp_path: Path) -> None:
     saved = Report.from_json(json.loads(report.read_text()))
     assert str(saved) in out
     assert any(row.role == "model" and row.max_error > 1e-3 for row in saved.outputs)
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_verify_model_prints_a_row(with_tokenizer: Path, tmp_path: Path, repaired: bool) -> None:
+    """Of what a patch in memory does on held-out text; the folder stays as it is."""
+    text, before = tmp_path / "text.txt", sorted(with_tokenizer.iterdir())
+    text.write_text("w1 w2 w3 w4\n" + "w2 " * 60 + "\n" + "w1 w1 w3\n" * 9)
+    data = ("--calibration", "self", "--sequences", "20", "--length", "12") if repaired else ()
+    *_, last = called("verify-model", str(with_tokenizer), "--text", str(text), "--norm", "dyt", *data).splitlines()
+    row = json.loads(last)
+    figures = row["repaired" if repaired else "copied"]
+    assert row["patch"] == "dyt"
+    assert row["calibration"] == ("20 x 12" if repaired else "none")
+    assert figures["KL mean"] > 0
+    assert figures["perplexity"] != figures["perplexity of the original"]
+    assert next(iter(row["said"].values())).startswith("repaired" if repaired else "approximate")
+    assert (sorted(with_tokenizer.iterdir()), row["judged"][:8]) == (before, "11 texts")
 
 
 def test_verify_of_one_folder_checks_every_byte(patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,12 +301,13 @@ FOLDER from packages; `real_models.jsonl` has of each row its own command, weigh
 def to_markdown(rows: list[Row]) -> str:
     """The register as a page."""
     lines = ["# Real models", "", LEGEND]
-    for name, source in SOURCES.items():
-        own = [row for row in rows if row["model"] == name]
+    for name in dict.fromkeys([*SOURCES, *(row["model"] for row in rows)]):
+        own, source = [row for row in rows if row["model"] == name], SOURCES.get(name)
         if own:
-            lines += ["", f"## {name}", "", f"{source.about}. {source.licence}; from {source.origin}."]
+            lines += ["", f"## {name}", ""]
+            lines += [f"{source.about}. {source.licence}; from {source.origin}." if source else OTHERS]
         if measured := [row for row in own if "refused" not in row]:
-            columns = COLUMNS[source.kind]
+            columns = COLUMNS[source.kind] if source else COLUMNS["language"] | COLUMNS["sentence"]
             heads = [*START, *columns, *END]
             aligned = ["---"] * len(START) + ["---:"] * (len(columns) + 3) + ["---"] * 3
             table = [heads, aligned, *(_cells(row, columns) for row in measured)]
@@ -317,6 +318,7 @@ def to_markdown(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *dict.fromkeys(machines), ""])
 
 
+OTHERS = "Measured by others: `hfpatch verify-model`."
 START = ("patch", "calibration", "judged on", "norms replaced")
 END = ("CPU s", "passes", "GB", "said", "hfpatch", "date")
 
@@ -329,7 +331,8 @@ def _cells(row: Row, columns: dict[str, tuple[str, str]]) -> list[str]:
     figures = {"copied": row.get("copied", {}), "repaired": row.get("repaired", {})}
     figures["original"] = figures["repaired"] or figures["copied"]
     measured = [shown(figures[whose][name]) if name in figures[whose] else "-" for whose, name in columns.values()]
-    cost = [f"{row['cpu_seconds']:.0f}", f"{row['passes']}" if is_repaired else "-", f"{row['peak_gb']:.1f}"]
+    peak = f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"
+    cost = [f"{row['cpu_seconds']:.0f}", f"{row.get('passes', '-')}", peak]
     said = "; ".join(row["said"].values()).replace("|", "\\|")
     return [*start, *measured, *cost, said, row["hfpatch"], row["date"]]
 

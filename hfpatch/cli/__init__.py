@@ -1,8 +1,12 @@
-"""The command line: `hfpatch families`, `plan`, `patch`, `verify`, `report`, `export`, `push`, `run`."""
+"""The command line, `hfpatch`: families, plan, patch, verify, verify-model, report, export, push, run."""
 
 from __future__ import annotations
 
+import datetime
+import platform
 import sys
+import time
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -244,6 +248,57 @@ def verify(
     if json is not None:
         report.save(json)
         typer.echo(f"\nSaved to {json}.")
+
+
+@app.command()
+def verify_model(
+    model: Annotated[str, typer.Argument(help="The original model: Hub id or folder.")],
+    text: Annotated[Path, option("Held-out text, one example a line. No example of it may be in the calibration.")],
+    norm: Norm = None,
+    pos: Pos = None,
+    mlp: Mlp = None,
+    only: Only = None,
+    keep: Keep = None,
+    init: Init = "auto",
+    calibration: Calibration = None,
+    sequences: Annotated[int, option("How many sequences the repair reads.", min=2)] = SEQUENCES,
+    examples: Examples = 64,
+    length: Length = LENGTH,
+    head: Head = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Patch a model in memory, measure it on held-out text, and print a row for the register of real models.
+
+    The last line is the row, as JSON: model and commit, request, outcomes, figures, versions, hardware, CPU seconds.
+    Paste it into an issue of the form "Verify this model". Nothing is saved.
+    """
+    if calibration is not None and Path(calibration).exists() and text.samefile(calibration):
+        raise OptionError("--text is what the repair hasn't seen: pass another file than --calibration.")
+    built, schemes = open_model(model, head, trust_remote_code), choices(norm=norm, pos=pos, mlp=mlp)
+    processor = processor_of(model, trust_remote_code)
+    held_out = texts_of(text, built, processor, examples, length)
+    data = data_of_repair(calibration, built, processor, sequences, length, 0)
+    start = time.process_time()
+    patch_model(built, **schemes, only=only, keep=keep, init=init, calibration=data)
+    seconds, repaired = time.process_time() - start, repair_report(built)
+    measured = verification.verify(built, open_model(model, head, trust_remote_code), held_out)
+    row: dict[str, Any] = {
+        "model": model,
+        "commit": getattr(built.config, "_commit_hash", None),
+        "patch": "+".join(str(scheme) for scheme in schemes.values() if scheme),
+        "settings": {"only": only or [], "keep": keep or [], "init": init},
+        "calibration": "none" if repaired is None else f"{repaired.sequences} x {length}",
+        "judged": f"{measured.examples} texts of {measured.tokens} tokens",
+        "copied" if repaired is None else "repaired": measured.figures(),
+        "said": dict(hfpatch.outcomes(built)),
+        "cpu_seconds": round(seconds, 1),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "hfpatch": hfpatch.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": str(datetime.date.today()),
+    }
+    typer.echo(f"{measured}\n\n{dumps(row)}")
 
 
 @app.command()

@@ -148,6 +148,14 @@ class Report(SavedResult):
         if self.notes:
             yield [f"Note: {note}" for note in self.notes]
 
+    def figures(self) -> dict[str, float]:
+        """Return the model's figures in float32 under the names of the register of real models."""
+        rows = {(row.role, row.dtype): row for row in self.outputs if row.output == self.outputs[0].output}
+        row, truth = rows["model", "float32"], rows["reference", "float64"]
+        found = {"KL mean": row.kl, "perplexity": row.perplexity, "perplexity of the original": truth.perplexity}
+        found |= {"cosine mean": row.pooled_mean, "cosine lowest": row.pooled_min}
+        return {name: value for name, value in found.items() if value is not None}
+
     def output_tables(self) -> dict[str, Table]:
         """Return the tables of the outputs by their names."""
         names = dict.fromkeys(row.output for row in self.outputs)
