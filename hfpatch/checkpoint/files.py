@@ -42,7 +42,7 @@ def require_sound_files(name: Any, options: Mapping[str, Any]) -> None:
     folder = Path(name, options.get("subfolder") or "")
     if (named := named_file(name, options)) is not None:
         if find(named) is None:
-            raise CheckpointError(f"{folder / named}, which config.json names, is missing. Download or save it again.")
+            raise CheckpointError(f"{folder / named} is missing: config.json names it. Download or save it again.")
     elif not weight_files(find, variant) and (pickled := sorted(folder.glob("pytorch_model*.bin*"))):
         raise CheckpointError(
             f"{folder} has pickled weights ({pickled[0].name}) and no {SUFFIX} ones. Pickles can run code when they "
@@ -97,7 +97,7 @@ def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]
         return []
     found = {file: find(file) for file in listed_files(path)}
     if lost := next((file for file, one in found.items() if one is None), None):
-        raise CheckpointError(f"{path.parent / lost}, which {path.name} names, is missing. Download or save it again.")
+        raise CheckpointError(f"{path.parent / lost} is missing: {path.name} names it. Download or save it again.")
     return [one for one in found.values() if one is not None]
 
 
