@@ -30,8 +30,8 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
     """Return what a model computes before a patch, on inputs that fit it before and after.
 
     Args:
-        model: as it is before.
-        plan: of the patch.
+        model: the model before the patch.
+        plan: the patch's plan.
         inputs: keyword arguments of one forward; None generates them.
 
     Raises:
@@ -55,7 +55,7 @@ def snapshot_of(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | 
 
 
 def _makers(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Any] | None) -> list[Callable[[], Any]]:
-    """Functions that make inputs for a model before or after a patch: the user's, or short ones."""
+    """Functions that make inputs for a model before and after a patch: the user's, or short inputs."""
     lengths = [found.part.scheme.max_positions for found in plan.planned if found.kind == "pos"]
     length = min((length for length in lengths if length is not None), default=None)
     return makers_of_short_inputs(model, length) if inputs is None else [lambda: inputs]
@@ -65,9 +65,9 @@ def check_folded(before: Snapshot, model: PreTrainedModel, way_out: str = "") ->
     """Return the verdict on folded norms; None if nothing can be measured.
 
     Args:
-        before: the model before the phase that folds them.
-        model: after it.
-        way_out: for a fold that isn't exact.
+        before: the model before the phase that folds its norms.
+        model: the model after it.
+        way_out: advice for a fold that isn't exact.
 
     Raises:
         VerificationError: the outputs differ by more than rounding.
@@ -125,15 +125,15 @@ def measure_outcomes(
 ) -> dict[str, list[Outcome]]:
     """Return the measured outcomes of a patch's schemes, by kind.
 
-    Where positions change, the patched model also runs at the length and the image size that its config then says. What
+    If positions change, the patched model also runs at the length and the image size in its new config. A model that
     ran before and doesn't run there is refused.
 
     Args:
-        plan: of the patch.
-        before: the model before it.
-        model: after it.
-        original: a copy that computes what the model computed before; None where the weights aren't in memory.
-        verdict: of the check of the exact conversion of norms; None where there was none.
+        plan: the patch's plan.
+        before: the model before the patch.
+        model: the model after it.
+        original: a copy that computes what the model computed before; None if the weights aren't in memory.
+        verdict: the verdict of the check of the exact conversion of norms; None if there was no check.
         given: the user's inputs of one forward, if there are any.
         finite: whether outputs have to be finite now; not if a repair or training follows.
 
@@ -173,7 +173,7 @@ def _require_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], m
     """Refuse outputs that were finite and aren't any more.
 
     Raises:
-        UnsupportedError: names the first of them.
+        UnsupportedError: the message names the first of them.
     """
     finite = (name for name, value in after.items() if name not in before or bool(before[name].isfinite().all()))
     if (broken := next((name for name in finite if not bool(after[name].isfinite().all())), None)) is not None:
@@ -189,9 +189,9 @@ def _of_whole(
     """Return the outcome of the whole patch.
 
     Args:
-        before: the model before it.
-        model: after it.
-        after: its outputs on the inputs of before, or why there are none.
+        before: the model before the patch.
+        model: the model after it.
+        after: the outputs afterwards on the inputs from before, or why there are none.
         lossy: whether anything isn't preserved.
         runs: whether it runs at the length and image size that its config says now.
 
@@ -232,7 +232,7 @@ def _compare(before: Snapshot, model: PreTrainedModel, after: dict[str, Tensor],
 
 
 def _basis(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
-    """What a comparison rests on, where its inputs leave out images or sounds that the model reads; else ""."""
+    """Note of a comparison whose inputs leave out images or sounds that the model reads; "" if they leave out none."""
     missing = " and ".join(missing_media(model, inputs))
     return f"on inputs without {missing}" if missing else ""
 
@@ -241,7 +241,7 @@ def write_outcomes(model: PreTrainedModel, record: Record, outcomes: dict[str, l
     """Store outcomes of a patch's schemes, by kind, with a patched model's record.
 
     Raises:
-        VerificationError: with init="exact", one isn't exact, or could be measured and wasn't.
+        VerificationError: init is "exact", and an outcome isn't exact, or could be measured and wasn't.
     """
     measurable = has_weights(model)
     for outcome in (one for of_kind in outcomes.values() for one in of_kind):

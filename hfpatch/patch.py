@@ -121,7 +121,7 @@ def patch_model(
     _require_patchable(plan, model, request)
     data = None if calibration is None else calibration_for(model, calibration, tokenizer)
     if request.budget is not None and data is not None:
-        from .repairs.prices import within_budget  # others need none of it
+        from .repairs.prices import within_budget  # other requests don't need this import
 
         prices, staying = within_budget(model, plan, request.budget, data)
         plan = make_plan(model, request.keeping(staying))
@@ -136,9 +136,9 @@ def patch_model(
         for target, name, length in new_lengths:
             transaction.set_attribute(target, name, length)
         if plan.planned:
-            _warn(plan, model, report, init)  # an error, where the user's filter makes it one
+            _warn(plan, model, report, init)  # an error, if the user's filter makes warnings errors
             _keep_as_initialised(model, parameters)
-            _keep_on_model(model, REPAIR, report, transaction)  # None removes that of an earlier patch
+            _keep_on_model(model, REPAIR, report, transaction)  # None removes an earlier patch's report
             if kept is not None:
                 kept.lengths.update(lengths)
     if compile:
@@ -149,7 +149,7 @@ def patch_model(
 
 
 def _require_patchable(plan: Plan, model: PreTrainedModel, request: Request) -> None:
-    """Refuse what a plan can be made for, and a patch can't be carried out with.
+    """Refuse a request that can be planned but not carried out.
 
     Raises:
         UnsupportedError: a fold multiplies weights, and the model has none yet; or it has no blocks to compile.
@@ -157,7 +157,7 @@ def _require_patchable(plan: Plan, model: PreTrainedModel, request: Request) -> 
     """
     if (scheme := next((one for one in plan.schemes if one.folds), None)) and not has_weights(model):
         raise UnsupportedError(
-            f"norm={str(scheme)!r} multiplies weights, and this model has none yet (meta device). Load it."
+            f"norm={str(scheme)!r} multiplies weights, and this model has no weights yet (meta device). Load them."
         )
     if request.compile:
         from .compile import require_blocks
@@ -178,7 +178,7 @@ def _carry_out(
     """Carry out a plan: what is exact, checked before anything else; then the rest, measured and repaired.
 
     Returns:
-        The plan that was carried out, without its exact conversion where the check failed, and the repair's report.
+        The plan that was carried out, without its exact conversion if the check failed, and the repair's report.
     """
     init, inputs = request.init, request.example_inputs
     before = snapshot_of(model, plan, inputs)
@@ -207,8 +207,8 @@ def _convert_exactly(
     """Carry out the first phase of a plan, which should keep the function, and check that on the model.
 
     Returns:
-        The plan and the verdict of the check. Where it failed, a plan without the conversion, of which the first phase
-        was carried out. Where nothing is to be checked, no verdict.
+        The plan and the check's verdict. If the check failed, a plan without the conversion, whose first phase was
+        carried out. If there is nothing to check, no verdict.
 
     Raises:
         VerificationError: the check failed, and init="exact".
@@ -233,7 +233,7 @@ def _original_of(model: PreTrainedModel, plan: Plan, calibration: Any) -> PreTra
     """A copy that goes on computing what the model computes now, for the check of positions and the repair.
 
     It is made after the exact conversion, which kept the function: so it shares the converted weights, and a repair
-    leaves norms alone that were converted exactly. None where nobody needs it, or the model has no weights.
+    leaves norms alone that were converted exactly. None if nothing needs the copy, or the model has no weights.
     """
     needed = "pos" in plan.kinds or calibration is not None
     return copy_of(model, share=True) if needed and has_weights(model) else None
@@ -320,7 +320,7 @@ def unpatch_model(model: M) -> M:
     undo_state.transaction.undo()
     vars(model).pop(REPAIR, None)
     carry_over_config(model, patched_config, undo_state.lengths)
-    on_meta = device.type == "meta"  # no values can be sent there, but the model as a whole
+    on_meta = device.type == "meta"  # single values can't be sent there, only the model as a whole
     for tensor in (*model.parameters(), *model.buffers()):  # restored ones move to the model's present device and dtype
         if id(tensor) not in present_ids:
             converted = dtype != undo_state.dtype and tensor.is_floating_point()
@@ -329,7 +329,7 @@ def unpatch_model(model: M) -> M:
 
 
 def _undo_state_for(model: PreTrainedModel) -> UndoState:
-    """The undo log of a model's reversible patches so far, which the next one continues.
+    """The undo log of a model's reversible patches so far, which the next patch continues.
 
     Raises:
         NotReversibleError: an earlier patch wasn't reversible.
@@ -344,7 +344,7 @@ def _undo_state_for(model: PreTrainedModel) -> UndoState:
 
 
 def _new_lengths(request: Request) -> list[tuple[Any, str, int]]:
-    """(target, attribute, value) for what cuts texts at a length, where `pos` sets one: a tokenizer, a holder's module.
+    """Settings (target, attribute, value) that cut texts at the length that `pos` sets: a tokenizer's, a holder's.
 
     Raises:
         OptionError: `tokenizer` has no tokenizer with a `model_max_length`, or isn't needed: `pos` sets no
@@ -379,7 +379,7 @@ def _keep_as_initialised(model: nn.Module, old: Iterable[nn.Parameter]) -> None:
 
 
 def _keep_on_model(model: nn.Module, name: str, value: Any, transaction: Transaction) -> None:
-    """Store what is kept of a patch as the model's attribute; None removes an earlier patch's."""
+    """Store a patch's result or log as the model's attribute; None removes an earlier patch's."""
     if value is not None:
         transaction.set_attribute(model, name, value)
     else:

@@ -3,11 +3,11 @@
 Whatever can be foreseen to fail is raised here, before anything changes. For GPT-2 with norm="rms", pos="rope" the plan
 has four phases; edits name modules by patterns from the base model, values of Parameters by their full names:
 
-1. What keeps the function, which `patch_model` checks on the model before it goes on.
+1. Changes that keep the function, which `patch_model` checks on the model before it goes on.
    values: transformer.wpe.weight, h.*.attn.c_proj and h.*.mlp.c_proj lose the mean over the channels of the stream
    edits:  drop's output is centred in every forward (wte is tied to the head, so it can't be),
            h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)
-2. Norm swaps that don't keep it: none here. They would be here with init="copy", or if the check fails.
+2. Norm swaps that don't keep the function: none here. They would be here with init="copy", or if the check fails.
 3. Positions, MLPs and placements.
    edits:  wpe = its mean row; h.*.attn gets a child `rotary_emb` and a lens, under which its own forward rotates;
            the base model gets a lens that hands on what depends on positions alone
@@ -233,7 +233,7 @@ class Plan(Result):
 
 
 def _count_modules(model: nn.Module, rows: list[Row]) -> tuple[int, int]:
-    """How many modules change, and how many are kept. A row may name a Parameter or an argument: its owner counts."""
+    """How many modules change, and how many are kept. If a row names a Parameter or an argument, its owner counts."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     owners = {row.module: row.module for row in rows}
     for name in owners:
@@ -338,7 +338,7 @@ def make_plan(model: PreTrainedModel, request: Request) -> Plan:
 
 
 def _derive(model: nn.Module, planned: Sequence[PlannerResult]) -> ConfigDiff:
-    """What the model's class computes from the lengths that a plan sets, all of them at once."""
+    """The attributes and tensors that the model's class computes from all lengths that a plan sets, at once."""
     longer = [found for found in planned if found.lengths]
     edits = [edit for found in longer for change in found.changes for edit in change.edits]
     return derive(model, [setting for found in longer for setting in found.lengths], edits)
@@ -350,7 +350,7 @@ def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigD
     1. What keeps the function: centring of the stream, exact norm swaps, folds. `patch_model` checks it before phase 2.
     2. All other norm swaps.
     3. Positions, MLPs and placements, in this order. A placement reads the norms as phase 2 leaves them.
-    4. After the repair: folds of what it fitted, which are checked like phase 1.
+    4. After the repair: folds of the norms that it fitted, which are checked like phase 1.
     """
     groups: tuple[list[list[Change]], ...] = [], [], [], []
     checked = any(found.conversion is not None or found.part.scheme.folds for found in planned)
@@ -368,7 +368,7 @@ def _phases(model: nn.Module, planned: Sequence[PlannerResult], derived: ConfigD
 
 
 def _is_patched_already(changes: list[Change]) -> bool:
-    """Whether the model already is what the request asks for, though its record doesn't say so."""
+    """Whether the model already is as the request asks, although its record doesn't say so."""
     done = any(change.row.reason is Kept.DONE for change in changes)
     return not changes or (done and not any(change.changes for change in changes))
 
@@ -377,7 +377,7 @@ def _require_change(model: nn.Module, found: PlannerResult) -> None:
     """Refuse a scheme that changes no module.
 
     Raises:
-        NothingToPatchError: gives the reasons for which all are kept.
+        NothingToPatchError: the message gives the reasons why all modules are kept.
     """
     changes = found.changes
     if not any(change.changes for change in changes):

@@ -1,4 +1,4 @@
-"""Look-ups in transformers' Auto classes: which ones open a model class, and which class a config selects."""
+"""Look-ups in transformers' Auto classes: which Auto classes open a model class, which class a config selects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_classes_of(auto: Any, config_class: type) -> tuple[Any, ...]:
 
 
 def _several(found: Any) -> tuple[Any, ...]:
-    """What a mapping of transformers has for a type of models: one, or several."""
+    """The model classes, one or several, that a mapping of transformers has for a model type."""
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
@@ -52,7 +52,7 @@ def opening(config_class: type) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
     model_types = [one for one, name in CONFIG_MAPPING_NAMES.items() if name == config_class.__name__]
     for auto in auto_classes():
-        mapping = auto._model_mapping  # whose own look-up goes through all model types where it knows none
+        mapping = auto._model_mapping  # its own look-up goes through all model types if it knows none
         known = config_class in mapping._extra_content or any(one in mapping._model_mapping for one in model_types)
         models = model_classes_of(auto, config_class) if known else ()
         if models:
@@ -72,7 +72,7 @@ def model_types_of(class_name: str) -> set[str]:
 
 
 def auto_classes_of(model_class: type, config_class: type, order: Iterable[str] = USUAL) -> list[str]:
-    """Return the public Auto classes that open a class, in this order: known ones, others, AutoModel last."""
+    """Return the public Auto classes that open a class, in this order: those in `order`, others, AutoModel last."""
     first = list(order)
     found = [
         auto.__name__

@@ -37,7 +37,7 @@ _GGUF = (
     "{}: a GGUF file is opened in Python: from_pretrained(FOLDER, gguf_file=FILE, "
     "quantization_config=GgufConfig(dequantize=True)). Save that by save_pretrained, and pass its folder."
 )
-_FORMS: dict[str, type] = {"auto_map": dict, "architectures": list}  # of settings that hfpatch reads, too
+_FORMS: dict[str, type] = {"auto_map": dict, "architectures": list}  # settings that hfpatch reads, too
 
 
 def is_config(model: str) -> bool:
@@ -55,10 +55,10 @@ def is_own(error: BaseException) -> bool:
 def opening(model: str) -> Iterator[None]:
     """Context in which transformers opens a model by its name: what it raises becomes one line with a way out.
 
-    Errors of hfpatch's own code stay what they are; of transformers' messages those that name the model stand alone.
+    Errors of hfpatch's own code stay as they are. Of transformers' messages, those that name the model stand alone.
 
     Raises:
-        CheckpointError: there is no such folder, a file is damaged, a setting isn't one, a package isn't installed, ...
+        CheckpointError: there is no such folder, a file is damaged, a setting is wrong, a package isn't installed, ...
     """
     try:
         yield
@@ -117,11 +117,11 @@ def open_model(
     """Load a model by its name, in the dtype that it was saved in.
 
     Args:
-        head: as in `random_weights`. None opens a sentence encoder without its config's head as AutoModel.
+        head: as in `random_weights`. If it is None, a sentence encoder without its config's head opens as AutoModel.
         trust: whether code of the repository may be run.
         strongest: whether a patched checkpoint is compared with its digests as thoroughly as they allow.
-        stored: whether the weights stay in their files where they can (see mapped_weights.py).
-        options: of `from_pretrained`.
+        stored: whether the weights stay in their files if possible (see mapped_weights.py).
+        options: options of `from_pretrained`.
 
     Raises:
         CheckpointError, PatchError: it can't be opened, lacks weights, or isn't what was saved.
@@ -164,7 +164,7 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
     """Refuse a model with random weights that its checkpoint should have; warn of a head that it never had.
 
     Raises:
-        CheckpointError: naming some of them.
+        CheckpointError: the message names some of the weights.
     """
     if not missing:
         return
@@ -174,8 +174,8 @@ def _require_weights(model: Any, missing: Collection[str], name: str, config: An
         named = ", ".join([*lost[:_MOST_NAMED], *(["..."] if len(lost) > _MOST_NAMED else [])])
         raise CheckpointError(
             f"{name} lacks {len(lost)} weights of {kind} ({named}), which would be random. Download or save it again. "
-            "Where it has no head: --head AutoModel. If they are to start afresh: open it in Python, save_pretrained, "
-            "and take that."
+            "If it has no head, pass --head AutoModel. If they are to start afresh, open it in Python, save it by "
+            "save_pretrained, and pass that folder."
         )
     modules = ", ".join(sorted({key.rpartition(".")[0] or key for key in missing}))
     warnings.warn(
@@ -200,5 +200,5 @@ def _expected_names(model: Any, config: Any, trust: bool) -> set[str]:
 
 
 def _within_base(model: Any, key: str) -> str:
-    """A weight's name in the base model; that of a head's own weight as it is."""
+    """A weight's name in the base model; a head's own weight keeps its name."""
     return key if model.base_model is model else key.removeprefix(f"{model.base_model_prefix}.")

@@ -5,9 +5,9 @@
     {"version": 1, "config": "5d1e...", "repair": {...}, "tensors": {"transformer.wte.weight": "9f3c0a...", ...}}
 
 A tensor's digest is the first half of the sha256 of its dtype, shape and bytes. `check_fingerprint="full"`,
-`hfpatch verify`, push and export compare it: a few threads make the digests, and the 0.5 GB of GPT-2 take 0.36 CPU
-seconds (AMD EPYC), where saving it takes about one, and longer for the disk. Opening alone reads no tensor for it: a
-file is only mapped when it is opened, and reading all of it would cost more than all the rest.
+`hfpatch verify`, push and export compare it. A few threads make the digests: the 0.5 GB of GPT-2 take 0.36 CPU seconds
+(AMD EPYC), while saving it takes about one, and longer for the disk. Opening alone reads no tensor for it: a file is
+only mapped when it is opened, and reading all of it would cost more than all else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAME, _VERSION = "hfpatch_weights{}.json", 1
 DIGEST_FILES = _NAME.format("*")
 _THREADS, _MOST_NAMED = 8, 5
 _WEIGHTS = re.compile(r"model(\..+?)?(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\..+?)?\.json")
-DISTRIBUTED = "shard-*-model-*.safetensors"  # of distributed_checkpoint=True: opened rather than all others
+DISTRIBUTED = "shard-*-model-*.safetensors"  # shards of distributed_checkpoint=True: opened rather than all other files
 
 
 class DigestFile(NamedTuple):
@@ -50,9 +50,9 @@ class DigestFile(NamedTuple):
 
     Attributes:
         path: the file.
-        tensors: by name the digest of each tensor.
+        tensors: digest of each tensor, by name.
         config: the digest of config.json.
-        repair: the report of the latest repair, as JSON has it; None without one.
+        repair: the report of the latest repair, as JSON has it; None if there is none.
     """
 
     path: Path
@@ -65,8 +65,8 @@ class WeightComparison(NamedTuple):
     """Result of comparing weight files with their digests before they are opened.
 
     Attributes:
-        tensors, size: how many tensors and bytes its weight files have.
-        same: options of `from_pretrained` with which the very same files are opened.
+        tensors, size: number of tensors, and of bytes, in the weight files.
+        same: options of `from_pretrained` that open the very same files.
     """
 
     tensors: int
@@ -81,7 +81,7 @@ def variant_of(file: str) -> str | None:
 
 
 def write_digests(folder: Path, variant: str | None = None, repair: Any = None) -> None:
-    """Write the file of the weights of one variant that lie in a folder; `repair` is the report, as JSON has it."""
+    """Write the digest file for one variant's weights in a folder; `repair` is the report, as JSON has it."""
     suffix = suffix_of({"variant": variant})
     found = _digests(weight_files(finder(folder, {}), suffix))
     stored: dict[str, Any] = {"version": _VERSION}
@@ -93,16 +93,16 @@ def write_digests(folder: Path, variant: str | None = None, repair: Any = None) 
 
 
 def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
-    """Return what the file of a checkpoint says; None without one. Name and options are as in `from_pretrained`.
+    """Return a checkpoint's digest file; None if it has none. Name and options are as in `from_pretrained`.
 
-    Files of hfpatch 0.3 have a table of samples besides, which isn't read.
+    Files of hfpatch 0.3 also have a table of samples, which isn't read.
 
     Raises:
-        CheckpointError: it is malformed, or of another version.
+        CheckpointError: the file is malformed, or of another version.
     """
     try:
         path = None if name is None else finder(name, options)(_NAME.format(suffix_of(options)))
-    except OSError:  # the Hub isn't reached, and it isn't in the cache
+    except OSError:  # the Hub can't be reached, and the file isn't in the cache
         path = None
     if path is None:
         return None
@@ -119,17 +119,17 @@ def read_digests(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
 
 
 def digests_or_warning(name: Any, options: Mapping[str, Any]) -> DigestFile | None:
-    """Return what `read_digests` does, for a comparison that is left out, with a warning, where there are none."""
+    """Return what `read_digests` returns; if there are no digests, warn that the comparison is left out."""
     found = read_digests(name, options)
     if found is None:
-        message = f"{_without_digests(name, options)}, so whether its weights are those that were saved isn't known."
+        message = f"{_without_digests(name, options)}, so it isn't known whether its weights are those that were saved."
         warnings.warn(message, FingerprintWarning, stacklevel=3)
     return found
 
 
 def _without_digests(name: Any, options: Mapping[str, Any]) -> str:
     file = _NAME.format(suffix_of(options))
-    return f"{name} has no {file} (an older hfpatch saved it, or something else than save_pretrained)"
+    return f"{name} has no {file} (an older hfpatch saved it, or it wasn't saved by save_pretrained)"
 
 
 def opens_weight_files(name: Any, options: Mapping[str, Any]) -> bool:
@@ -153,8 +153,8 @@ def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> 
         raise OptionError('check_fingerprint="full" compares safetensors files, and none are opened here.')
     if saved is None:
         raise CheckpointError(
-            f"{_without_digests(name, options)}, so its weights can't be compared byte by byte. Open it without "
-            "check_fingerprint and save it again, and it has one."
+            f"{_without_digests(name, options)}, so its weights can't be compared byte by byte. To write this file, "
+            "open the checkpoint without check_fingerprint and save it again."
         )
     named, find = named_file(name, options), finder(name, options)
     files = weight_files(find, suffix_of(options)) if named is None else [find(named)]
@@ -168,7 +168,7 @@ def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> 
         raise CheckpointError(
             f"{name}: {len(differing)} of its tensors aren't those that were saved, by {saved.path.name}: "
             f"{', '.join(differing[:_MOST_NAMED])}{more}. The files were damaged or changed, or saved again without "
-            "hfpatch. Download or save it again; or, if that is as it should be: "
+            "hfpatch. Download or save it again; or, if the change is intended: "
             "from_pretrained(..., check_fingerprint=False), then save_pretrained."
         )
     commit = None if Path(name).is_dir() else extract_commit_hash(str(saved.path), None)
@@ -177,7 +177,7 @@ def compare(name: Any, options: Mapping[str, Any], saved: DigestFile | None) -> 
 
 
 def _digests(files: Iterable[Path]) -> dict[str, tuple[str, int]]:
-    """The digest of every tensor in safetensors files and its size in bytes, by name.
+    """The digest and the size in bytes of every tensor in safetensors files, by name.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -195,7 +195,7 @@ def _digests(files: Iterable[Path]) -> dict[str, tuple[str, int]]:
 
 
 def _digest(path: Path, name: str) -> tuple[str, int]:
-    # opened for each tensor anew: what was read of an open file stays in memory; and whatever the default device is
+    # opened anew for each tensor: what was read stays in memory; on the CPU whatever the default device is
     with safe_open(path, "pt") as file, torch.device("cpu"):
         stored, tensor = file.get_slice(name), file.get_tensor(name)
         digest = hashlib.sha256(f"{stored.get_dtype()} {stored.get_shape()}\n".encode())
@@ -233,6 +233,6 @@ def report_of(model: nn.Module) -> RepairReport | None:
 
 
 def stored_report(model: nn.Module) -> dict[str, Any] | None:
-    """Return the report of a model's latest repair as JSON has it; None without one."""
+    """Return the report of a model's latest repair as JSON has it; None if there is none."""
     kept: Any = vars(model).get(REPAIR)
     return kept if kept is None or isinstance(kept, dict) else kept.to_json()

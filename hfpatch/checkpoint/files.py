@@ -1,6 +1,6 @@
-"""Checks of weight files and tensor names: before a checkpoint is opened, and warnings after loading.
+"""Checks of weight files and tensor names before a checkpoint is opened, and warnings after loading.
 
-transformers opens whatever file an index names, pickled ones and those outside the folder included.
+transformers opens any file that an index names, pickled files and files outside the folder included.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 SUFFIX = ".safetensors"
 PAGE = "hfpatch_report.html"  # written by `hfpatch report`
 _WHERE = ("subfolder", "revision", "cache_dir", "token", "proxies", "local_files_only", "force_download")
-STREAMED = "_hfpatch_streamed"  # attribute of a model that mapped_weights.py opened, and writes tensor by tensor
+STREAMED = "_hfpatch_streamed"  # attribute of a model that mapped_weights.py opens, and saves tensor by tensor
 
 
 def require_sound_files(name: Any, options: Mapping[str, Any]) -> None:
     """Refuse a local folder whose weights are pickled or missing, or whose index leads out of it.
 
-    Of a repository of the Hub, the index that lies in the cache must not lead out of it either; the Hub's client
-    itself refuses to download such names. Name and options are as in `from_pretrained`.
+    For a repository of the Hub, the index in the cache mustn't lead out of it either; the Hub's client itself refuses
+    to download such names. Name and options are as in `from_pretrained`.
 
     Raises:
-        CheckpointError: naming the file.
+        CheckpointError: the message names the file.
     """
     find, variant = finder(name, {**options, "local_files_only": True, "force_download": False}), suffix_of(options)
     if not Path(name).is_dir():
@@ -42,16 +42,16 @@ def require_sound_files(name: Any, options: Mapping[str, Any]) -> None:
     folder = Path(name, options.get("subfolder") or "")
     if (named := named_file(name, options)) is not None:
         if find(named) is None:
-            raise CheckpointError(f"{folder / named} is missing, which config.json names. Download or save it again.")
+            raise CheckpointError(f"{folder / named} is missing: config.json names it. Download or save it again.")
     elif not weight_files(find, variant) and (pickled := sorted(folder.glob("pytorch_model*.bin*"))):
         raise CheckpointError(
             f"{folder} has pickled weights ({pickled[0].name}) and no {SUFFIX} ones. Pickles can run code when they "
-            "are read. Where you trust them: from_pretrained(..., use_safetensors=False), then save_pretrained."
+            "are read. If you trust them: from_pretrained(..., use_safetensors=False), then save_pretrained."
         )
 
 
 def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the file of all weights if the config names one; name and options are as in `from_pretrained`."""
+    """Return the file with all weights that the config names, if any; name and options are as in `from_pretrained`."""
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = PreTrainedConfig.get_config_dict(name, **options_of_place(options))[0]
@@ -60,7 +60,7 @@ def named_file(name: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def options_of_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that say where files are."""
+    """Return the options of `from_pretrained` that say where a checkpoint's files are."""
     return {key: options[key] for key in _WHERE if options.get(key) is not None}
 
 
@@ -85,10 +85,10 @@ def weight_names(variant: str) -> tuple[str, str]:
 
 
 def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]:
-    """Return the files that transformers opens, the single one before shards, as `find` finds them; [] without any.
+    """Return the weight files that transformers opens, a single file before shards, as `find` finds them; [] for none.
 
     Raises:
-        CheckpointError: one is missing that the index names, or the index isn't sound.
+        CheckpointError: a file that the index names is missing, or the index isn't sound.
     """
     single, index = weight_names(variant)
     if (path := find(single)) is not None:
@@ -97,7 +97,7 @@ def weight_files(find: Callable[[str], Path | None], variant: str) -> list[Path]
         return []
     found = {file: find(file) for file in listed_files(path)}
     if lost := next((file for file, one in found.items() if one is None), None):
-        raise CheckpointError(f"{path.parent / lost} is missing, which {path.name} names. Download or save it again.")
+        raise CheckpointError(f"{path.parent / lost} is missing: {path.name} names it. Download or save it again.")
     return [one for one in found.values() if one is not None]
 
 
@@ -114,7 +114,7 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
     """Read a JSON file and return what `read` makes of its value.
 
     Raises:
-        CheckpointError: it can't be read, or `read` fails on what is in there.
+        CheckpointError: the file can't be read, or `read` fails on its value.
     """
     try:
         return read(json.loads(path.read_text(encoding="utf-8")))
@@ -123,7 +123,7 @@ def read_json(path: Path, read: Callable[[Any], T]) -> T:
 
 
 def is_plain_name(file: Any) -> bool:
-    """Return whether it is the name of a safetensors file directly in the folder."""
+    """Return whether a name is that of a safetensors file directly in the folder."""
     return isinstance(file, str) and file.endswith(SUFFIX) and not set(file) & set("/\\:\0")
 
 
@@ -135,19 +135,19 @@ def printable(text: str) -> str:
 def require_known_names(
     model: PreTrainedModel, where: Any, info: Mapping[str, Collection[str]], saved: Collection[str] = ()
 ) -> None:
-    """Refuse a file that lost weights, or whose names this version of transformers doesn't know for its class.
+    """Refuse a file that lost weights, or whose names this version of transformers doesn't know for the model's class.
 
-    A file that was saved without some (a pooling layer, say) is told.
+    For a file that was saved without some weights (a pooling layer, say) there is a warning.
 
     Args:
-        info: what transformers says of loading the model.
-        saved: the names of the tensors that were saved, as far as known.
+        info: transformers' loading info of the model.
+        saved: names of the tensors that were saved, as far as known.
 
     Raises:
-        CheckpointError: transformers started weights afresh which the file had, or while it has others, left out.
+        CheckpointError: weights that the file had were started afresh; or some were, and others of the file left out.
     """
     missing, unexpected = (sorted(info.get(f"{what}_keys", ())) for what in ("missing", "unexpected"))
-    prefix = f"{model.base_model_prefix}."  # which a head's names have, and its base's don't
+    prefix = f"{model.base_model_prefix}."  # a head's names have it, its base's don't
     lost = [name for name in missing if any(one in saved for one in (name, prefix + name, name.removeprefix(prefix)))]
     if lost:
         raise CheckpointError(
@@ -160,14 +160,14 @@ def require_known_names(
     if unexpected:
         raise CheckpointError(
             f"{afresh}, and has {len(unexpected)} that it doesn't have ({unexpected[0]}): this version of transformers "
-            "opens it in another way than the one that it was made with. Install that one. If it is as it should be: "
+            "opens it otherwise than the version that it was saved with. Install that version. If this is intended: "
             "from_pretrained(..., check_fingerprint=False), and save_pretrained."
         )
     warnings.warn(f"{afresh}: it was saved without them.", FingerprintWarning, stacklevel=3)
 
 
 def warn_of_lost_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> None:
-    """Warn of a `state_dict=` without all of a model's weights; tied ones are saved once."""
+    """Warn of a `state_dict=` without all of a model's weights; tied weights are saved once."""
     ignored = {*(model._keys_to_ignore_on_save or ())}
     for names in (model.all_tied_weights_keys or {}).items():
         ignored |= {*names} if state_dict.keys() & {*names} else set()

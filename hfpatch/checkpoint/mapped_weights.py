@@ -1,8 +1,8 @@
 """Memory-mapped loading of checkpoints, and saving tensor by tensor.
 
-`hfpatch patch` opens models so: of their weights that is in memory which one module's forward or one weight change
-reads. transformers' own loading puts them in place, so names are as ever; weights that it computes from those of the
-files (experts that are merged, another dtype) are in memory.
+`hfpatch patch` opens models in this way. Of their weights, only those are in memory that one module's forward or one
+weight change reads. transformers' own loading puts them in place, so names are as ever. Weights that it computes from
+the files' weights (experts that are merged, another dtype) are in memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _DTYPES = {torch.complex64: "C64"} | {dtype: name for name, dtype in str_to_torc
 def files_of(model: str, config: PreTrainedConfig) -> list[Path] | None:
     """Return the safetensors files that can be memory-mapped; None if opening the checkpoint needs more than that.
 
-    It is for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed checkpoints,
-    code of the repository, and files that config.json names.
+    It returns None for patched checkpoints, which are checked, for quantized weights, adapters, pickles, distributed
+    checkpoints, code of the repository, and files that config.json names.
 
     Raises:
-        CheckpointError: a file is missing, which the index names.
+        CheckpointError: a file that the index names is missing.
     """
     find = finder(model, {})
     special = ("quantization_config", "transformers_weights", "auto_map", KEY)
@@ -54,10 +54,10 @@ def open_mapped(files: list[Path], cls: Any, name: str, config: PreTrainedConfig
     """Load a model with its large weights memory-mapped, and the loading info.
 
     Args:
-        files: as `files_of` found them.
-        cls: its class.
-        name: of the checkpoint: a Hub id or a folder.
-        config: its config.
+        files: the files that `files_of` found.
+        cls: the model's class.
+        name: the checkpoint's Hub id or folder.
+        config: the model's config.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -83,7 +83,7 @@ def _tensors(path: Path, mappings: Mappings) -> dict[str, Tensor]:
     with safe_open(path, "pt") as reader, path.open("rb") as file:  # the first reads and checks the header
         length = int.from_bytes(file.read(8), "little")
         header, memory, found = json.loads(file.read(length)), mappings.map(file), dict[str, Tensor]()
-        for name in reader.keys():  # noqa: SIM118 (it is no dictionary)
+        for name in reader.keys():  # noqa: SIM118 (`reader` is no dictionary)
             dtype = str_to_torch_dtype.get(header[name]["dtype"])
             start = 8 + length + header[name]["data_offsets"][0]
             fits = dtype is not None and start % dtype.itemsize == 0
@@ -95,9 +95,9 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str = "50GB") 
     """Write the weights of a model that was opened by `open_mapped`, one tensor in memory at a time.
 
     Args:
-        model: what `save_pretrained` saves.
-        folder: where all else of the checkpoint is.
-        max_shard_size: as there.
+        model: the model that `save_pretrained` saves.
+        folder: the folder with all else of the checkpoint.
+        max_shard_size: as in `save_pretrained`.
     """
     state = _saved_tensors(model)
     single, index = weight_names("")
@@ -116,7 +116,7 @@ def write_weights(model: Any, folder: Path, max_shard_size: int | str = "50GB") 
 
 
 def _saved_tensors(model: Any) -> dict[str, Tensor]:
-    """What transformers' `save_pretrained` saves, by the names that it gives."""
+    """The tensors that transformers' `save_pretrained` saves, by the names that it gives them."""
     ignored = model._keys_to_ignore_on_save or ()
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
@@ -124,7 +124,7 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
 
 def _write(path: Path, tensors: dict[str, Tensor], mappings: Mappings | None) -> None:
     """Write a safetensors file as the library does, without holding all of its tensors."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:

@@ -57,7 +57,7 @@ from .stored_config import (
 
 _finish: ContextVar[Callable[[], None] | None] = ContextVar(
     "_finish", default=None
-)  # what ends a save before an upload
+)  # the function that ends a save before an upload
 
 
 class HfpatchConfig(PreTrainedConfig):
@@ -79,15 +79,15 @@ class HfpatchConfig(PreTrainedConfig):
         except KeyError as error:
             raise CheckpointError(
                 f"{where} patches a {base!r} model, which transformers {transformers.__version__} doesn't know. "
-                "If it comes from a package of its own, import that first; else install the transformers version that "
-                "the checkpoint was made with."
+                "If it comes from another package, import this package first; else install the version of transformers "
+                "that the checkpoint was made with."
             ) from error
         require_its_architecture(config_dict, base, where)
         return registered_config_class(host).from_dict(config_dict, **kwargs)
 
 
 def registered_config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return a family's patched config class, registered with every Auto class that knows the host's."""
+    """Return a family's patched config class, registered with every Auto class that knows the host's config class."""
     patched = patched_config_class(host)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
     _register(host, patched)
     return patched
@@ -107,9 +107,9 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
             where = checkpoint_name(config_dict)
             if KEY not in config_dict:
                 raise CheckpointError(
-                    f"the config of an unpatched {host.model_type} model was to be opened as that of a patched one. An "
-                    "adapter remembers its base by the name that it was opened under, and would come back on the "
-                    "unpatched one: save the patched base (save_pretrained), open that, and put the adapter on it."
+                    f"an unpatched {host.model_type} model's config was to be opened as a patched model's. An adapter "
+                    "remembers the name that its base was opened under, and would come back on the unpatched base. "
+                    "Save the patched base (save_pretrained), open this checkpoint, and put the adapter on it."
                 )
             settings = validate_config(config_dict, where)
             # before the host reads it: timm's wrapper changes it
@@ -130,7 +130,7 @@ def patched_config_class(host: Any) -> type[PreTrainedConfig]:
         def __repr__(self) -> str:  # transformers calls it whenever it opens a config
             return f"{host.__name__} {host.to_json_string(self)}"
 
-    # __module__ stays this one: Auto classes refuse to register a config class of a transformers module
+    # __module__ stays: Auto classes refuse to register a config class of a transformers module
     Patched.__name__ = host.__name__
     return Patched
 
@@ -145,7 +145,7 @@ def patched_model_class(host: type[PreTrainedModel], lensed: bool = False) -> ty
     return _patched_model_class(host, lensed)  # type: ignore[arg-type]  # mypy misses that its class can be hashed
 
 
-@functools.cache  # without defaults: the cache would tell f(host) from f(host, False)
+@functools.cache  # no defaults: the cache would tell f(host) from f(host, False)
 def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
     class Patched(PatchedModel, host, lensed=lensed):
         __module__, __qualname__, __doc__ = host.__module__, host.__qualname__, host.__doc__
@@ -214,11 +214,11 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
             remote_code: bool | None = None,
             **kwargs: Any,
         ) -> None:
-            """As the host's, with digests, in the form that the checkpoint had which the model was opened from.
+            """As the host's, with digests, in the form of the checkpoint that the model was opened from.
 
             Args:
                 remote_code: write code that opens the checkpoint without hfpatch; `export_model` tries it as well.
-                    None: where it was opened from a checkpoint with it.
+                    None: if the model was opened from a checkpoint with such code.
             """
             folder, saves = Path(save_directory), self.should_save_on_this_rank(is_main_process)
             streams, distributed = STREAMED in vars(self), kwargs.get("distributed_checkpoint")
@@ -231,16 +231,16 @@ def _patched_model_class(host: Any, lensed: bool) -> type[PreTrainedModel]:
 
             def finish() -> None:
                 _finish.set(None)
-                if streams:  # opening a checkpoint needs nothing that makes a patch
+                if streams:  # opening a checkpoint doesn't import what makes a patch
                     from .mapped_weights import write_weights
 
                     write_weights(self, folder, **size)
-                if with_model and distributed:  # each process writes shards of its own
+                if with_model and distributed:  # each process writes its own shards
                     for stale in folder.glob(DIGEST_FILES):
                         stale.unlink()
                 elif with_model:
                     if index.exists():
-                        single.unlink(missing_ok=True)  # of an older save: transformers would open it first
+                        single.unlink(missing_ok=True)  # an older save's file, which transformers would open first
                     write_digests(folder, variant, stored_report(self))
 
             token = _finish.set(finish)
@@ -295,8 +295,8 @@ def _register(host: type[PreTrainedConfig], patched: type[PreTrainedConfig]) -> 
 
 
 def _patched_or_refused(model: Any, config: type[PreTrainedConfig]) -> Any:
-    """The patched class of a model class; a stand-in that refuses if the class is only a part of the config's model."""
-    is_part = model.config_class in config.sub_configs.values()  # others share a class: InternLM3 is a LlamaModel
+    """The patched class of a model class; for a class of only a part of the config's model, a stand-in that refuses."""
+    is_part = model.config_class in config.sub_configs.values()  # families share classes: InternLM3 is a LlamaModel
     return _RefusedPart(model) if is_part else patched_model_class(model)
 
 
@@ -332,7 +332,7 @@ def _was_edited(cls: Any, name: Any, options: Mapping[str, Any], saved: DigestFi
 def with_loading_info(load: Callable[..., Any]) -> Any:
     """Return a loaded model and its loading info; the model alone if its host has none.
 
-    `from_pretrained` of transformers' DecisionMixin sets an attribute on what it takes for the model, a tuple.
+    `from_pretrained` of transformers' DecisionMixin sets an attribute on the tuple, which it takes for the model.
     """
     try:
         return load(output_loading_info=True)
@@ -343,7 +343,7 @@ def with_loading_info(load: Callable[..., Any]) -> Any:
 
 
 class _ExportConfig(HfpatchConfig):
-    """The same for the model type that remote exports have, and checkpoints of earlier versions."""
+    """The config class of the model type that remote exports and checkpoints of earlier versions have."""
 
     model_type = KEY
 
@@ -353,9 +353,9 @@ for _class in (HfpatchConfig, _ExportConfig):
 
 
 def _class_named_on_disk(name: str) -> Any:
-    """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for what goes by a config's `architectures`.
+    """`transformers.HfpatchGPT2LMHeadModel`: the patched class, for libraries that read a config's `architectures`.
 
-    TRL, vLLM and SGLang do.
+    TRL, vLLM and SGLang read it.
     """
     host = getattr(transformers, name.removeprefix(ARCHITECTURE), None) if name.startswith(ARCHITECTURE) else None
     if not isinstance(host, type) or not issubclass(host, PreTrainedModel):
@@ -364,9 +364,9 @@ def _class_named_on_disk(name: str) -> Any:
 
 
 def _name_in_transformers(name: str) -> None:
-    """Let transformers have the class that a checkpoint's config names, if its host is one of transformers.
+    """Let transformers have the class that a checkpoint's config names, if its host is a transformers class.
 
-    Again for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
+    This runs for each config, since transformers can be initialised twice (importing PEFT does it), as another module.
     """
     with suppress(AttributeError, ImportError):
         setattr(sys.modules[transformers.__name__], name, _class_named_on_disk(name))

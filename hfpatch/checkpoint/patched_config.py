@@ -21,7 +21,7 @@ from ..schemes.request import Record
 from ..sites.rotations import configs_of_parts
 from .patched_classes import registered_config_class
 
-# settings that a forward changes in the model and not in its config: BigBird's, at the first short input
+# settings that a forward changes in the model, not in its config: BigBird's, at the first short input
 _SET_BY_FORWARDS = ("attention_type",)
 
 
@@ -31,14 +31,14 @@ def give_patched_config(
     """Give a model a patched copy of its config; other models may share the old one.
 
     Every module that holds the config or a part of it gets the copy, in which settings that a forward changed are the
-    model's; a config that a module holds in the place of such a part is copied and changed likewise. A generation
-    config that ended at an old length ends at the new one.
+    model's. A config that a module holds in place of such a part is copied and changed likewise. A generation config
+    that ended at an old length ends at the new length.
 
     Args:
-        model: after its patch.
-        record: of all its patches.
+        model: the model after its patch.
+        record: the record of all its patches.
         transaction: the log.
-        lengths: what the patch changes in it.
+        lengths: the new values that the patch gives the config.
     """
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
@@ -73,12 +73,12 @@ def give_patched_config(
 def carry_over_config(model: nn.Module, patched: PreTrainedConfig, lengths: dict[str, Any]) -> None:
     """Copy a user's changes of the patched config to an unpatched model: a resized vocabulary, labels, ...
 
-    It goes into a copy of the original config, which other models may share.
+    They go into a copy of the original config, which other models may share.
 
     Args:
         model: with its original config.
-        patched: the config that it had while it was patched.
-        lengths: what the patch itself put there, by name.
+        patched: the config that the model had while it was patched.
+        lengths: the values that the patch itself put there, by name.
     """
     original: Any = model.config
     changed = {

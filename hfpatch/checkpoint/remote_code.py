@@ -24,7 +24,7 @@ from ..runtime.record import KEY, edits_of
 from .auto_classes import auto_classes_of, opening
 
 FILE = f"{CODE}.py"
-REMOTE = "_hfpatch_remote"  # attribute of a model that was opened from a checkpoint with such code
+REMOTE = "_hfpatch_remote"  # attribute of a model that was opened from a checkpoint with remote code
 RUNTIME = Path(runtime.__file__).parent
 _BACKBONE = "AutoBackbone"  # opens no folder
 _OURS = f"{runtime.__name__}."
@@ -33,7 +33,7 @@ _TEXT = '''# SPDX-License-Identifier: Apache-2.0
 
 Written by hfpatch {version} for transformers {transformers}; it needs torch and transformers alone. It opens with
 {auto}.from_pretrained(..., trust_remote_code=True).
-apply.py carries the edits out. Where hfpatch is imported, that opens the checkpoint.
+apply.py carries the edits out. If hfpatch is imported, it opens the checkpoint itself.
 """
 
 from {model_package} import {model_module} as host
@@ -58,14 +58,14 @@ class {name}(PatchedModel, host.{name}{lensed}):
 
 
 def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
-    """Return the class of a model's family that each Auto class opens; those that open its own class come first.
+    """Return the class of a model's family that each Auto class opens; Auto classes of its own class come first.
 
     Raises:
         UnsupportedError: the model isn't patched, or its class isn't transformers' own.
     """
     host, family = host_class(type(model)), host_class(type(model.config))
     if not getattr(model.config, KEY, None):
-        raise UnsupportedError(f"{type(model).__name__} isn't patched: save_pretrained is all that it needs.")
+        raise UnsupportedError(f"{type(model).__name__} isn't patched, so it needs no code. Use save_pretrained.")
     for cls in (host, family):
         if not cls.__module__.startswith("transformers.models."):
             raise UnsupportedError(
@@ -85,7 +85,7 @@ def classes_by_auto_class(model: PreTrainedModel) -> dict[str, type]:
 
 
 def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: dict[str, list[str]]) -> str:
-    """Source of the modeling file; `components` are those from outside the runtime, by the file that they are in."""
+    """Source of the modeling file; `components` are from outside the runtime, by their files."""
     host, family = host_class(type(model)), host_class(type(model.config))
     lensed = ", lensed=True" if LENS in vars(model) else ""
     classes = [
@@ -113,7 +113,7 @@ def _modeling_text(model: PreTrainedModel, autos: dict[str, type], components: d
 
 
 def wants_code(model: PreTrainedModel, asked: bool | None) -> bool:
-    """Return whether code is saved with a model: as requested, else if it was opened with some; never with adapters."""
+    """Return whether code is saved with a model: as asked, else if it was opened with code; never with adapters."""
     wanted = vars(model).get(REMOTE, False) if asked is None else asked
     return wanted and not getattr(model, "_hf_peft_config_loaded", False)
 
@@ -125,7 +125,7 @@ def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required:
     Args:
         model, folder: as in `write_code`.
         wanted: False does nothing.
-        required: whether what can't be shipped as code is an error; else a warning says that the code is left out.
+        required: whether failing to ship the code is an error; else a warning says that the code is left out.
 
     Raises:
         UnsupportedError: as in `write_code`.
@@ -142,7 +142,7 @@ def add_remote_code(model: PreTrainedModel, folder: Any, wanted: bool, required:
             raise
         warnings.warn(
             f"{type(model).__name__} was opened from a checkpoint with code that opens it without hfpatch, and is now "
-            f"saved as one that needs hfpatch: {error}",
+            f"saved in a form that needs hfpatch: {error}",
             stacklevel=5,
         )
     try:
@@ -180,7 +180,7 @@ def write_code(model: PreTrainedModel, folder: Path) -> dict[str, str]:
 
 
 def _other_components(edits: Iterable[Edit]) -> dict[str, list[str]]:
-    """The components of edits that aren't the runtime's, by the module that they are from."""
+    """The components of edits from outside the runtime, by their modules."""
     found: dict[str, list[str]] = {}
     trees = [ast.parse(repr(edit.value)) for edit in edits]
     calls = {node.func.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}  # type: ignore[attr-defined]
@@ -195,7 +195,7 @@ def _portable(module: Any) -> str:
     """Return the source of a module outside the runtime, with imports that work in an export's folder.
 
     Raises:
-        UnsupportedError: it has no file, or imports something else of hfpatch, or other packages.
+        UnsupportedError: the module has no file, or imports other parts of hfpatch, or other packages.
     """
     if not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise UnsupportedError(f"{module.__name__}: its components have no file of their own that could be shipped.")
@@ -212,7 +212,7 @@ def _portable(module: Any) -> str:
 
 
 def _find_imports(tree: ast.Module) -> Iterator[str]:
-    """The modules that a file imports; `import hfpatch.runtime.norms`, which can't be shipped, as `hfpatch`."""
+    """The modules that a file imports; `import hfpatch.runtime.norms`, which can't be shipped, is `hfpatch`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

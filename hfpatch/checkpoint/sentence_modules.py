@@ -1,6 +1,6 @@
 """Keeps the other modules of a sentence-transformers folder (pooling, prompts) without importing that package.
 
-Its modules.json lists them. Of the folder's own files only the transformers model and its tokenizer change by a patch.
+Its modules.json lists them. A patch changes only the transformers model and its tokenizer among the folder's files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .files import finder, read_json
 
 MODULES = "modules.json"
 _LIBRARY = "sentence_transformers."
-_SETTINGS = "sentence_*_config.json"  # of its Transformer module
+_SETTINGS = "sentence_*_config.json"  # settings of its Transformer module
 _BESIDE = (MODULES, "config_sentence_transformers.json", _SETTINGS)
 
 
@@ -30,7 +30,7 @@ def with_modules(model: PreTrainedModel, source: str, length: int | None = None)
     """Return a holder of the model and the other modules of its folder or Hub id; the model alone if there are none.
 
     Args:
-        length: of the longest text in tokens, where that isn't what it was.
+        length: new length of the longest text in tokens; None if it stays as it was.
 
     Raises:
         CheckpointError: the modules are of the folder's own code, or lead out of it.
@@ -40,13 +40,13 @@ def with_modules(model: PreTrainedModel, source: str, length: int | None = None)
 
 
 def text_length_of(model: PreTrainedModel) -> int | None:
-    """Return the `max_seq_length` in the folder of sentence-transformers that a model is from; nothing is downloaded.
+    """Return the `max_seq_length` in a model's sentence-transformers folder; nothing is downloaded.
 
-    That is the length of the texts that the encoder was trained for. None where there is no such folder.
+    That is the length of the texts that the encoder was trained for. None if there is no such folder.
     """
     commit, name = (getattr(model.config, option, None) for option in ("_commit_hash", "_name_or_path"))
     config = None
-    with suppress(OSError):  # it is no name of a repository, or isn't in the cache
+    with suppress(OSError):  # the name is no repository's, or it isn't in the cache
         config = finder(name, {"revision": commit, "local_files_only": True})(CONFIG_NAME) if name else None
     for file in sorted(config.parent.glob(_SETTINGS)) if config is not None else ():
         with suppress(OSError, ValueError):
@@ -76,7 +76,7 @@ class StoredModules(nn.Module):
             shutil.copyfile(path, target)
             if self.length is not None and fnmatchcase(name, _SETTINGS):
                 stored = json.loads(target.read_text(encoding="utf-8"))
-                if stored.get("max_seq_length") is not None:  # goes before the tokenizer's
+                if stored.get("max_seq_length") is not None:  # it overrides the tokenizer's
                     target.write_text(json.dumps({**stored, "max_seq_length": self.length}, indent=4) + "\n")
 
 
@@ -84,7 +84,7 @@ def module_kinds(listed: Path) -> dict[str, str]:
     """Return the folders of modules that a modules.json names, with the class of each; the transformers model's is "".
 
     Raises:
-        CheckpointError: it can't be read, or one leads out of the checkpoint's folder.
+        CheckpointError: the file can't be read, or a module leads out of the checkpoint's folder.
     """
     found = read_json(listed, lambda stored: {str(entry["path"]): str(entry["type"]) for entry in stored})
     for path in found:

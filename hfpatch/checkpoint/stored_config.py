@@ -19,21 +19,21 @@ from ..runtime.refuse_host import FILE, is_sentence
 from .auto_classes import model_types_of
 from .files import is_plain_name
 
-OPENED = "_hfpatch_opened"  # attribute of a config read from disk: an `ConfigFile`
-# of a config: what changes no output in eval mode, or what loading itself sets
+OPENED = "_hfpatch_opened"  # attribute of a config read from disk: a `ConfigFile`
+# settings that change no output in eval mode, or that loading itself sets
 _HARMLESS = {"dtype", "torch_dtype", "transformers_version", "name_or_path", "architectures", "id2label", "label2id"}
 _HARMLESS |= {"problem_type", "return_dict", "use_cache", "quantization_config", "attn_implementation", KEY}
 _HARMLESS |= {"output_attentions", "output_hidden_states", "experts_implementation", "distributed_config", "model_type"}
-_HARMLESS |= {FILE}  # the file's name: what is in it is compared
-_REFERENCE = str | list[str | None]  # in `auto_map`: "module.Class", or the pair of such that tokenizers have
-_FLOAT = "__float__"  # of the object that transformers writes for inf and nan
+_HARMLESS |= {FILE}  # the file's name: its content is compared
+_REFERENCE = str | list[str | None]  # in `auto_map`: "module.Class", or the pair of these that tokenizers have
+_FLOAT = "__float__"  # key of the object that transformers writes for inf and nan
 
 
 class ConfigFile(NamedTuple):
     """The digest of a config.json that was read from disk, and whether remote code is next to it.
 
     Attributes:
-        digest: of what it says.
+        digest: digest of its content.
         remote: whether an export's code lies beside it.
     """
 
@@ -41,25 +41,25 @@ class ConfigFile(NamedTuple):
     remote: bool
 
     def is_unchanged(self, saved: str | None) -> bool:
-        """Return whether it is the saved one, as far as known; `saved` is as in `require_unchanged`."""
+        """Return whether the file is the saved one, as far as known; `saved` is as in `require_unchanged`."""
         return saved in (None, self.digest)
 
     def require_unchanged(self, name: Any, saved: str | None, refuse: bool) -> None:
         """Report a config.json that isn't the saved one: by default as a warning, since many changes are intended.
 
         Args:
-            name: of the checkpoint.
-            saved: the digest that lies beside its weights; None without one.
-            refuse: whether it is an error.
+            name: the checkpoint's name.
+            saved: the digest beside the checkpoint's weights; None if there is none.
+            refuse: whether a difference is an error.
 
         Raises:
-            CheckpointError: it is to be refused.
+            CheckpointError: the file differs, and `refuse` is true.
         """
         if self.is_unchanged(saved):
             return
         message = (
             f"{name}: its config.json, or the patch record in it, was edited after it was saved, so it may compute "
-            "something else. If the change is as it should be, from_pretrained(..., check_fingerprint=False) and "
+            "something else. If the change is intended, use from_pretrained(..., check_fingerprint=False) and "
             "save_pretrained; else download or save it again."
         )
         if refuse:
@@ -87,19 +87,19 @@ def require_its_architecture(config_dict: dict[str, Any], base: str, where: Any)
     """Refuse a config.json whose architecture belongs to another family than its patch record.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: the families differ.
     """
     listed = config_dict.get("architectures")
-    for name in listed if isinstance(listed, list) else ():  # the host's config refuses what is no list of names
+    for name in listed if isinstance(listed, list) else ():  # the host's config refuses anything but a list of names
         name = str(name).removeprefix(ARCHITECTURE)
         families = model_types_of(name)
         if not families or base in families:
             continue
         own_config = getattr(getattr(transformers, name, None), "config_class", None)
-        family = getattr(own_config, "model_type", base)  # of a part, while the Auto classes go by the whole's
+        family = getattr(own_config, "model_type", base)  # a part's; the Auto classes go by the whole model's
         if family != base:
             raise CheckpointError(
-                f"{where}: its patch record is of a {base!r} model, and its architecture, {name}, of {family!r}. "
+                f"{where}: its patch record is of a {base!r} model, its architecture {name} of a {family!r} model. "
                 "config.json was edited or is damaged. Download or save it again."
             )
 
@@ -126,7 +126,7 @@ def config_digest(stored: Mapping[str, Any]) -> str:
     Of the file, not of the settings in memory: those that it doesn't name differ between versions of transformers.
     inf and nan are read as transformers writes them, so that its reading of the file and json's have one digest.
     """
-    settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes it
+    settings = {name: value for name, value in stored.items() if name != "auto_map"}  # loading changes auto_map
     text = json.dumps([_without_harmless(settings), stored[KEY]], default=str)
     plain = json.loads(text, parse_constant=lambda number: {_FLOAT: number})
     text = json.dumps(plain, sort_keys=True)
@@ -134,7 +134,7 @@ def config_digest(stored: Mapping[str, Any]) -> str:
 
 
 def _without_harmless(value: Any) -> Any:
-    """Settings of a config without those that change no output, inner ones included."""
+    """Settings of a config, inner ones included, without settings that change no output."""
     if not isinstance(value, Mapping):
         return value
     names = {str(name): one for name, one in value.items()}

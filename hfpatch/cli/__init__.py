@@ -80,7 +80,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # which fills paragraphs
+    rich_markup_mode="markdown",  # it fills paragraphs
 )
 
 

@@ -22,7 +22,7 @@ STARTUP = Path(__file__).with_name("startup")
 
 
 def launch(command: Sequence[str]) -> NoReturn:
-    """Run a command in the place of this process; where the system can't (Windows), in a child, and exit as it does.
+    """Run a command in place of this process; if the system can't (Windows), in a child, and exit as the child does.
 
     Args:
         command: a program and its arguments; or a Python file, or `-m` and a module, and theirs.
@@ -35,7 +35,7 @@ def launch(command: Sequence[str]) -> NoReturn:
     sys.stderr.flush()
     if sys.platform == "win32":
         sys.exit(subprocess.call(words, env=environment))
-    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and a program started by a shell doesn't
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, a program started by a shell doesn't
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execve(words[0], words, environment)
 

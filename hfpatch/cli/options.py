@@ -1,4 +1,4 @@
-"""What commands share: arguments and options, checks of the places that they write to, one-line errors and warnings."""
+"""Shared parts of commands: arguments, options, checks of the places they write to, one-line errors and warnings."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Form = Literal["native", "remote", "plugin"]
 
 
 def choices(**options: list[str] | None) -> dict[str, Any]:
-    """Return what `patch_model` takes for each kind: one scheme, or a mapping of globs where they are GLOB=SCHEME."""
+    """Return what `patch_model` takes for each kind: one scheme, or a mapping of globs if they are GLOB=SCHEME."""
     return {kind: _choice(kind, values or []) for kind, values in options.items()}
 
 
@@ -113,7 +113,7 @@ def data_of_repair(calibration: str | None, model: Any, processor: Any, sequence
 
 
 def require_apart(out: Path | None, *sources: str | Path | None) -> None:
-    """Refuse an output that would replace what is read: a folder that holds it, or a file that is part of it."""
+    """Refuse an output that would replace an input: a folder that holds the input, or a file that is part of it."""
     for source in sources:
         if out is not None and source and Path(source).exists():
             read, written = Path(source).resolve(), out.resolve()
@@ -122,7 +122,7 @@ def require_apart(out: Path | None, *sources: str | Path | None) -> None:
 
 
 def require_size(size: str) -> None:
-    """Refuse what isn't a size of files of weights."""
+    """Refuse a text that isn't a size of weight files."""
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=size)
     except (ValueError, OverflowError) as error:
@@ -130,7 +130,7 @@ def require_size(size: str) -> None:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands, with errors that a user can put right as one line and exit status 1; others keep a traceback."""
+    """The commands, with errors that a user can correct as one line and exit status 1; others keep a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -147,7 +147,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def _say(message: str) -> None:
-    """Print on stderr; what a checkpoint's files have of a terminal's codes is escaped."""
+    """Print on stderr; a terminal's codes in a checkpoint's files are escaped."""
     typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 

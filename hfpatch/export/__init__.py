@@ -22,7 +22,7 @@ from .remote import write_remote
 
 FORMS = ("plugin", "remote", "native")
 _SAMPLE = "The quick (brown) fox: 12.5 jumps; c1ccccc1O naïve\n"
-_OF_CLASSES = ("padding_side", "model_input_names")  # settings that a class has by default, and doesn't save then
+_OF_CLASSES = ("padding_side", "model_input_names")  # settings that a class doesn't save if they are its defaults
 
 __all__ = ["FORMS", "Exported", "export_model", "native_model"]
 
@@ -93,7 +93,7 @@ def export_model(
         if value is not None and to != "native":
             raise OptionError(f"{name}= chooses what a native export becomes; pass to='native' with it.")
     if to != "remote" and (not verify or example_inputs is not None):
-        raise OptionError("verify= and example_inputs= are of a remote export's check; pass to='remote' with them.")
+        raise OptionError("verify= and example_inputs= are for a remote export's check. Pass to='remote' with them.")
     save_options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     inner = model_inside(model)
     if to == "plugin" and _has_adapters(inner):  # the other forms are compared with the model
@@ -121,22 +121,22 @@ def export_model(
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT's layers stand in a model, whose weights are then saved under other names."""
+    """Whether a model has PEFT's layers inside; its weights are then saved under other names."""
     return getattr(model, "_hf_peft_config_loaded", False) or any(
         type(module).__module__.startswith("peft.") for module in model.modules()
     )
 
 
 def _write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path], Exported]) -> Exported:
-    """Save a holder with `write` for the model inside it, so that all else lies where its library wants it.
+    """Save a holder, with `write` for the model inside it, so that all other files lie where its library wants them.
 
     Raises:
-        UnsupportedError: it doesn't save its model by `save_pretrained`, or where remote code is looked for.
+        UnsupportedError: it doesn't save its model by `save_pretrained`, or not where transformers looks for code.
     """
     found: list[Exported] = []
 
     def save_inside(place: Any, **_: Any) -> None:
-        vars(model).pop("save_pretrained", None)  # what writes calls the model's own
+        vars(model).pop("save_pretrained", None)  # `write` calls the model's own method
         found.append(write(Path(place)))
 
     vars(model)["save_pretrained"] = save_inside
@@ -152,7 +152,7 @@ def _write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path],
             "for a checkpoint's code in the folder itself. Use to='plugin' or to='native'."
         )
     exported, tokenizer = found[0], tokenizer_of(tokenizer_owner(holder))
-    if tokenizer is not None:  # beside a model of another type another class may open it
+    if tokenizer is not None:  # beside a model of another type, another tokenizer class may open it
         save_tokenizer(tokenizer, exported.folder)
     return exported
 
@@ -160,11 +160,11 @@ def _write_holder(holder: Any, model: Any, folder: Path, write: Callable[[Path],
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer or processor with a model, and check that the Auto class opens the same one.
 
-    An Auto class goes by the model's type as well as by the tokenizer's config, so beside a model of another type
-    another class may open it. Files of transformers' own classes name no code of the original's repository afterwards.
+    An Auto class goes by the model's type as well as by the tokenizer's config, so another class may open it beside a
+    model of another type. Files of transformers' own classes name no code of the original's repository afterwards.
 
     Raises:
-        PatchError: it opens as another tokenizer.
+        PatchError: the Auto class opens another tokenizer.
     """
     tokenizer.save_pretrained(folder)
     saved = [tokenizer, *(one for one in vars(tokenizer).values() if hasattr(one, "save_pretrained"))]
@@ -187,7 +187,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if opened is None or _settings_and_sample(tokenizer, sample) != _settings_and_sample(opened, sample):
         raise PatchError(
             f"{type(tokenizer).__name__} would open as another class beside a model of this type, and split text in "
-            "another way. Export without tokenizer=, and save it in a folder of its own."
+            "another way. Export without tokenizer=, and save the tokenizer in a folder of its own."
         )
 
 
@@ -200,5 +200,5 @@ def _settings_and_sample(tokenizer: Any, text: str) -> list[Any]:
     facts = [len(tokenizer), *(getattr(tokenizer, name, None) for name in names)]
     try:
         return [*facts, dict(tokenizer(text)), tokenizer.decode(tokenizer(text)["input_ids"])]
-    except Exception as error:  # one that can't encode the sample must fail in the same way
+    except Exception as error:  # a tokenizer that can't encode the sample must fail in the same way
         return [*facts, type(error).__name__]

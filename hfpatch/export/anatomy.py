@@ -23,13 +23,13 @@ Parts = dict[str, Any]  # a `PlainNorm` or an `Affine` by its role in a block, o
 
 @dataclass
 class Affine:
-    """x -> weight x + bias; weight (out, in), bias (out,) or None. An embedding is one that reads one-hot vectors."""
+    """x -> weight x + bias; weight (out, in), bias (out,) or None. An embedding is an Affine of one-hot vectors."""
 
     weight: Tensor
     bias: Tensor | None = None
 
     def centre_output(self) -> Affine:
-        """Return the same without the mean of its output's channels."""
+        """Return the layer without the mean of its output's channels."""
         bias = None if self.bias is None else self.bias - self.bias.mean()
         return Affine(self.weight - self.weight.mean(0, keepdim=True), bias)
 
@@ -43,7 +43,7 @@ class Affine:
         return Affine(self.weight * gain, self.bias)
 
     def rows(self, index: Tensor) -> Affine:
-        """Return the same with the channels of its output in another order."""
+        """Return the layer with the channels of its output in another order."""
         return Affine(self.weight[index], None if self.bias is None else self.bias[index])
 
     def times(self, factor: float) -> Affine:
@@ -57,8 +57,8 @@ class PlainNorm:
 
     Attributes:
         kind: "layer" or "rms"; of a fixed norm whether it takes the mean away.
-        eps: without a meaning for a fixed norm.
-        fixed: normalised(x) is x, or x without its mean.
+        eps: has no meaning for a fixed norm.
+        fixed: whether normalised(x) is x, or x without its mean.
     """
 
     weight: Tensor
@@ -73,15 +73,15 @@ class Anatomy:
     """A stack of blocks with its stem (embeddings) and head, as plain weights.
 
     Attributes:
-        stem: "embedding" of tokens; "types" (of tokens), "embedding_norm" and "final_norm" as far as there are.
+        stem: "embedding" of tokens; "types" (of tokens), "embedding_norm" and "final_norm", if the stack has them.
         blocks: "attention_norm", "mlp_norm"; "query", "key", "value", "output", "up", "down", and "gate" in gated MLPs.
         head: of the task, by the roles that its layout names.
-        heads: of every attention; scores are q . k / sqrt(head_dim).
+        heads: number of heads of every attention; scores are q . k / sqrt(head_dim).
         positions: RoPE with all options set, ALiBi, or None for no positions at all.
-        scaled_from: length that RoPE's scaling starts from.
-        centred: whether something of it was centred in every forward.
-        facts: by the names of `layouts.SETTINGS`: activation (of the gate, where there is one), length, dropouts.
-        settings: settings of the config that have nothing to do with the architecture (ids of special tokens, labels).
+        scaled_from: original length of RoPE's scaling.
+        centred: whether one of its modules was centred in every forward.
+        facts: by the names of `layouts.SETTINGS`: activation (the gate's, if there is one), length, dropouts.
+        settings: settings of the config that don't concern the architecture (ids of special tokens, labels).
     """
 
     stem: Parts
@@ -165,7 +165,7 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
 
     Args:
         anatomy: the stack.
-        gains: whether they take up the gains as well, and the output head that of the final norm.
+        gains: whether the layers take up the gains as well, and the output head the final norm's gain.
     """
     blocks = [dict(block) for block in anatomy.blocks]
     for block in blocks:
@@ -181,9 +181,9 @@ def fold_norms(anatomy: Anatomy, gains: bool = False) -> Anatomy:
 
 
 def without_final_shift(anatomy: Anatomy) -> Anatomy:
-    """Move the shift of a fixed final norm into the last layer that writes to the stream: nothing else reads it there.
+    """Move a fixed final norm's shift into the last layer that writes to the stream: nothing else reads it there.
 
-    The norm that is left may take no mean away, as that would take the shift's, too.
+    The norm that is left mustn't take the mean away, since it would take the shift's mean, too.
     """
     norm = anatomy.stem.get("final_norm")
     if norm is None or not norm.fixed or norm.bias is None or not bool(norm.weight.all()):
@@ -197,7 +197,7 @@ def without_final_shift(anatomy: Anatomy) -> Anatomy:
 
 
 def _reading(layer: Affine, norm: PlainNorm, gains: bool) -> Affine:
-    """A layer that takes up a norm's shift, and its gain."""
+    """A layer with a norm's shift, and its gain, taken up."""
     layer = layer if norm.bias is None else layer.after(norm.bias)
     return layer.before(norm.weight) if gains else layer
 

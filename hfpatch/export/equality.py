@@ -19,9 +19,9 @@ from ..measure.snapshot import media_inputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}  # relative to an output's spread
 LENGTHS = (1, 6, 23)
-_BEYOND_ROUNDING = 1e-2  # no rounding explains this
-_MEDIA = {"pixel_values", "input_features", "input_values"}  # which CLIP and its kin read beside texts, each by itself
-_MOST_PARAMETERS = 2**30  # parameters of models of which a float64 copy is made
+_BEYOND_ROUNDING = 1e-2  # rounding explains no larger error
+_MEDIA = {"pixel_values", "input_features", "input_values"}  # CLIP and similar models read these besides any text
+_MOST_PARAMETERS = 2**30  # parameters; no float64 copy is made of larger models
 
 Case = tuple[str, dict[str, Any], Tensor | None]  # its name, keyword arguments, attention mask
 
@@ -32,9 +32,9 @@ class OutputComparison:
 
     Attributes:
         error: largest difference of an output, by that output's standard deviation.
-        tolerance: the largest error with which they count as equal.
+        tolerance: the largest error at which they count as equal.
         inputs: how many batches were compared.
-        worst: the output that differs most, and on which input.
+        worst: the output that differs most, and the input on which it does.
     """
 
     error: float
@@ -44,7 +44,7 @@ class OutputComparison:
 
     @property
     def holds(self) -> bool:
-        return self.error <= self.tolerance  # False where it is no number
+        return self.error <= self.tolerance  # False for NaN
 
     def __str__(self) -> str:
         return f"{self.worst} differs by {self.error:.1e} of its spread, where {self.tolerance:.0e} is allowed"
@@ -53,17 +53,17 @@ class OutputComparison:
 def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0) -> OutputComparison:
     """Compare outputs of the same name of two models, on inputs that both take.
 
-    Text is random tokens, one batch of each of several lengths, the longer ones also with padding on the left and on
-    the right. Outputs at padding aren't compared, nor those for a whole text that starts with it. Other inputs are
-    random, two draws.
+    Text is random tokens, one batch of each of several lengths; the longer batches are also padded on the left and on
+    the right. Outputs at padding aren't compared, nor outputs for a whole text that starts with padding. Other inputs
+    are random, two draws.
 
-    Where two float32 models differ by more than 1e-5, but not by more than rounding might explain, float64 copies of
-    both are compared; of classes that don't compute in it, noise in the last bit says what rounding explains.
+    If two float32 models differ by more than 1e-5, but not by more than rounding might explain, float64 copies of both
+    are compared. For classes that don't compute in float64, noise in the last bit says what rounding explains.
 
     Args:
-        model, other: in one dtype, float32 or float64, on one device.
-        longest: of a text, where one of the two takes no longer ones.
-        beyond: a length that one text must have, where functions part only there.
+        model, other: both in one dtype, float32 or float64, on one device.
+        longest: length of the longest text, if one of the two takes no longer texts.
+        beyond: a length that one text must have, if functions part only there.
     """
     inputs = list(batches(model, other, longest, beyond))
     found, worst = _compare_outputs(model, other, inputs)
@@ -76,7 +76,7 @@ def compare(model: Any, other: Any, longest: int | None = None, beyond: int = 0)
 
 
 def _in_float64(model: Any, other: Any, inputs: list[Case]) -> OutputComparison | None:
-    """Float64 copies of two float32 models compared; None if they are too large or don't compute in it."""
+    """Compare float64 copies of two float32 models; None if they are too large or don't compute in float64."""
     if model.dtype != torch.float32 or model.num_parameters() > _MOST_PARAMETERS:
         return None
     try:
@@ -86,7 +86,7 @@ def _in_float64(model: Any, other: Any, inputs: list[Case]) -> OutputComparison 
 
 
 def _compare_outputs(model: Any, other: Any, inputs: list[Case]) -> tuple[OutputComparison, dict[str, Any]]:
-    """How far the two differ, and the inputs on which they differ most."""
+    """How far two models differ, and the inputs on which they differ most."""
     errors: list[tuple[float, str, dict[str, Any]]] = []
     for name, batch, padding in inputs:
         outputs = []
@@ -100,14 +100,14 @@ def _compare_outputs(model: Any, other: Any, inputs: list[Case]) -> tuple[Output
 
 
 def _error(truth: Tensor, output: Tensor | None, padding: Tensor | None) -> float:
-    """Largest difference, relative to the spread of the truth."""
+    """Largest difference, relative to the truth's spread."""
     deviation, kept = Deviation(equal_nan=True), None
     if padding is not None and len(truth) == len(padding):
         kept = padding[:, 0].bool()  # encoders pool the first token
     if output is None:
         return float("inf")
     deviation.add(truth, output, kept)
-    nothing = not deviation.count and bool(truth.isnan().any())  # NaN throughout equals everything that is
+    nothing = not deviation.count and bool(truth.isnan().any())  # a truth that is NaN throughout equals anything
     return float("inf") if nothing else deviation.spread_error
 
 

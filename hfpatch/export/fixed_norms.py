@@ -1,7 +1,7 @@
 """Fixed norms as stock ones: LayerNorm or RMSNorm with so large an eps that the variance has no bit left.
 
-(x - mean) / sqrt(variance + E) * gain * sqrt(E) is (x - mean) * gain, less variance / (2 E) of it: nothing in float32
-and float64. E is a power of four, so that its root scales numbers without rounding them.
+(x - mean) / sqrt(variance + E) * gain * sqrt(E) is (x - mean) * gain, less variance / (2 E) of it, which is nothing in
+float32 and float64. E is a power of four, so that its root scales numbers without rounding them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SHOWN = 3  # names in a message
 
 
 def with_fixed_norms(model: Any, fixed: Collection[nn.Module]) -> Any:
-    """Return a stock model whose settings of eps are so large that some of its norms, filled already, are fixed.
+    """Return a stock model, filled already, whose settings of eps are so large that some of its norms are fixed.
 
     Args:
-        model: a stock model; it is returned itself where no norm is to be fixed.
-        fixed: its norms that are to be fixed, whose gains were multiplied by `ROOT`.
+        model: a stock model; it is returned itself if no norm is to be fixed.
+        fixed: norms of it that are to be fixed; their gains were multiplied by `ROOT`.
 
     Raises:
-        UnsupportedError: no setting is the eps of all of these norms and of no other.
+        UnsupportedError: no setting is the eps of all of these norms and of no other norm.
     """
     if not fixed:
         return model
@@ -47,8 +47,8 @@ def fixing_config(cls: Any, config: Any, fixed: Collection[str]) -> Any:
 
     Args:
         cls: the stock class that reads it.
-        config: one of its configs.
-        fixed: names of norms in the model that is built from it.
+        config: a config of that class.
+        fixed: names of these norms in the model that is built from the config.
 
     Raises:
         UnsupportedError: as in `with_fixed_norms`.

@@ -1,6 +1,6 @@
 """Script `fresh_process.py JOB ANSWER`: opens a checkpoint in a process without hfpatch, and saves its outputs.
 
-The job is a file that `remote.run_job` writes; the answer has the outputs of what was opened, or an error.
+The job is a file that `remote.run_job` writes; the answer has the opened model's outputs, or an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCKED = "hfpatch"
-_HOME = "transformers_modules."  # of code that lies beside weights
+_HOME = "transformers_modules."  # package of code that lies beside weights
 _FILES = "files_of_hfpatch"  # a package of its files, without its __init__.py
 
 
@@ -30,7 +30,7 @@ class Blocker(MetaPathFinder):
 
 
 def import_file(name: str) -> Any:
-    """Import a file of this package ("measure.outputs") without the package: what measures needs little of it."""
+    """Import a file of this package ("measure.outputs") without the package: measuring needs little of it."""
     package = types.ModuleType(_FILES)
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules.setdefault(_FILES, package)
@@ -48,7 +48,7 @@ def outputs_of_checkpoint(job: Mapping[str, Any]) -> dict[str, Tensor]:
     cls = type(model)
     if cls.__name__ != job["class"] or not cls.__module__.startswith(_HOME):
         raise TypeError(f"it opens as {cls.__module__}.{cls.__name__}")
-    for parameter in model.parameters():  # mapped from a file it may lie unaligned, which moves the last bit
+    for parameter in model.parameters():  # mapped weights may lie unaligned, which moves the last bit
         parameter.data = parameter.data.clone()
     torch.manual_seed(0)
     with torch.no_grad():

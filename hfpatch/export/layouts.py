@@ -1,6 +1,6 @@
 """Layouts of 34 families, as data: module paths, config names, and stock architectures for native export.
 
-Paths are those of the norms, projections and heads around and in blocks; config names those of sizes and options.
+Paths lead to the norms, projections and heads around and in blocks; config names are those of sizes and options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QKV = ("query", "key", "value")
 STEM = ("embedding", "types", "embedding_norm", "final_norm")
 BLOCK = ("attention_norm", "mlp_norm", *QKV, "qkv", "output", "up", "down", "gate", "gate_up")
 
-# Names of settings by fact, the one that counts first
+# Names of settings by fact; of several the first counts
 SETTINGS = {
     "vocabulary": "vocab_size",
     "width": "hidden_size d_model",
@@ -52,11 +52,11 @@ SETTINGS = {
     "embedding_dropout": "embd_pdrop embed_dropout embedding_dropout emb_pdrop hidden_dropout_prob dropout",
 }
 
-# Families whose embeddings go by another setting than the first of these that they have; "" where nothing is dropped
+# Families whose embeddings read another setting than the first of these that they have; "" if nothing is dropped
 EMBEDDING_DROPOUT = {"gpt_neox": "hidden_dropout", "opt": "", "mpt": "", "esm": ""}
 
-# Settings of a rotation that turns nothing, for classes that have no switch: every wavelength is beyond 1 token, so
-# every frequency is divided by the factor; in float32 a cosine is then 1, and a sine too small to change a sum
+# Settings of a rotation that turns nothing, for classes that can't switch it off: every wavelength is beyond 1 token,
+# as every frequency is divided by the factor; in float32 a cosine is then 1, and a sine too small to change a sum
 NO_ROTATION = {
     "rope_type": "llama3",
     "factor": 1e30,
@@ -65,8 +65,8 @@ NO_ROTATION = {
     "original_max_position_embeddings": 1,
 }
 
-# Settings that transformers 5 no longer saves and that readers by older names ask for (transformers 4, and with it the
-# converter of llama.cpp): by `model_type`, the older name and the one in the config or its `rope_parameters`
+# Settings that transformers 5 no longer saves and that readers ask for by older names (transformers 4, and with it
+# llama.cpp's converter): by `model_type`, the older name and the name in the config or its `rope_parameters`
 OLDER_NAMES = {
     "gpt2": {"n_ctx": "n_positions"},
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
@@ -78,17 +78,17 @@ class FamilyLayout:
     """Module paths and config names of one family's stack of blocks.
 
     Attributes:
-        paths: by role. In the base model: "body" (else the base model itself); in the body: "blocks", "table" (of
-            learned positions) and `STEM`, where "types" is an embedding of token types; in a block: "attention",
-            `BLOCK`, where "qkv" and "gate_up" are fused maps, and "activation" (before "down"; gelu if there is none).
-        heads: of the tasks that the family has, by Auto class: paths in the model or its base by role.
-        causal, post_norm: kind of the stack; a norm stands before its attention or MLP, or behind their sum.
+        paths: paths by role. In the base model: "body" (else the base model itself). In the body: "blocks", "table" (of
+            learned positions) and `STEM`; "types" there is an embedding of token types. In a block: "attention",
+            `BLOCK`; "qkv" and "gate_up" there are fused maps, and "activation" stands before "down" (else: gelu).
+        heads: heads of the tasks that the family has, by Auto class: paths in the model or its base by role.
+        causal, post_norm: kind of the stack. A norm stands before its attention or MLP, or behind their sum.
         by_head: a fused projection's channels are [q k v] of the first head, then of the next; else all queries, all
             keys, all values.
         scale: attribute of the attention with the factor on its scores, a number, or None for 1 / sqrt(head_dim).
-        requires: settings of the config without which the stack is another.
-        computed: table of positions that the class computes, a path in the base model.
-        pairing: which channels of a head the family turns together, if it rotates.
+        requires: settings of the config that the stack depends on, with the values that this layout is for.
+        computed: path, in the base model, of a table of positions that the class computes.
+        pairing: the channels of a head that the family turns together, if it rotates.
     """
 
     paths: Mapping[str, str]
@@ -114,7 +114,7 @@ class FamilyLayout:
 
 
 def _paths(text: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """role=path pairs, added to those of another family; an empty path removes a role."""
+    """Return role=path pairs, added to another family's; an empty path removes a role."""
     pairs = {**(base or {}), **dict(pair.split("=") for pair in text.split())}
     return {role: path for role, path in pairs.items() if path}
 
@@ -184,7 +184,7 @@ _DISTILBERT = """
 _DECODERS = {
     LM: {"head": OUTPUT},
     SEQUENCE: {"out": "score"},
-    TOKEN: {"out": "classifier | score"},  # the first that is there
+    TOKEN: {"out": "classifier | score"},  # the first that exists
     QUESTION: {"out": "qa_outputs"},
     BASE: {},
 }
@@ -210,7 +210,7 @@ _SEQUENTIAL, _PLAIN_QK = {"use_parallel_residual": False}, {"qk_layernorm": Fals
 _FALCON_REQUIRES = {"parallel_attn": False, "new_decoder_architecture": False, "alibi": False}  # falcons
 _ENCODER_REQUIRES = {"is_decoder": False, "chunk_size_feed_forward": 0}
 
-# By `model_type`; of several layouts the first whose requirements a config meets
+# By `model_type`; of several layouts the first counts whose requirements a config meets
 LAYOUTS: dict[str, tuple[FamilyLayout, ...]] = {
     "gpt_neox": (_decoder(_paths(_NEOX, _FUSED), by_head=True, requires=_SEQUENTIAL),),
     "persimmon": (_decoder(_paths(_PERSIMMON, _FUSED), by_head=True, requires=_PLAIN_QK),),
@@ -276,16 +276,16 @@ class Target:
     """Stock architecture to write; its config has a name in `SETTINGS` for each fact that varies.
 
     Attributes:
-        model_type: transformers' name of it.
-        variant: which of the family's layouts.
-        positions: what it does with them: "rope", "partial" (rotate a part of a head), "scaling" (as its
+        model_type: transformers' name of the architecture.
+        variant: index of the layout among the family's layouts.
+        positions: the positions that it can have: "rope", "partial" (rotate a part of a head), "scaling" (as its
             `rope_parameters` say), "theta" (other than 10,000), "alibi", "none".
-        norm: its kind of norm; shift, gain: whether it has one.
+        norm: the kind of its norms; shift, gain: whether they have one.
         groups: whether it may have fewer heads of keys and values than of queries.
-        optional: roles of parts that it can do without.
+        optional: roles of parts that it may lack.
         bounded: whether it takes no texts longer than its config's length.
-        activation: the one that servers (vLLM, llama.cpp) compute of it whatever the config says; a model with another
-            is written as this one last.
+        activation: the activation that servers (vLLM, llama.cpp) compute for it whatever the config says; a model with
+            another activation tries this architecture last.
     """
 
     model_type: str

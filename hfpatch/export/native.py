@@ -1,4 +1,4 @@
-"""Native export: a patched model saved as an architecture that transformers ships and that computes the same.
+"""Native export: saves a patched model as a stock transformers architecture that computes the same.
 
 Such a checkpoint needs neither hfpatch nor remote code. Candidates are the class that the model was patched from, with
 other weights or settings, and `TARGETS`; the outputs of each are compared with those of the patched model before
@@ -38,9 +38,9 @@ class Candidate:
     """Stock architecture that a model might equal.
 
     Attributes:
-        model_type: transformers' name of it.
-        model: the stock model, where one could be made.
-        longest: positions that it holds, None where it takes texts of any length.
+        model_type: transformers' name of the architecture.
+        model: the stock model, if one could be made.
+        longest: number of positions that it holds; None if it takes texts of any length.
         measured: how far its outputs are from the patched model's.
         reason: why there is no model, or why it isn't equal.
     """
@@ -95,7 +95,7 @@ def write_stock(stock: Any, folder: Path, **save_options: Any) -> None:
 
 
 def native_model(model: Any, architecture: str | None = None, serve: str | None = None) -> Any:
-    """A stock transformers model that computes the same as a patched one, in its dtype and in eval mode.
+    """Return a stock transformers model that computes the same as a patched model, in its dtype and in eval mode.
 
     Arguments and errors as in `export_model`, which writes it to a folder.
     """
@@ -106,8 +106,8 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
     """Return the first architecture that a model equals.
 
     Raises:
-        UnsupportedError: no architecture has what the model has; says for each what is missing.
-        VerificationError: there are candidates, and none is equal.
+        UnsupportedError: no architecture has all that the model has; the message says what each lacks.
+        VerificationError: there are candidates, and none of them is equal.
         UnknownNameError, OptionError: as in `candidates`.
     """
     tried = []
@@ -127,12 +127,12 @@ def find_native(model: Any, architecture: str | None = None, serve: str | None =
 
 
 def candidates(model: Any, architecture: str | None = None, serve: str | None = None) -> Iterator[Candidate]:
-    """Yield the architectures that the model might equal, likeliest first, with error or reason against it.
+    """Yield the architectures that the model might equal, likeliest first, with their error or the reason against them.
 
     Args:
         model: a patched transformers model with weights.
         architecture: the only one to try.
-        serve: a runtime of `RUNTIMES` that has to take it.
+        serve: a runtime of `RUNTIMES` that has to take the architecture.
 
     Raises:
         UnknownNameError: hfpatch knows no equality with that architecture.
@@ -177,7 +177,7 @@ def candidates(model: Any, architecture: str | None = None, serve: str | None = 
 
 
 def _layout_of(config: Any) -> tuple[FamilyLayout | None, str | None]:
-    """The layout of a family, and which setting it doesn't fit."""
+    """The layout of a family, and the setting that doesn't fit it."""
     family = [(layout, unsupported_setting(layout, config)) for layout in LAYOUTS.get(config.model_type, ())]
     fitting = [pair for pair in family if pair[1] is None]
     return next(iter(fitting or family), (None, None))
@@ -195,16 +195,16 @@ def _compare_candidate(
         return Candidate(model_type, reason=reason)
     try:
         measured = compare(source, model, longest, beyond)
-    except Exception as error:  # whatever a class raises whose forward doesn't take its own config's settings
+    except Exception as error:  # a forward that doesn't take its config's settings may raise anything
         return Candidate(model_type, reason=f"its forward fails: {describe_error(error)}")
     return Candidate(model_type, model, longest, measured, None if measured.holds else str(measured))
 
 
 def _in_full_precision(model: Any) -> Any:
-    """The model, or a float32 copy of one in half precision.
+    """The model; a float32 copy of it if it is in half precision.
 
     Raises:
-        UnsupportedError: its weights aren't plain floats, or it has none yet.
+        UnsupportedError: its weights aren't plain floats, or aren't loaded yet.
     """
     for name, value in model.named_parameters():
         if value.is_meta:
@@ -230,10 +230,10 @@ def _auto_class(model: Any, layout: FamilyLayout) -> str:
 
 
 def _refusal(model: Any, tried: list[Candidate]) -> UnsupportedError | VerificationError:
-    """Why there is no native form of a model: a line for each architecture that came into question."""
+    """The error that a model has no native form: a line for each architecture that came into question."""
     reasons: dict[str, str | None] = {}
-    for one in tried:  # some are tried in two ways: as the host and as a target, or in two variants
-        if one.model_type not in reasons or one.measured is not None:  # a measured way came further
+    for one in tried:  # some architectures are tried twice: as host and as target, or in two variants
+        if one.model_type not in reasons or one.measured is not None:  # a measured try came further
             reasons[one.model_type] = one.reason
     lines = [f"  {name}: {reason}." for name, reason in reasons.items()]
     message = "\n".join(

@@ -28,7 +28,7 @@ from .weights import Weights, body_of, gains_of, module_at, sections
 
 _GRID = torch.linspace(-12.0, 12.0, 2_001, dtype=torch.float64, device="cpu")
 _SCALES = ("embed_scale", "scalar_embed_scale")  # attributes of an embedding: a factor on its output
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is kept too, else the target's own default would count
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # None is kept, too; else the target's default would count
 _SETTINGS = (
     *("sep_token_id", "cls_token_id", "mask_token_id", "initializer_range", "use_cache"),
     *("id2label", "label2id", "problem_type", "classifier_dropout"),
@@ -40,11 +40,11 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
 
     Args:
         model: a patched model or a stock one, in float32 or float64.
-        layout: that of its family.
-        auto: the Auto class of its head.
+        layout: the layout of the model's family.
+        auto: the Auto class of the model's head.
 
     Raises:
-        UnsupportedError: it holds what the layout doesn't know of.
+        UnsupportedError: the model holds parts that the layout doesn't describe.
     """
     weights = Weights(model, {id(model.get_submodule(name)): gain for name, gain in gains_of(model).items()})
     body, config = body_of(model, layout), model.config.get_text_config()
@@ -74,22 +74,22 @@ def read(model: Any, layout: FamilyLayout, auto: str) -> Anatomy:
 
 
 def setting(config: Any, fact: str, default: Any) -> Any:
-    """Return a config's value of a fact, under the first of its names that has one."""
+    """Return a config's value of a fact, by the first of the fact's names that has a value."""
     values = (getattr(config, name, None) for name in SETTINGS[fact].split())
     return next((value for value in values if value is not None), default)
 
 
 def dropouts_in(config: Any) -> dict[str, float]:
-    """Return what a config's model drops in training, by fact."""
+    """Return the dropout probabilities in a config, by fact."""
     found = {fact: setting(config, fact, 0.0) for fact in SETTINGS if fact.endswith("_dropout")}
     of_embeddings = EMBEDDING_DROPOUT.get(config.model_type)
     return found if of_embeddings is None else found | {"embedding_dropout": getattr(config, of_embeddings, 0.0)}
 
 
 def unsupported_setting(layout: FamilyLayout, config: Any) -> str | None:
-    """Return the setting that makes a model another stack than its family's layout; None if none does.
+    """Return the setting that makes a model another stack than its family's layout; None if there is none.
 
-    Windows are settings of which a comparison of short texts would see nothing.
+    Windows are among them, since a comparison of short texts would see nothing of a window.
     """
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     local = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
@@ -142,7 +142,7 @@ def _activation(block: nn.Module, layout: FamilyLayout) -> str:
     with torch.no_grad():
         expected = module(_GRID)
         for name in ("gelu", "gelu_new", "relu", "silu", "quick_gelu", "relu2", *ACT2FN):
-            with suppress(Exception):  # some want arguments, or packages, of their own
+            with suppress(Exception):  # some need arguments or packages
                 if name != "xielu" and torch.allclose(ACT2FN[name](_GRID), expected, rtol=0, atol=1e-12):
                     return name
     raise UnsupportedError(f"{path}: transformers has no activation that equals {module}")
@@ -172,7 +172,7 @@ def _positions(model: Any, stack: Any, layout: FamilyLayout) -> tuple[RoPE | ALi
 
 
 def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tuple[RoPE, int]:
-    """The rotation that a model's own class carries out."""
+    """The scheme of the rotation in a model's own class, and the length that its scaling starts from."""
     if len(rotations) > 1:
         raise UnsupportedError("it rotates in several ways")
     config = model.config.get_text_config()
@@ -188,6 +188,6 @@ def _own_rotation(model: Any, rotations: list[Any], layout: FamilyLayout) -> tup
     }
     try:
         scheme = RoPE(**options, scaling=None if own.kind == "default" else scaling)
-    except OptionError as error:  # a setting of its family's own
+    except OptionError as error:  # its family has a setting of its own
         raise UnsupportedError(f"its rotation has other settings: {error}") from error
     return scheme.with_paper_values(), own.original or 0

@@ -1,7 +1,7 @@
-"""Remote export: a checkpoint that opens with `trust_remote_code=True` where hfpatch isn't installed.
+"""Remote export: a checkpoint that opens with `trust_remote_code=True` if hfpatch isn't installed.
 
-Beside the weights lie the files of hfpatch/runtime, byte for byte, and a modeling file that names the model's classes:
-the code that hfpatch itself runs and tests, and the edits in config.json.
+The files of hfpatch/runtime lie beside the weights, byte for byte, and a modeling file that names the model's classes:
+the code that hfpatch itself runs and tests. The edits are in config.json.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def write_remote(
 
     The folder gets what `save_pretrained` writes, the runtime's files, `modeling_hfpatch.py` and, in config.json, an
     `auto_map` of the classes of every head of the family. A process without hfpatch and without
-    `trust_remote_code=True` refuses the checkpoint. Where hfpatch is imported, it opens the checkpoint itself, whatever
+    `trust_remote_code=True` refuses the checkpoint. If hfpatch is imported, it opens the checkpoint itself, whatever
     `trust_remote_code` is, and runs nothing of the file.
 
     Args:
-        model: a patched model, bare, with its weights. It isn't changed.
+        model: a patched model, not wrapped, with its weights. It isn't changed.
         folder: an empty folder.
         verify, example_inputs, save_options: as in `export_model`.
 
     Raises:
-        UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it; says why.
-        VerificationError: what was written doesn't open, or not as the same function.
+        UnsupportedError: the model isn't patched, or a file of torch and transformers alone can't build it.
+        VerificationError: the checkpoint doesn't open, or not as the same function.
     """
     require_bare(model)
     require_unquantized(model)
@@ -68,10 +68,10 @@ def write_remote(
 def verify_remote(
     model: PreTrainedModel, folder: Path, auto: str, example_inputs: Mapping[str, Any] | None = None
 ) -> None:
-    """Open a checkpoint where hfpatch can't be imported, and compare it with the model.
+    """Open a checkpoint in a process that can't import hfpatch, and compare it with the model.
 
     Raises:
-        VerificationError: it doesn't open, or gives other outputs.
+        VerificationError: the checkpoint doesn't open, or gives other outputs.
     """
     kind = type(model).__name__
     inputs = cast_for_model(model, random_inputs(model) if example_inputs is None else example_inputs)
@@ -94,7 +94,7 @@ def verify_remote(
 def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Run `fresh_process.py` in a subprocess on a folder and return its answer."""
     chosen = getattr(model.config, "_attn_implementation", None)
-    attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is what it gets anyway
+    attention = {} if chosen in (None, "sdpa") else {"attn_implementation": chosen}  # sdpa is the default
     how = {
         "device": str(device_of(model)),
         "options": {"dtype": model.dtype, **attention},
@@ -119,7 +119,7 @@ def run_job(model: Any, folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_with_aligned_weights(model: nn.Module) -> Any:
-    """The model, called with weights in memory of their own where they lie unaligned, which moves the last bit."""
+    """The model, called with aligned copies of weights that lie unaligned in memory, which moves the last bit."""
     moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.data_ptr() % 64}
     if not moved:
         return model

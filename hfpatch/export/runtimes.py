@@ -1,7 +1,7 @@
-"""Other runtimes (llama.cpp, ONNX) and the stock models that they support, with the check of a model.
+"""Other runtimes (llama.cpp, ONNX): the stock models that each supports, and the check of a model.
 
-Runtimes go by the name of the class in config.json, and some compute a part of it in one way whatever the config says:
-a model that differs there would be served wrongly without a word. An entry says what a runtime computes of a class.
+Runtimes go by the name of the class in config.json. Some compute a part of it in one way whatever the config says: they
+would serve a model that differs there wrongly, without an error. An entry says what a runtime computes of a class.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _SCALED = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RuntimeSupport:
-    """What a runtime supports of a class, as tests/ecosystem/test_gguf.py and test_onnx.py measure it.
+    """A runtime's support of a class, as tests/ecosystem/test_gguf.py and test_onnx.py measure it.
 
     Attributes:
-        activations: the only ones of its MLPs, by their names in configs; None: what the config says.
-        rope: the types of `rope_parameters` that it follows; None: all.
-        theta: the only base of its rotation; None: what the config says.
-        biases: whether its attentions and MLPs all have biases, or have none; None: either.
+        activations: the only activations of its MLPs, by their names in configs; None: those that the config names.
+        rope: the types of `rope_parameters` that the runtime follows; None: all.
+        theta: the only base of its rotation; None: the config's.
+        biases: whether all layers of its attentions and MLPs have biases (True) or none have (False); None: either.
         wide: whether its MLPs are four times as wide as its stream.
-        sentencepiece: whether it asks for a tokenizer.model, which a model of another family needn't have.
+        sentencepiece: whether the runtime asks for a tokenizer.model, which a model of another family may lack.
     """
 
     activations: tuple[str, ...] | None = None
@@ -74,7 +74,7 @@ _ONNX = {
     )
 }
 
-# By the name that `serve=` takes; transformers opens every class
+# By the names that `serve=` takes; transformers opens every class
 RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
     "llama.cpp": _LLAMA_CPP,
     "onnx": _ONNX,
@@ -84,7 +84,7 @@ RUNTIMES: Mapping[str, Mapping[str, RuntimeSupport]] = {
 def runtime_obstacle(model: Any, runtime: str, host: str | None = None) -> str | None:
     """Return why a runtime doesn't support a stock model, or would compute something else; None if it supports it.
 
-    `host` is the `model_type` that the model was made from.
+    `host` is the `model_type` of the model that it was made from.
     """
     served, config = RUNTIMES[runtime].get(type(model).__name__), model.config
     if served is None:

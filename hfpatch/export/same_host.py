@@ -1,8 +1,8 @@
 """Export as the stock class that was patched, if other weights or settings give the same outputs.
 
-That is possible where a patch can be expressed in what the class reads: a table of positions with other rows (one row
-for all where positions were dropped), settings of a rotation (`NO_ROTATION` where it was dropped), a stream without a
-mean, a norm without a shift.
+That is possible if a patch can be expressed by what the class reads: a table of positions with other rows (one row for
+all if positions were dropped), settings of a rotation (`NO_ROTATION` if it was dropped), a stream without a mean, a
+norm without a shift.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
         model: a patched model, or a stock one, in float32 or float64.
 
     Raises:
-        UnsupportedError: something of the patch can't be had in the host's class; says what.
+        UnsupportedError: the host's class can't express a part of the patch; the message names it.
     """
     host: Any = host_class(type(model))
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
         type(config).from_dict(config.to_dict())  # which checks what the class can't open again
         with keep_random_state(), torch.device("cpu"):
             twin = host._from_config(config, dtype=model.dtype).eval()
-    except Exception as error:  # whatever a class raises that doesn't know a setting
+    except Exception as error:  # a class that doesn't know a setting may raise anything
         raise UnsupportedError(f"its config takes other values: {str(error).splitlines()[-1].strip()}") from error
     fixed = _fill(twin, model)
     for name, factor in gains_of(model).items():
@@ -72,7 +72,7 @@ def as_stock_host(model: Any) -> tuple[Any, int | None]:
 
 
 def _longest_text(model: nn.Module) -> int | None:
-    """How many positions of a text the host's tables hold; None if it has none."""
+    """The number of a text's positions that the host's tables hold; None without tables."""
     if "input_ids" not in inspect.signature(model.forward).parameters:
         return None
     held = [max_positions(item) for item in find_stacks(model) if item.stack.grid is None]
@@ -87,7 +87,7 @@ def host_obstacle(module: nn.Module) -> str | None:
         return f"is gated ({module.kind}), which the MLPs of {{host}} aren't"
     if SCALED in vars(module):
         return "is scaled by a learned number, which {host} doesn't have"
-    if module._modules.get(ROTARY) is not None and lens_of(module, AttentionLens) is not None:  # else the host's own
+    if module._modules.get(ROTARY) is not None and lens_of(module, AttentionLens) is not None:  # else the host's
         return "rotates queries and keys, which {host} doesn't"
     if module._modules.get(BIAS) is not None:
         return "adds a bias by distance, which {host} doesn't"
@@ -97,7 +97,7 @@ def host_obstacle(module: nn.Module) -> str | None:
 
 
 def _without_dropped_rotations(model: Any) -> Any:
-    """The host's config, with settings that turn nothing for every rotation that a patch has dropped.
+    """The host's config, with settings that turn nothing for every rotation that a patch dropped.
 
     Raises:
         UnsupportedError: the config has no such settings.
@@ -118,7 +118,7 @@ def _fill(twin: nn.Module, model: nn.Module) -> list[nn.Module]:
     """Copy a patched model's values into a stock twin, norm by norm and then name by name; return its fixed norms.
 
     Raises:
-        UnsupportedError: one of them has no counterpart.
+        UnsupportedError: a value has no counterpart.
     """
     source, target, state = Weights(model), Weights(twin), dict(model.state_dict())
     modules: dict[str, Any] = dict(model.named_modules())
@@ -138,7 +138,7 @@ def _fill(twin: nn.Module, model: nn.Module) -> list[nn.Module]:
         used.add(f"{holder}.constant" if isinstance(modules.get(holder), ConstantPositions) else key)
         values = _values(modules.get(holder), state.get(key), place)
         if values is None and any(fnmatch.fnmatchcase(one, glob) for one in (key, holder) for glob in removed):
-            values = torch.zeros_like(place)  # biases by distance that are no more
+            values = torch.zeros_like(place)  # biases by distance that were removed
         if values is None or values.shape != place.shape:
             raise UnsupportedError(f"{key} has no counterpart of its shape")
         place.copy_(values)
@@ -149,7 +149,7 @@ def _fill(twin: nn.Module, model: nn.Module) -> list[nn.Module]:
 
 
 def _values(module: Any, stored: Tensor | None, place: Tensor) -> Tensor | None:
-    """Values for a Parameter of the stock model: rows of a table, or the stored ones of the same name."""
+    """Values for a Parameter of the stock model: rows of a table, or the stored values of the same name."""
     if isinstance(module, ComputedPositions):
         return module.rows(torch.arange(len(place), device=module.weight.device))
     values = module.constant if isinstance(module, ConstantPositions) else stored

@@ -23,8 +23,8 @@ from .layouts import BLOCK, OUTPUT, STEM, FamilyLayout
 EXPRESSIBLE = ("layer", "rms", FixedNorm.kind)  # norms that stock models have
 MAX_EPS_DIFFERENCE = 1e-11  # eps of norms that differ by less are equal
 _UNUSED_PARTS = ("contacts",)  # parts of a head that no forward reads
-_OPTIONAL = ("pooler", "contacts")  # parts of a head that are zero where there is nothing for them
-_OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, or a second name of it
+_OPTIONAL = ("pooler", "contacts")  # parts of a head that are zero if the model has none
+_OUTPUT_BIAS = "bias"  # role of a head's Parameter that is its output's bias, or a second name of that bias
 
 
 def sections(model: Any, layout: FamilyLayout, auto: str) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
@@ -40,8 +40,8 @@ class Weights:
     """Reads or fills parts of a model, and tracks which Parameters were used.
 
     Args:
-        model: a transformers model; what is read has its dtype.
-        gains: factors on the outputs of linear layers that are read, by the layer's id.
+        model: a transformers model; values that are read have its dtype.
+        gains: factors on the outputs of linear layers, by the layer's id; they are read with the layers.
     """
 
     def __init__(self, model: Any, gains: Mapping[int, float] | None = None):
@@ -76,7 +76,7 @@ class Weights:
         """Copy parts into a section.
 
         Raises:
-            UnsupportedError: a part has no place there, or a place no part, or another shape.
+            UnsupportedError: the section has no place for a part, no part for a place, or another shape.
         """
         for role in dict.fromkeys((*parts, *paths)):
             part, path = parts.get(role), paths.get(role, "")
@@ -118,10 +118,10 @@ class Weights:
         return PlainNorm(gain, values.get("shift"), facts.kind, _eps(facts, like.dtype))
 
     def fill_norm(self, module: nn.Module, norm: PlainNorm, path: str) -> None:
-        """Copy gain and shift into a stock norm; `with_fixed_norms` makes it a fixed one afterwards, if it is to be.
+        """Copy gain and shift into a stock norm; `with_fixed_norms` fixes it afterwards, if it has to.
 
         Raises:
-            UnsupportedError: it has another eps, or no place for one of them.
+            UnsupportedError: the norm has another eps, or no place for gain or shift.
         """
         facts = _facts(module, path)
         if norm.fixed:
@@ -136,7 +136,7 @@ class Weights:
         self._fill(stored, {"gain": gain, "shift": norm.bias}, path)
 
     def value(self, *places: Tensor) -> Tensor:
-        """Return the value stored at the first of these places; the others are copies."""
+        """Return the value stored at the first of these places; the other places hold copies."""
         self.touched |= {place.data_ptr() for place in places}
         return places[0].detach().to(self.model.dtype)
 
@@ -144,7 +144,7 @@ class Weights:
         return {name: self.value(*places) for name, places in stored.items() if places}
 
     def _fill(self, stored: Mapping[str, list[Tensor]], given: Mapping[str, Tensor | None], path: str) -> None:
-        """Copy values to where they are stored; zeros where none are given, which alone need no place."""
+        """Copy values to where they are stored; without given values write zeros, which need no place."""
         for name, places in stored.items():
             values = given.get(name)
             if not places and values is not None and bool(values.any()):
@@ -177,7 +177,7 @@ def _parameters_of_layer(module: Any, output_bias: Tensor | None = None) -> dict
 
 
 def _parameters_of_norm(module: nn.Module, facts: NormFacts) -> dict[str, list[Tensor]]:
-    """Likewise a norm's gain, less its offset, and shift."""
+    """The Parameters, or views of them, that hold a norm's gain, less its offset, and its shift."""
     places = zip(("gain", "shift"), facts.parameters_of(module), strict=True)
     return {name: [] if place is None else [place] for name, place in places}
 
@@ -187,7 +187,7 @@ def _output_bias(root: Any, role: str, paths: Mapping[str, str]) -> Tensor | Non
 
 
 def module_at(root: Any, path: str) -> Any:
-    """Return the module at the first of several paths that exists in a module or its base model, or None."""
+    """Return the module at the first path that exists in a module or its base model; None if no path does."""
     if path == OUTPUT:
         output = root.get_output_embeddings()
         return module_at(root, "lm_head.decoder") if output is None else output
@@ -202,10 +202,10 @@ def body_of(model: Any, layout: FamilyLayout) -> Any:
 
 
 def gains_of(model: nn.Module) -> dict[str, float]:
-    """Return the last linear layers of residual branches whose output is multiplied, with the factors.
+    """Return factors by the last linear layers of the residual branches whose output is multiplied.
 
     Raises:
-        UnsupportedError: a branch meets its stream in a way of its own, or what is multiplied is no linear layer.
+        UnsupportedError: a branch meets its stream in another way, or the multiplied module isn't a linear layer.
     """
     gains: dict[str, float] = {}
     modules: dict[str, Any] = dict(model.named_modules())
@@ -215,7 +215,7 @@ def gains_of(model: nn.Module) -> dict[str, float]:
         lens = lens_of(module, Gains)
         for child, _, gain in () if lens is None else lens.gains:
             path = f"{name}.{child}".strip(".")
-            if isinstance(modules[path], nn.Dropout):  # behind the linear layer
+            if isinstance(modules[path], nn.Dropout):  # the dropout stands behind the linear layer
                 path = f"{path.rpartition('.')[0]}.dense"
             if getattr(modules.get(path), "weight", None) is None:
                 raise UnsupportedError(f"{path} is multiplied by {gain:g} in every forward")

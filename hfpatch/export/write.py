@@ -1,4 +1,4 @@
-"""Writes an `Anatomy` as a stock model of another architecture, and refuses what that can't represent."""
+"""Writes an `Anatomy` as a stock model of another architecture, and refuses parts that it can't represent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
         auto: the Auto class of the head.
 
     Raises:
-        UnsupportedError: something of it has no place in the target; says what.
+        UnsupportedError: a part of the anatomy has no place in the target; the message names it.
     """
     obstacle = next(_obstacles(anatomy, target), None)
     if obstacle is not None:
@@ -61,7 +61,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
     configs: Any = CONFIG_MAPPING[target.model_type]
     try:
         config = configs(**_settings(anatomy, target, configs))
-    except Exception as error:  # whatever its validation raises
+    except Exception as error:  # its validation may raise anything
         reason = str(error).strip().splitlines()[-1].strip()
         raise UnsupportedError(f"its config takes other values: {reason}") from error
     model_classes = model_classes_of(getattr(transformers, auto), configs)
@@ -79,7 +79,7 @@ def write(anatomy: Anatomy, target: Target, auto: str) -> Any:
 
 
 def _obstacles(anatomy: Anatomy, target: Target) -> Iterator[str]:
-    """What the target architecture lacks for this model, or requires."""
+    """Yield what the target architecture lacks for this model, or requires of it."""
     layout, scheme, possible = target.layout, anatomy.positions, target.positions
     present = {*anatomy.blocks[0], *anatomy.stem}
     for role, words in _PARTS.items():
@@ -131,7 +131,7 @@ def _adapt_to_target(anatomy: Anatomy, target: Target) -> Anatomy:
 
 
 def _blocks(anatomy: Anatomy, layout: FamilyLayout) -> Iterator[Parts]:
-    """The blocks, with one projection for queries, keys and values where the layout has a fused one."""
+    """The blocks, with one projection for queries, keys and values if the layout has a fused projection."""
     for block in anatomy.blocks:
         fused = {"qkv": fuse_qkv(anatomy, block, layout)} if "qkv" in layout.paths else {}
         yield fused | {role: part for role, part in block.items() if not fused or role not in QKV}
@@ -142,7 +142,7 @@ def _settings(anatomy: Anatomy, target: Target, configs: Any) -> dict[str, Any]:
     settings, known = {**anatomy.settings, **target.layout.requires}, inspect.signature(configs).parameters
     kind, start = _scaling_of(anatomy), anatomy.scaled_from
     if kind in STRETCHING or (kind == "default" and start != anatomy.facts["length"]):
-        settings |= {ORIGINAL: start} if start else {}  # which later scalings start from, and this one doesn't say
+        settings |= {ORIGINAL: start} if start else {}  # later scalings start from it, and this scaling doesn't say it
     for fact, value in facts_of(anatomy).items():
         name = next((name for name in SETTINGS[fact].split() if name in known), None)
         if name is not None:
@@ -191,7 +191,7 @@ def facts_of(anatomy: Anatomy) -> dict[str, Any]:
 
 
 def _scaling_of(anatomy: Anatomy) -> str:
-    """The type of the scaling of its RoPE."""
+    """The type of a model's RoPE scaling."""
     return (getattr(anatomy.positions, "scaling", None) or {}).get("rope_type", "default")
 
 

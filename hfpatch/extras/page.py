@@ -33,8 +33,8 @@ from ..verification.module_diff import compare_modules
 from ..verification.verify_report import LayerRow, ModuleRow, Report, module_lines, title_of
 from .sketch import sketches
 
-_PATCHED = "PATCHED"  # stands for the name of a checkpoint that isn't known
-HEADINGS = ("module", "original", "patched", "state", "note")  # of the cells of `module_lines`
+_PATCHED = "PATCHED"  # in place of a checkpoint's name that isn't known
+HEADINGS = ("module", "original", "patched", "state", "note")  # headings of the cells of `module_lines`
 WIDTH, HEIGHT = 640, 300  # of a figure, in pixels at full size
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, WIDTH - 10, 12, HEIGHT - 38
 _TICKS = 6  # labels of an axis, at most
@@ -108,7 +108,7 @@ def _facts(
     report: Report | None,
     repair: RepairReport | None,
 ) -> dict[str, Any]:
-    """What the template shows."""
+    """The facts that the template shows."""
     host, record = unpatched_model(model), Record.of(model.config)
     rows = changed_modules(model) if report is None else report.modules
     if not (record.norm or record.placement):
@@ -155,7 +155,7 @@ _FORMS = {"plugin": "plugin: opens where hfpatch is imported", "remote": "remote
 
 
 def _public_name(name: str | PathLike[str]) -> str:
-    """A Hub id, or the name of a folder without where it is."""
+    """A Hub id, or a folder's name without its path."""
     return Path(name).resolve().name if Path(name).exists() else str(name)
 
 

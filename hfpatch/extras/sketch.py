@@ -1,8 +1,8 @@
 """Sketches of a model's repeated blocks before and after a patch: norms, attentions, MLPs and the residual stream.
 
-How branches meet the residual stream is measured on a small model of the unpatched class (sites/residual_branches.py);
-what the patch made of them is read from the patched model's modules and lenses. A stack of which that isn't known isn't
-drawn.
+How branches meet the residual stream is measured on a small model of the unpatched class (sites/residual_branches.py).
+What the patch made of them is read from the patched model's modules and lenses. A stack isn't drawn if its branches
+aren't known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FORMS = {
     "olmo2": ("x + norm(f(x))", "fn"),
     "sandwich": ("x + norm(f(norm(x)))", "nfm"),
 }
-_MOST = 3  # different blocks of one stack that are drawn
+_MOST = 3  # different blocks of one stack that are drawn, at most
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def sketches(model: PreTrainedModel, host: PreTrainedModel, rows: list[ModuleRow
 
 
 def _branches(host: PreTrainedModel) -> list[Branch]:
-    """The residual branches of each stack, with the pattern of the blocks' names in place of the name.
+    """The residual branches of each stack, each with the pattern of its blocks' names in place of the name.
 
     Raises:
         UnsupportedError: no small model runs, nothing was found, or the layers of a stack differ.
@@ -131,7 +131,7 @@ def _by_block(model: nn.Module, branches: list[Branch]) -> dict[str, list[Branch
 
 
 def _names(names: list[str]) -> str:
-    """Names that differ in numbers as one: h.{0-11}."""
+    """Names that differ in numbers, written as one name: h.{0-11}."""
     return ", ".join(text for _, text in group_rows([SimpleNamespace(module=name) for name in names], lambda _: ()))
 
 
@@ -155,7 +155,7 @@ def _branch(site: BranchSite, mlps: list[MLPSite], rows: list[ModuleRow]) -> Bra
 
 
 def _alpha(site: BranchSite) -> float:
-    """The factor a of a norm of a x + f(x), which a post-norm host computes by dividing f(x) by it."""
+    """The factor a in norm(a x + f(x)); a post-norm host computes it by dividing f(x) by a."""
     for name, module in site.block.named_modules():
         gains = lens_of(module, Gains)
         for child, call, factor in gains.gains if gains else ():

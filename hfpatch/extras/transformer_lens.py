@@ -80,7 +80,7 @@ def has_lens(module: Any) -> bool:
 
 
 def is_changed(module: Any) -> bool:
-    """Return whether a module isn't one of torch's or transformers', or does more than that."""
+    """Return whether a module isn't one of torch's or transformers', or does more than its class."""
     marked = any(vars(module).get(slot) is not None for slot in (LENS, CENTRED, SCALED))
     homes = {base.__module__.partition(".")[0] for base in type(module).__mro__}
     return marked or not homes <= {"torch", "transformers", "builtins"}
@@ -248,14 +248,14 @@ class Reference:
         self.built = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
         self.inputs: Any = None
         if has_weights(model):
-            # without the mask, of ones: TransformerLens takes that of GPT-1, patched or not, for a causal one
+            # without the mask of ones: TransformerLens takes GPT-1's mask, patched or not, for a causal mask
             inputs = {name: value for name, value in example_inputs(model).items() if name != "attention_mask"}
             self.inputs = cast_for_model(model, inputs)
             self.outputs = self._outputs()
             self.floor = noise_floor(copy_of(model, share=True), self.inputs)
 
     def _outputs(self) -> dict[str, Tensor]:
-        """Outputs; logits less their mean, which TransformerLens takes away in compatibility mode."""
+        """Outputs; logits without their mean, which TransformerLens subtracts in compatibility mode."""
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             for module, _ in modes:
@@ -271,13 +271,13 @@ class Reference:
         """Refuse a bridge with other outputs; the first check also restores the model.
 
         Raises:
-            UnsupportedError: it does, or it doesn't run.
+            UnsupportedError: the bridge has other outputs, or doesn't run.
         """
         if self.inputs is None:
             return
         try:
             error, why = max_error(self.outputs, self._outputs()), ""
-        except Exception as failure:  # whatever a forward may raise
+        except Exception as failure:  # a forward may raise anything
             error, why = float("inf"), f" ({type(failure).__name__}: {failure!s:.200})"
         if error <= FACTOR * max(self.floor, last_bit(self.model)):
             return
@@ -301,7 +301,7 @@ class Reference:
 
 
 def _remove(component: Any, name: str) -> None:
-    """Take a hook or a part out of a component: one that never fires would make an edit do nothing."""
+    """Take a hook or a part out of a component: at a hook that never fires an edit would do nothing."""
     for registry in (component._modules, component._hook_registry, component.submodules, component.real_components):
         registry.pop(name, None)
 
@@ -322,7 +322,7 @@ def _inside(components: Mapping[str, Any]) -> Iterator[Any]:
 
 @functools.cache
 def _with_base(parent: Any, own: Any) -> type:
-    """A subclass of a component's or an adapter's class, under its name, with a first base."""
+    """A subclass of a component's or an adapter's class, under the same name, with `own` as its first base."""
     return type(parent.__name__, (own, parent), {"__module__": parent.__module__, "__doc__": parent.__doc__})
 
 

@@ -1,8 +1,8 @@
 """The model card of a pushed checkpoint: metadata that the Hub reads, and a section that each push renews.
 
-All of it comes from the checkpoint, the caller or the base model's own card; what none of them says is left out. The
-section stands between two comments; the rest of a card stays as its author wrote it. What a file says goes into that
-section only in a form that shows it as it is: names and versions that are such, and blocks of code.
+All of it comes from the checkpoint, the caller or the base model's own card; facts that none of them gives are left
+out. The section stands between two comments; the rest of a card stays as its author wrote it. Text from a file goes
+into that section only in a form that shows it as it is: plain names and versions, and blocks of code.
 
 The code that opens a checkpoint or makes it again is for report pages, too.
 """
@@ -33,8 +33,8 @@ from ..verification.verify_report import Report
 from .folder import CARD, Checkpoint
 
 BEGIN, END = "<!-- hfpatch: this section is written anew by every push -->", "<!-- hfpatch: end -->"
-_LIBRARIES = ("transformers", "hfpatch")  # that a push names
-_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of the Hub; other text in metadata is no link
+_LIBRARIES = ("transformers", "hfpatch")  # libraries that a push names
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")  # an id of the Hub; other text in metadata is no link
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,30}")
 _NOUNS = {"norm": "norms", "pos": "positions", "mlp": "MLPs", "placement": "places of the norms"}
 _BODY_TASKS = {"input_ids": "feature-extraction", "pixel_values": "image-feature-extraction"}  # by the main input
@@ -53,22 +53,22 @@ def card(
     """Return the text of README.md, and notes for the caller.
 
     Args:
-        found: what is pushed.
-        repo_id: where it goes.
-        written: the card that is there already; its text stays, but for the section of an earlier push, and so does its
-            metadata, but for what the caller says.
+        found: the checkpoint that is pushed.
+        repo_id: the repository that it goes to.
+        written: the present card; its text stays, except for the section of an earlier push. Its metadata stays, except
+            for what the caller sets.
         base_model: the id of the model that was patched; None if it isn't known or isn't on the Hub.
-        base_data: metadata of that model's card, of which the licence is taken; None if it can't be read.
-        license: as the caller says.
+        base_data: metadata of that model's card, which has the licence; None if it can't be read.
+        license: the licence that the caller gives.
         report: what `verify` measured.
 
     Raises:
-        OptionError: the metadata of the card that is there can't be read.
+        OptionError: the present card's metadata can't be read.
     """
     title = repo_id.split("/")[-1]
     try:
         present = ModelCard(f"---\n{{}}\n---\n\n# {title}\n\n{BEGIN}{END}\n" if written is None else written)
-    except Exception as error:  # the client's, and those of the YAML package that it uses
+    except Exception as error:  # errors of the client and of its YAML package
         reason = " ".join(str(error).split())
         raise OptionError(f"the metadata of {CARD} can't be read: {reason:.200}. Mend or remove it.") from error
     before, _, rest = present.text.partition(BEGIN)
@@ -76,17 +76,17 @@ def card(
     cls = getattr(transformers, (found.config.get("architectures") or [""])[0], None)
     auto, task = auto_class_and_task(cls, host_class(type(found.opened))) if cls is not None else ("AutoModel", None)
     data: Any = present.data
-    if data.library_name in (None, *_LIBRARIES):  # by it the Hub chooses the code that it shows, which has to work
+    if data.library_name in (None, *_LIBRARIES):  # the Hub shows code by this name, and the code has to work
         data.library_name = "hfpatch" if found.form == "plugin" else "transformers"
     data.pipeline_tag = data.pipeline_tag or task
     data.base_model = base_model or data.base_model
     if base_data is not None and not (license or data.license):
         data.license, data.license_name, link = base_data.license, base_data.license_name, base_data.license_link
         files = f"https://huggingface.co/{base_model}/blob/main/" if base_model else ""
-        data.license_link = link and urljoin(files, link)  # a file stays over there
+        data.license_link = link and urljoin(files, link)  # a licence file stays in the base repository
     data.license = license or data.license
     tags = data.tags or []
-    if end:  # schemes of an earlier push, which may have been of another patch
+    if end:  # schemes of an earlier push may be another patch's
         tags = [tag for tag in tags if not any(tag in kind.registry for kind in KINDS.values())]
     requests = [] if found.record is None else found.record.requests
     data.tags = list(dict.fromkeys([*tags, KEY, *(part.scheme.name for _, part in requests)]))
@@ -175,8 +175,8 @@ def auto_class_and_task(model_class: Any, config_class: type) -> tuple[str, str 
         return "AutoModel", _BODY_TASKS.get(main_input(model_class))
     from transformers.pipelines import SUPPORTED_TASKS  # imports every pipeline
 
-    tasks = {"AutoModelForQuestionAnswering": "question-answering"}  # which has no pipeline any more
-    # several tasks share a head; the usual one comes first
+    tasks = {"AutoModelForQuestionAnswering": "question-answering"}  # it has no pipeline any more
+    # several tasks share a head; the usual task comes first
     tasks |= {auto.__name__: task for task, one in reversed(SUPPORTED_TASKS.items()) for auto in one["pt"]}
     return (found[0], tasks.get(found[0])) if found else ("AutoModel", None)
 
@@ -189,7 +189,7 @@ def how_to_make(record: Record, auto: str, base: Any) -> str:
     Args:
         record: the patch record.
         auto: the Auto class.
-        base: the Hub id or folder of the model that was patched; of anything but a text, opening it is left out.
+        base: the Hub id or folder of the patched model's original; if it isn't a text, the code doesn't open it.
     """
     steps: list[dict[str, SchemeRequest]] = []
     for kind, part in sorted(record.requests, key=lambda item: item[0] != "placement"):

@@ -46,11 +46,11 @@ class Checkpoint:
 
     Attributes:
         config: config.json.
-        opened: the same as transformers opens it.
-        record: the patch record; None of a native export.
+        opened: the config as transformers opens it.
+        record: the patch record; None for a native export.
         files: the files to upload, by their path in the folder.
-        left_out: paths of those that stay behind.
-        patched: what a report of `verify` calls the patched model; None where the folder doesn't say (native exports).
+        left_out: paths of files that stay behind.
+        patched: the patched model's name in a report of `verify`; None if the folder doesn't say it (native exports).
     """
 
     config: dict[str, Any]
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """The class that it was saved from; its family if what config.json names is no name of a class."""
+        """The class that it was saved from; its family if the name in config.json isn't a class's."""
         name = str((self.config.get("architectures") or [""])[0])
         family = self.config.get("model_type") if self.record is None else self.record.base_model_type
         return name if name.isidentifier() and name.isascii() else str(family)
@@ -121,10 +121,10 @@ def checkpoint_of(
 
 
 def read_checkpoint(folder: Path, native: bool = False) -> Checkpoint:
-    """Return the checkpoint in a folder; with `native`, a stock one without a patch record.
+    """Return the checkpoint in a folder; with `native`, a stock checkpoint without a patch record.
 
     Raises:
-        CheckpointError: it is no checkpoint that hfpatch wrote, or its weights are missing.
+        CheckpointError: hfpatch didn't write it, or its weights are missing.
     """
     files, left_out = _split(folder)
     if CONFIG not in files:
@@ -161,12 +161,12 @@ def _is_weights(name: str) -> bool:
 
 
 def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
-    """Refuse weights, byte by byte, or a config.json that aren't those that were saved.
+    """Refuse weights (compared byte by byte) or a config.json that differ from what was saved.
 
-    Of weights without digests there is a warning.
+    If the weights have no digests, there is a warning.
 
     Raises:
-        CheckpointError: they aren't, or a file can't be read.
+        CheckpointError: they differ, or a file can't be read.
     """
     for variant in {variant for name in found.files if (variant := variant_of(name)) is not None}:
         options: Any = {"variant": variant[1:] or None}
@@ -178,10 +178,10 @@ def _require_as_saved(folder: str | PathLike[str], found: Checkpoint) -> None:
 
 
 def _split(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files of a folder that travel, by their path in it, and the paths that stay behind.
+    """The files of a folder that are pushed, by their path in it, and the paths that stay behind.
 
-    A link stays behind, since it may lead out of the folder; only those of a snapshot in the Hub's cache, which lead to
-    the blobs of the same repository, are followed.
+    A link stays behind, since it may lead out of the folder. Only links of a snapshot in the Hub's cache are followed,
+    which lead to the blobs of the same repository.
     """
     root = folder.resolve()
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else None

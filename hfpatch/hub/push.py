@@ -32,14 +32,14 @@ from ..verification.verify_report import Report
 from .card import card, metadata_of
 from .folder import CARD, Checkpoint, checkpoint_of
 
-HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, as the client has it
-# Files in the repository that say something of other weights: transformers would open them, or people read them
+HTTPError: type[Exception] = hub_errors.HTTPError  # httpx's or httpx2's, whichever the client uses
+# Files in the repository about other weights, which transformers would open, or people would read
 STALE_WEIGHTS = (
     "model*.safetensors",
     "model.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
-    DIGEST_FILES,  # of weights that were pushed before
+    DIGEST_FILES,  # digests of weights that were pushed before
     PAGE,
 )
 _VOCABULARIES = ("tokenizer", "vocab", "spiece")
@@ -158,7 +158,7 @@ def push_patched(
     if base_model is not None and not Path(base_model).is_dir():
         with _typed_errors(f"base_model={str(base_model)!r:.80} is neither a folder nor a model's id", OptionError):
             validate_repo_id(str(base_model))
-    # with True the client says how to log in where nobody is
+    # with True the client says how to log in if nobody is
     api = HfApi(token=True if token is None and not dry_run else token, library_name="hfpatch")
     origin = str(base_model or getattr(model_inside(model), "name_or_path", ""))
     said: dict[str, Any] = {"license": license, "report": report}
@@ -207,7 +207,7 @@ def _prepare(
         reason = " ".join(str(error).split())
         push.notes.append(f"the repository or branch doesn't exist or can't be seen: a push would create it ({reason})")
     written = found.files[CARD].read_text("utf-8-sig") if CARD in found.files else None
-    if written is None and CARD in there:  # into a folder that goes: the cache would outlive the push
+    if written is None and CARD in there:  # into a temporary folder: the cache would outlive the push
         path = api.hf_hub_download(push.repo_id, CARD, revision=push.commit, local_dir=scratch)
         written = Path(path).read_text("utf-8-sig")
     text, notes = card(found, push.repo_id, written, **said)
@@ -224,13 +224,13 @@ def _prepare(
 
 @contextmanager
 def _typed_errors(start: str, typed: type[PatchError] = HubError) -> Iterator[None]:
-    """Context in which an error of the client becomes one of ours, in its words."""
+    """Context in which an error of the client becomes an error of hfpatch, in its words."""
     try:
         yield
     except PatchError:
         raise
     except (HTTPError, RuntimeError, OSError, ValueError) as error:
-        # what broke an upload or a download, the client wraps
+        # the client wraps the cause of a broken upload or download
         wrapped = isinstance(error, RuntimeError | LocalEntryNotFoundError)
         cause = error.__cause__ if wrapped and error.__cause__ else error
         raise typed(f"{start}: {' '.join(str(cause).split())}") from cause

@@ -45,11 +45,11 @@ def reasons_to_keep(
 def attention_changes(
     item: FoundStack, attentions: dict[str, nn.Module], part: SchemeRequest[Position], reasons: dict[str, str | None]
 ) -> list[Change]:
-    """Return the changes of some of a stack's attentions; `reasons` say why one is kept.
+    """Return the changes of some of a stack's attentions; `reasons` say why an attention is kept.
 
     Raises:
-        UnsupportedError: transformers builds one in another way than its row says, or it can't take the scheme.
-        OptionError: the scheme doesn't fit its heads.
+        UnsupportedError: transformers builds an attention otherwise than its row says, or it can't take the scheme.
+        OptionError: the scheme doesn't fit an attention's heads.
     """
     scheme = part.scheme
     changes = [_attention_change(name, module, item, scheme, reasons[name]) for name, module in attentions.items()]
@@ -81,7 +81,7 @@ def _attention_change(
     same = isinstance(rotary, RotaryEmbedding) and new is not None and new.make().key == rotary.key
     if same and bias is None and scheme.max_positions is None:
         return Change(row.keep(Kept.DONE))
-    # where a table stays, so does what else the attention knows of positions
+    # if a scheme keeps the table, it keeps the attention's own positions, too
     own = () if scheme.keeps_table else stack.in_attention
     seen = any(one is not None for one in (new, scheme.attends, rotary, bias, stack.window))
     if not (seen or own):
@@ -128,7 +128,7 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
     """Return the change of an attention with its own sine table: other settings, or no rotation.
 
     Raises:
-        UnsupportedError: it turns more than queries and keys.
+        UnsupportedError: the attention turns more than queries and keys.
     """
     scheme, own, rotary = part.scheme, own_rotation(item, module), module._modules.get(ROTARY)
     hidden = lens_of(module, FixedArguments) is not None
@@ -154,13 +154,13 @@ def own_change(path: str, module: nn.Module, item: FoundStack, part: SchemeReque
 
 
 def _has_biases(item: FoundStack) -> bool:
-    """Whether a stack's own positions are, or are besides a table, relative biases that hfpatch can take out."""
+    """Whether a stack has relative biases that hfpatch can take out, alone or besides a table."""
     return by_class(BIASES, item.owner) is not None
 
 
 @functools.cache
 def _lens(stack: Stack) -> AttentionLens:
-    """The lens of a stack's attentions, one for all: torch.compile checks once what it reads of it."""
+    """The lens that a stack's attentions share, so that torch.compile checks only once what it reads of it."""
     return AttentionLens(
         *(stack.projections, stack.head_dim, stack.cache, stack.layer_index, stack.window),
         states=stack.states,
@@ -178,7 +178,7 @@ def _require_build(name: str, module: nn.Module, stack: Stack) -> None:
     if missing:
         raise UnsupportedError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; "
-            "hfpatch knows it from another version. Update transformers, or name other modules in only=."
+            "hfpatch knows this class from another version. Update transformers, or name other modules in only=."
         )
 
 

@@ -53,7 +53,7 @@ def plan_batch_norms(sites: Sites, part: SchemeRequest) -> PlannerResult:
 
 
 def _stacks(sites: Sites, request: str) -> dict[str, bool]:
-    """By the pattern of each stack's blocks, whether a position there sees later ones."""
+    """Whether a position sees later positions, by the pattern of each stack's blocks."""
     stacks: dict[str, bool] = {}
     with measuring(sites.model, f"it can't be shown to be an encoder, as {request} requires"):
         for block in stream_blocks(*sites.twin):
@@ -63,7 +63,7 @@ def _stacks(sites: Sites, request: str) -> dict[str, bool]:
 
 
 def _sees_later(block: Block) -> bool:
-    """Whether an earlier position's output moves with the last one's input; False if the outputs are no numbers."""
+    """Whether earlier positions' outputs change with the last one's input; False if outputs aren't finite."""
     stream = block.arguments[block.stream]
     if stream.dim() == 4 or stream.shape[1] < 2:  # images have no order
         return stream.dim() == 4
@@ -86,7 +86,7 @@ def _may_see_batch(model: nn.Module, name: str, stacks: dict[str, bool]) -> bool
 def _find_masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) -> str | None:
     """The innermost module around a norm whose forward takes an attention mask, below any model.
 
-    It isn't inside a block if the block takes one: a placement lets the block run its norms at other places.
+    If the block takes a mask, it isn't inside the block: a placement lets the block run its norms at other places.
     """
     around = _around(name)
     blocks = [path for path in around if pattern_of(path) in stacks and takes_mask(model.get_submodule(path))]
@@ -100,13 +100,13 @@ def _find_masked_module(model: nn.Module, name: str, stacks: dict[str, bool]) ->
 
 
 def _around(name: str) -> list[str]:
-    """Names of the modules around one, the innermost first."""
+    """Names of the modules around a module, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
 
 
 def _padding(model: nn.Module, names: tuple[str, ...], stacks: dict[str, bool]) -> Iterator[Edit]:
-    """A way for the mask to each place where a norm stands."""
+    """Edits that pass the mask to each place where a norm stands."""
     for name in names:
         path = _find_masked_module(model, name, stacks)
         if path is not None:

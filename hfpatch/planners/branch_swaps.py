@@ -102,7 +102,7 @@ def plan_deepnorm(sites: Sites, part: SchemeRequest[DeepNorm]) -> PlannerResult:
 
     Raises:
         NothingToPatchError: the model has no branches at all.
-        UnsupportedError: it has none that DeepNorm could change, or they were changed before.
+        UnsupportedError: it has no branches that DeepNorm could change, or they were changed before.
         WrappedModelError: a module carries a forward of its own, put there by another library.
     """
     request = f"norm={part.scheme.name!r}"
@@ -169,14 +169,14 @@ def _gain(site: BranchSite, facts: NormFacts, scheme: DeepNorm, alpha: float) ->
     """LN_eps(a x + f(x)) = LN_(eps/a^2)(x + f(x)/a)."""
     path, _, child = site.branch.outlet.rpartition(".")
     parent = site.block.get_submodule(path)
-    while isinstance(parent, nn.ModuleList):  # which has no forward
+    while isinstance(parent, nn.ModuleList):  # it has no forward
         path, _, name = path.rpartition(".")
         parent, child = site.block.get_submodule(path), f"{name}.{child}"
     where = f"{site.block_name}.{path}".strip(".")
     require_own_forward(where, parent)
     if facts.eps is None:
         raise UnsupportedError(
-            f"{site.norm_name}: its eps is None (that of the dtype), which DeepNorm can't divide by a^2."
+            f"{site.norm_name}: its eps is None (the dtype's own), and DeepNorm has to divide eps by a^2."
         )
     facts = facts if scheme.preserve else replace(facts, eps=facts.eps / alpha**2)
     lens = Gains(((child, site.branch.call, 1 / alpha),))
@@ -205,20 +205,20 @@ def _require_one_matrix(site: BranchSite, path: str) -> None:
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     if not path or len(matrices) != 1:
         raise UnsupportedError(
-            f"{site.block_name}.{path}: preserve=True multiplies a branch's output projection, and this one has "
+            f"{site.block_name}.{path}: preserve=True multiplies a branch's output projection, which here has "
             f"{len(matrices)} matrices. Leave preserve out (the function changes)."
         )
 
 
 def _scale(site: BranchSite, path: str, which: str, factor: float, bias: float) -> Change:
-    """A module's matrices times one factor and its biases times another; or those of the values in it alone."""
+    """Change of a module that multiplies its matrices by `factor` and its biases by `bias`, or of its values alone."""
     module = site.block.get_submodule(path)
     part = "" if which == "all" else "values "
     row, becomes = Row("norm", f"{site.block_name}.{path}", module._get_name()), f"{part}x {factor:.4g}"
     loss = None if bias == factor else "parameters are reinitialised"
     why_exact = "the stream beside it is multiplied by the same factor, and the norm divides by the size of the sum"
     row = row.replace_by(becomes, loss, why_exact=why_exact, note=loss and "biases start at zero")
-    heads = heads_of(site.block, module) or 1  # which isn't "heads" unless the small model said their number
+    heads = heads_of(site.block, module) or 1  # "heads" occurs only if the small model said their number
 
     values = []
     for name, parameter in module._parameters.items():
@@ -243,7 +243,7 @@ def _factors(module: nn.Module, parameter: Tensor, which: str, heads: int, facto
 def _sites_to_change(
     sites: Sites, found: StackBranches, part: SchemeRequest[Any], kind: str
 ) -> tuple[list[BranchSite], list[Change]]:
-    """The branches of a model's blocks, with the reason where one is kept, and rows for the norms of no branch."""
+    """The branches of a model's blocks, each with the reason if it is kept, and rows for norms of no branch."""
     branches = list(sites_of(sites.model, found.branches))
     for site in branches:
         facts = describe(site.norm)

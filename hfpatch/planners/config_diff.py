@@ -41,7 +41,7 @@ class ConfigDiff:
     tensors: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def apply(self, model: nn.Module, transaction: Transaction) -> None:
-        """Set them, unless another change of the patch has replaced the present value."""
+        """Set each new value, unless another change of the patch has replaced the present one."""
         for path, name, now, value in self.attributes:
             module = model.get_submodule(path)
             if vars(module).get(name) == now:
@@ -71,7 +71,7 @@ def setting(model: Any, config: Any, attribute: str, value: Any) -> Setting:
 
 
 def config_at(config: Any, path: tuple[str, ...]) -> Any:
-    """Return the config inside a model's that a setting is of."""
+    """Return the config, in the model's config, that a setting belongs to."""
     return reduce(getattr, path, config)
 
 
@@ -80,8 +80,8 @@ def derive(model: nn.Module, settings: list[Setting], edits: Iterable[Edit]) -> 
 
     Args:
         model: the outermost model.
-        settings: what changes in its config.
-        edits: of the patch; what they replace, resize or hide is left out.
+        settings: the new values in its config.
+        edits: the patch's edits; what they replace, resize or hide is left out.
 
     Raises:
         UnsupportedError: the class can't be built with these settings, or they change the shape of other weights.
@@ -132,7 +132,7 @@ def host_with(model: Any, settings: list[Setting]) -> Any:
     config = unpatched_config(model.config)
     try:
         for path, attribute, value in settings:
-            setattr(config_at(config, path), attribute, value)  # which some configs check
+            setattr(config_at(config, path), attribute, value)  # some configs check the value
         return copy_of(model, config=config, device="meta")
     except Exception as error:
         reason = describe_error(error, 120)
@@ -175,7 +175,7 @@ def _is_plain(value: Any) -> bool:
 def innermost_model(modules: Mapping[str, nn.Module], name: str) -> Any:
     """Return the innermost transformers model around a module, whose `_init_weights` transformers calls for it.
 
-    None if there is none; `modules` are those of the outermost model by name.
+    Returns None if no transformers model is around it; `modules` are the outermost model's, by name.
     """
     pieces = name.split(".") if name else []
     around = (modules[".".join(pieces[:count])] for count in range(len(pieces), -1, -1))
@@ -199,7 +199,7 @@ def _tensors(
         of_patch = f"{name}.{tensor}".strip(".") in places
         if tensor in module._parameters:
             changed += [tensor] if present.shape == old.shape and not of_patch else []
-        elif not of_patch or tensor not in module._non_persistent_buffers_set:  # saved, also where a lens hides it
+        elif not of_patch or tensor not in module._non_persistent_buffers_set:  # saved, even if a lens hides it
             changed.append(tensor)
     if not changed:
         return
@@ -234,7 +234,7 @@ def _initialised(host: Mapping[str, nn.Module], path: str, names: list[str]) -> 
 
 
 def _is_computed(present: nn.Parameter, old: Tensor, new: Tensor) -> bool:
-    """Whether a table's rows are those that its class computes, so that it also computes those of another length."""
+    """Whether a table's rows equal those that its class computes, which then computes another length's rows, too."""
     if present.shape[1:] != new.shape[1:] or bool((new == _UNSET).any()):
         return False
     if present.is_meta:
@@ -249,13 +249,13 @@ def require_valid_config(model: Any, settings: list[Setting]) -> None:
     """Refuse settings that make a model's config impossible to save, or different when loaded.
 
     Args:
-        model: as it is before.
-        settings: what changes in its config.
+        model: the model before the patch.
+        settings: the new values in its config.
 
     Raises:
-        UnsupportedError: the config's class takes its present settings and not these; says why.
+        UnsupportedError: the config's class takes its present settings but not the new ones; the message says why.
     """
-    if not settings or _fault(model.config, []) is not None:  # no fault of the request's
+    if not settings or _fault(model.config, []) is not None:  # not the request's fault
         return
     if (fault := _fault(model.config, settings)) is not None:
         what = ", ".join(f"{name}={value!r:.120}" for _, name, value in settings)

@@ -38,12 +38,12 @@ _ALPHA_BY_WIDTH = ((1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 
 def llm_alpha(width: int, attention: bool) -> float:
     """Return the paper's alpha0 of a language model (Zhu et al. 2025, arXiv:2503.10622, table of widths).
 
-    At the paper's widths the table's, between two interpolated in log(width) and log(alpha0), beyond them as at the
-    nearest.
+    At the paper's widths it is the table's value. Between two widths it is interpolated in log(width) and log(alpha0);
+    beyond them it is the nearest width's.
 
     Args:
-        width: of the residual stream.
-        attention: whether the norm is that of an attention's branch; feed-forward and last norms are not.
+        width: width of the residual stream.
+        attention: whether the norm belongs to an attention's branch; feed-forward and last norms don't.
     """
     known = [(row[0], row[1] if attention else row[2]) for row in _ALPHA_BY_WIDTH]
     width = min(max(width, known[0][0]), known[-1][0])
@@ -57,14 +57,14 @@ def plan_dyt_llm(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan DyT for language models: an alpha for each norm by its site, and learned embedding scales.
 
     alpha0 is `llm_alpha`'s. The output of the token embedding is multiplied by a learned scalar, its `stream_scale`,
-    that starts at the root of the width (of the whole model, whatever `only` and `keep` choose); not where the model
-    multiplies it itself before its first block, as Gemma does. A branch is taken for an attention where it mixes
-    positions, as Mamba does too, or reads another stack. Pre-norm decoders are what the paper has: in post-norm models
+    that starts at the root of the width (for the whole model, whatever `only` and `keep` choose). There is none if the
+    model multiplies the output itself before its first block, as Gemma does. A branch counts as an attention if it
+    mixes positions, as Mamba's does too, or reads another stack. The paper has pre-norm decoders. In post-norm models
     LN(x + f(x)) is the norm of f; an encoder-decoder has two scales.
 
     Raises:
         OptionError: `init` isn't "reset".
-        UnsupportedError: it is no language model, or its branches can't be found.
+        UnsupportedError: the model is no language model, or its branches can't be found.
         WrappedModelError: an embedding carries a forward of its own, put there by another library.
     """
     request, model = "norm='dyt' with alpha='llm'", sites.model
@@ -91,7 +91,7 @@ def plan_dyt_llm(sites: Sites, part: SchemeRequest) -> PlannerResult:
 
 
 def _norms(sites: Sites, part: SchemeRequest, attentions: tuple[str, ...]) -> list[Change]:
-    """What changes of norms: planned with the alpha0 of attentions and with that of the others, and chosen between."""
+    """The norms' changes: planned with the alpha0 of attentions and with that of the others; each norm has one."""
     names, width = sites.names, text_config(sites.model.config).hidden_size
     by_place = []
     for of_attention in (False, True):
@@ -161,8 +161,8 @@ def _called_embeddings(model: nn.Module, inputs: dict[str, Any]) -> dict[str, nn
 def _is_multiplied(model: nn.Module, name: str, embedding: nn.Embedding, inputs: dict[str, Any]) -> bool:
     """Whether the model multiplies token embeddings before its first norm.
 
-    In the embedding, as Gemma 3 does, or behind it, as Gemma: a constant that is added to its output arrives at the
-    first norm as a multiple of itself. Behind a projection, which is held, it doesn't arrive.
+    Gemma 3 does so in the embedding, Gemma behind it: a constant added to the embedding's output then arrives at the
+    first norm as a multiple of itself. Behind a projection, which is held fixed, it doesn't arrive.
     """
     with torch.no_grad():
         factors = embedding(torch.arange(2)) / embedding.weight[:2]
@@ -180,9 +180,9 @@ def _is_multiplied(model: nn.Module, name: str, embedding: nn.Embedding, inputs:
 
 
 def _scales(sites: Sites, unscaled: set[str]) -> Iterator[Change]:
-    """A learned scalar, from the root of the width, on the output of each embedding that the patterns mean.
+    """Put a learned scalar, which starts at the root of the width, on the output of each embedding in `unscaled`.
 
-    Where none is left to scale, a line says why.
+    If no embedding is left to scale, a row says why.
     """
     model, names = sites.model, sites.names
     width = text_config(model.config).hidden_size

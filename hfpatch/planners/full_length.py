@@ -1,9 +1,9 @@
 """Trial run after a change of positions: the model runs at full length and image size.
 
-What is accepted has to run, and a length of 131,072 tokens can't be run to find out. So the inputs are bounded: one
-text of as many tokens as a forward of about a second takes, which the whole model reads, and if more fit a few tokens
-at the last positions, which reach the last rows of tables and the largest angles of rotations. Images and sounds come
-in full, since a model takes no others.
+A patch is accepted only if the model runs, but trying a length of 131,072 tokens would take too long. So the inputs are
+bounded. The whole model reads a text of as many tokens as a forward of about a second takes. If the model takes more, a
+few tokens at the last positions reach the last rows of tables and the largest angles of rotations. Images and sounds
+come in full, since a model takes no others.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")  # 
 _MULTIPLICATIONS = 2**35  # of one forward, about a second on one core
 _FEWEST, _MOST = 64, 2_048  # tokens, whatever they cost
 _LONGEST = 2**31 - 1  # positions are 32-bit integers in some hosts
-_Make = Callable[..., dict[str, Any] | None]  # of inputs; None if others have to
+_Make = Callable[..., dict[str, Any] | None]  # makes inputs; None if another maker has to
 
 
 def require_runs_in_full(model: Any, original: Any, settings: list[Setting], given: Mapping[str, Any] | None) -> bool:
     """Refuse a model that doesn't run at its full length and image size (`full_length` says how long that is).
 
     Args:
-        model: after a patch.
-        original: a copy from before, the control: inputs that are made in the same way for its own length run in it.
-        settings: what changed in the config.
+        model: the model after a patch.
+        original: a copy from before, as the control: inputs made in the same way for its own length run in it.
+        settings: the new values in the config.
         given: the user's inputs for the original, if there are any.
 
     Returns:
-        Whether it ran; False if no inputs could be made that the original takes either.
+        Whether the model ran; False if no inputs could be made that the original takes.
 
     Raises:
-        UnsupportedError: it doesn't run.
+        UnsupportedError: the model doesn't run.
     """
     length = full_length(model)
     for make in (with_media, example_inputs):  # text alone, if images can't be made for the original either
@@ -75,10 +75,10 @@ def require_runs_in_full(model: Any, original: Any, settings: list[Setting], giv
 
 
 def _full_inputs_alike(original: Any, model: Any, length: int | None, make: _Make) -> dict[str, Any]:
-    """Full inputs of the original, if those of the patched model are of the same kind or can't be made.
+    """Full inputs of the original, if the patched model's are of the same kind or can't be made.
 
     Raises:
-        UnsupportedError: they aren't: an image fits into the longer text alone.
+        UnsupportedError: they are of another kind: an image fits into the longer text alone.
     """
     found = full_inputs(original, full_length(original), make)
     others: Mapping[str, Any] = found
@@ -104,7 +104,7 @@ def _refusal(model: Any, settings: list[Setting], error: Exception) -> Unsupport
 def full_length(model: Any) -> int | None:
     """Return a model's full text length: its tables', else its config's; None if neither has one.
 
-    It is twice what the config says if a patch left no table of a text's positions, so that texts may be of any length.
+    It is twice the config's if a patch left no table of a text's positions, so that texts may be of any length.
     """
     of_texts = [item for item in find_stacks(model) if item.stack.grid is None]
     left = [item for item in of_texts if item.removed_rows() is None]
@@ -113,12 +113,12 @@ def full_length(model: Any) -> int | None:
         return min(filter(None, held))
     said = Inputs(model).find(*LENGTHS)
     longest = max([*([said] if isinstance(said, int) else []), *_scaled_lengths(model)], default=None)
-    unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that isn't known here
+    unlimited = bool(of_texts) and is_unlimited(model)  # a decoder may have a table that hfpatch doesn't know
     return longest if longest is None else min(longest * (1 + unlimited), _LONGEST)
 
 
 def _scaled_lengths(model: nn.Module) -> Iterator[int]:
-    """Lengths that scaled rotations are for, beyond the original one by their factor."""
+    """The original lengths of scaled rotations times their factors."""
     found: list[Any] = [(one.scaling or {}, one.length) for one in model.modules() if isinstance(one, RotaryEmbedding)]
     found += [(one.settings, getattr(one.module.config, LENGTHS[0], None)) for one in find_rotations(model)]
     for settings, length in found:
@@ -131,9 +131,9 @@ def full_inputs(model: nn.Module, length: int | None, make: _Make) -> dict[str, 
     """Return inputs at a model's full length and image size.
 
     Args:
-        model: as it is now.
+        model: the model as it is now.
         length: its `full_length`.
-        make: `example_inputs`, or `with_media`, which leaves texts alone to the former.
+        make: `example_inputs`, or `with_media`, which leaves inputs of text only to `example_inputs`.
 
     Raises:
         UnsupportedError: the forward requires something that no general rule makes.
@@ -163,7 +163,7 @@ def adapt_inputs(
         inputs: keyword arguments of a forward.
         length: the changed model's `full_length`.
         original: the model before the change.
-        settings: what changed in its config.
+        settings: the new values in its config.
     """
     sized = [one for one in settings if one[1] == IMAGE_SIZE]
     sizes = [(sides(getattr(config_at(original.config, path), name)), sides(value)) for path, name, value in sized]
@@ -184,9 +184,9 @@ def adapt_inputs(
 
 
 def makers_of_short_inputs(model: nn.Module, new_length: int | None) -> list[MakeInputs]:
-    """Return what makes inputs that are short enough for a model, also if a patch sets a new length.
+    """Return makers of inputs that are short enough for a model, also if a patch sets a new length.
 
-    With images or sounds where the model reads them beside text, and without.
+    If the model reads images or sounds beside text, there are inputs with these and without.
     """
     lengths = [length for length in (full_length(model), new_length) if length is not None and length < TOKENS]
     tokens = min(lengths, default=None)

@@ -51,7 +51,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
     """Return the change of a table on a grid of patches; `row` is the plan's row so far.
 
     Raises:
-        UnsupportedError: how its patches lie isn't known, or the host's class isn't made for the new size.
+        UnsupportedError: the order of its patches isn't known, or the host's class isn't made for the new size.
     """
     if scheme.repeats:
         raise UnsupportedError(
@@ -80,7 +80,7 @@ def grid_table_change(item: FoundStack, scheme: Learned, row: Row, fresh: bool) 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Interpolates a table on a grid of patches; arguments as of `RowOrder.resize`."""
+    """Interpolates a table on a grid of patches; arguments as in `RowOrder.resize`."""
 
     order: RowOrder
     scheme: Learned
@@ -101,7 +101,7 @@ class _Redraw:
 
     Attributes:
         resize: makes the new rows.
-        drawn: which of them are random.
+        drawn: which of the new rows are random.
         spread: their standard deviation.
     """
 
@@ -124,8 +124,8 @@ def resize_table(
     """Return the edits that resize a learned table, and the change of its values before them.
 
     Args:
-        resized: from the table's values to the new ones.
-        fresh: of the new rows those that start at random values; None for none.
+        resized: makes the new values from the table's.
+        fresh: which of the new rows start at random values; None for none.
     """
     table, old, config = item.table(), _weight(item.table()), item.config
     assert old is not None
@@ -151,7 +151,7 @@ def new_size(item: FoundStack, scheme: Learned) -> Any:
 
 
 def _weight(table: Any) -> nn.Parameter | None:
-    """The rows of a table, where they are trained."""
+    """The rows of a table, if they are trained."""
     weight = table.weight if isinstance(table, nn.Embedding) else table
     return weight if isinstance(weight, nn.Parameter) else None
 
@@ -160,7 +160,7 @@ def row_order_of(item: FoundStack, table: Tensor) -> RowOrder:
     """Return the order of a stack's table.
 
     Raises:
-        UnsupportedError: neither the config nor the architecture tells.
+        UnsupportedError: neither the config nor the architecture tells the order.
     """
     grid, config = item.stack.grid, item.config
     size = getattr(config, IMAGE_SIZE, None)

@@ -33,12 +33,12 @@ class PlannerResult:
         part: the request as the patch record will hold it.
         changes: one per module: its table row, edits and new values; empty if the model is patched this way already.
         conversion: the swap to norms that compute the same function, which `patch_model` checks; None without one.
-        lengths: new values of settings (path of a config, attribute, value), of max_positions or image_size.
-        shared: rows of what another scheme of the same call changes for this one, too.
-        folds: how its norms are folded once they are repaired; without edits those that can't be.
+        lengths: new values of settings for max_positions or image_size: path of a config, attribute, value.
+        shared: rows of modules that another scheme of the same call changes for this scheme, too.
+        folds: how norms are folded once they are repaired; norms that can't be folded have no edits.
 
     Raises:
-        UnsupportedError: something isn't preserved, and the request is init="exact".
+        UnsupportedError: something isn't preserved, and the request has init="exact".
     """
 
     part: SchemeRequest
@@ -50,17 +50,17 @@ class PlannerResult:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows of what is changed for it as for others, of what it changes itself, and of what it keeps."""
+        """Rows of its own changes and of shared ones, and of the modules that it keeps."""
         return [*self.shared, *(change.row for change in self.changes)]
 
     @property
     def kind(self) -> str:
-        """The kind of its scheme: "norm", "pos", "mlp" or "placement"."""
+        """The kind of the scheme: "norm", "pos", "mlp" or "placement"."""
         return kind_of(self.part.scheme)
 
     @property
     def losses(self) -> list[str]:
-        """What it doesn't preserve, without repetition; empty if exact."""
+        """What the scheme doesn't preserve, without repetition; empty if exact."""
         return list(dict.fromkeys(text for row in self.rows for text in row.full_losses))
 
     def inexact(self, measured: str) -> PlannerResult:
@@ -79,7 +79,7 @@ class PlannerResult:
 
 
 def not_exact(name: str, scheme: Scheme, loss: str) -> UnsupportedError:
-    """Return the error that a module's change isn't exact, with what it doesn't preserve."""
+    """Return the error that a module's change isn't exact; `loss` is what it doesn't preserve."""
     return UnsupportedError(
         f"{name}: {kind_of(scheme)}={scheme.name!r} isn't exact here: {loss}. Use init='auto' to accept that."
     )
@@ -90,7 +90,7 @@ class Planner(Protocol):
 
     Args:
         sites: of any module tree.
-        part: the scheme with its globs and `init`.
+        part: the scheme, with its globs and `init`.
 
     Raises:
         PatchError: one of its subclasses, for any error that can be foreseen.
@@ -108,11 +108,11 @@ def planner_of(scheme: Scheme) -> Planner:
 
 
 def join(results: Sequence[PlannerResult], request: Request) -> list[PlannerResult]:
-    """Return the results of a request, in each of which only the modules are left that are its own.
+    """Return the results of a request, each left with only the modules that are its own.
 
-    Those of one kind of scheme then have one row for each module. A module that several of them change alike (a
-    position table that feeds attentions of several) is changed by the first, and counts for all of them: `shared` of
-    the others has its row. It loses what all of them lose by it.
+    Those of one kind of scheme then have one row for each module. If several of them change a module alike (a position
+    table that feeds attentions of several), the first of them changes it, and it counts for all: `shared` of the others
+    has its row. The row has the losses that all of them have.
 
     Raises:
         UnsupportedError: two of them change a module, or a setting of the config, in different ways.
@@ -152,8 +152,8 @@ def require_matches(names: Names, request: Request, results: Sequence[PlannerRes
     """Refuse globs of a request without effect; `results` are the joined ones.
 
     Raises:
-        NoMatchError: a glob matches no module, or one of a mapping none that an earlier glob leaves to it.
-        UnsupportedError: what a glob of a mapping keeps goes with modules of another one.
+        NoMatchError: a glob matches no module; or earlier globs of its mapping match all modules that it matches.
+        UnsupportedError: modules that a glob of a mapping keeps go with modules of another glob.
     """
     rows = {kind: list[Row]() for kind in KINDS}
     for found in results:
@@ -179,7 +179,7 @@ def _require_each_counts(names: Names, kind: str, by_glob: Mapping[str, Scheme |
             raise NoMatchError(f"{where} matches only modules that earlier globs match. Put it before them.")
         if scheme is None and all(row.action == "replace" for row in own):
             raise UnsupportedError(
-                f"{where}: {own[0].module} goes with modules of an earlier glob. Put this one first to keep it."
+                f"{where}: {own[0].module} goes with modules of an earlier glob. Put this glob first to keep it."
             )
 
 
@@ -193,13 +193,13 @@ def _texts(change: Change) -> tuple[Any, ...]:
 
 
 def _rank(change: Change) -> int:
-    """How little a row says of its module: a change, why none is possible, that a glob keeps it, that none names it."""
+    """How little a row says: that a module changes, why it can't, that a glob keeps it, that no glob names it."""
     reason = change.row.reason
     return 0 if change.changes else 3 if reason in _IN_MAPPING else 2 if reason is Kept.BY_KEEP else 1
 
 
 def _worded(change: Change) -> Change:
-    """A change whose row doesn't speak of `only` where a mapping's globs are meant."""
+    """A change whose row speaks of a mapping's globs, not of `only`, if it comes from a mapping."""
     if change.changes or change.row.reason not in _IN_MAPPING:
         return change
     return replace(change, row=replace(change.row, reason=_IN_MAPPING[change.row.reason]))

@@ -29,8 +29,8 @@ def plan_mlp_request(sites: Sites, part: SchemeRequest[MLP]) -> PlannerResult:
 
     Raises:
         NothingToPatchError: the model has no MLP of the form projection, activation, projection.
-        UnsupportedError: the start is to keep the function, and the activation is too far from the gate's, or the width
-            isn't the replaced one's, or V has no bias.
+        UnsupportedError: the start has to keep the function, and the activation is too far from the gate's, or the
+            width isn't the replaced MLP's, or V has no bias.
         WrappedModelError: one of an MLP's modules carries a forward of its own, put there by another library.
     """
     scheme, model, names = part.scheme, sites.model, sites.names
@@ -108,7 +108,7 @@ def _activation_name(site: MLPSite) -> str:
 
 
 def _require_start(site: MLPSite, scheme: MLP) -> Start:
-    """The start as the function that is there, refused where there is none."""
+    """The start that keeps the function; refused if there is none."""
     d_ff, anew = site.sizes[1], "Use init='reset' for fresh weights"
     if scheme.width(d_ff) != d_ff or scheme.bias is False:
         option = "bias=False" if scheme.bias is False else f"d_ff={scheme.width(d_ff)}"
@@ -118,7 +118,7 @@ def _require_start(site: MLPSite, scheme: MLP) -> Start:
         )
     assert site.act is not None
     start = scheme.start(site.act)
-    if not start.error <= MAX_START_ERROR:  # it may be nan
+    if not start.error <= MAX_START_ERROR:  # the error may be NaN
         raise UnsupportedError(
             f"{site.name}: mlp={scheme.name!r} can't start as this MLP, whose activation "
             f"{_activation_name(site)} is too far from the gate's (by {start.error:.3g}). "
@@ -128,7 +128,7 @@ def _require_start(site: MLPSite, scheme: MLP) -> Start:
 
 
 def _require_resizable(model: nn.Module, site: MLPSite, scheme: MLP) -> None:
-    """Refuse another width where something between the activation and the last projection has the old one."""
+    """Refuse another width if a module between the activation and the last projection has the old width."""
     d_ff = site.sizes[1]
     if site.direct or scheme.width(d_ff) == d_ff:
         return
@@ -148,7 +148,7 @@ def _gated_activation(site: MLPSite, scheme: MLP) -> Edit:
 
 
 def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) -> tuple[Edit, ...]:
-    """All three projections new, of another width."""
+    """Edits that make all three projections anew, with another width."""
     width = scheme.width(site.sizes[1])
     biases = [module.bias is not None and scheme.bias is not False for module in (first, last)]
     up = biases[0] if scheme.bias is None else scheme.bias
@@ -161,9 +161,9 @@ def _fresh_edits(site: MLPSite, scheme: MLP, first: nn.Module, last: nn.Module) 
 
 @dataclass(frozen=True)
 class _GatedStart:
-    """Freezes the new Parameters of a gated MLP where the old ones are; with all names initialises them as the host.
+    """Freezes a gated MLP's new Parameters if the old ones are frozen; with all names, initialises them as the host.
 
-    Otherwise the gate's are the replaced projection's (shared ones are kept: `find_mlps`), and V's are new.
+    Without them the gate has the replaced projection's (shared ones are kept: `find_mlps`), and V's are new.
 
     Attributes:
         trained: (name, whether it is trained) of the new Parameters.
@@ -176,7 +176,7 @@ class _GatedStart:
     last: str | None = None
 
     def apply(self, model: nn.Module, transaction: Transaction) -> None:
-        """Carry it out; all of it is about new modules, which `transaction` logged."""
+        """Carry it out; it changes new modules alone, which `transaction` logged."""
         gated = model.get_submodule(self.first)
         assert isinstance(gated, GatedLinear)
         if self.activation is None or self.last is None:
@@ -202,9 +202,9 @@ def _trained_names(*modules: tuple[str, Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def _initialise(model: nn.Module, names: tuple[str, str, str]) -> None:
-    """The host's own rules: those for a projection, and those for a module that holds nothing but this MLP.
+    """Initialise by the host's own rules, for a projection and for a module that holds nothing but this MLP.
 
-    Twice, since such a rule writes to the first projection, as which the gate poses: V keeps the first draw.
+    It runs twice, since such a rule writes to the first projection, here the gate: V keeps the first draw.
     """
     modules = dict(model.named_modules())
     host, gated, last = innermost_model(modules, names[0]), modules[names[0]], modules[names[2]]

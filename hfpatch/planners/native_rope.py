@@ -54,7 +54,7 @@ def plan_native(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
         part: the request.
 
     Raises:
-        UnsupportedError: the model's rotation can't take these settings; says why.
+        UnsupportedError: the model's rotation can't take these settings; the message says why.
     """
     with torch.device("cpu"):  # whatever the default device is while a model loads
         return [_change(sites, rotation, part) for rotation in sites.rotations]
@@ -87,16 +87,16 @@ def changing_rotations(sites: Sites, part: SchemeRequest[Position]) -> Iterator[
 
 
 def original_lengths(sites: Sites, part: SchemeRequest[Position]) -> set[int]:
-    """Return the lengths that the model's own rotations which a part changes start from."""
+    """Return the original lengths of the model's own rotations that a part changes."""
     found = {rotation_of(sites.model, one, RoPE()).original for one, _ in changing_rotations(sites, part)}
     return {length for length in found if length is not None}
 
 
 def rotation_of(model: Any, rotation: NativeRotation, scheme: RoPE) -> Rotation:
-    """Return what one of the model's own rotations does after a request.
+    """Return a rotation of the model's own as it is after a request.
 
     Raises:
-        UnsupportedError: its scaling starts from a length that nothing says.
+        UnsupportedError: its scaling starts from a length that neither the config nor the request gives.
         OptionError: as in `rotation_after`.
     """
     config = _config_of(model, rotation)
@@ -112,7 +112,7 @@ def rotation_of(model: Any, rotation: NativeRotation, scheme: RoPE) -> Rotation:
 
 
 def _config_of(model: Any, rotation: NativeRotation) -> Any:
-    """The config that a rotation's settings are saved in; its module's own if none is."""
+    """The config that a rotation's settings are saved in; if there is none, its module's own."""
     return rotation.module.config if rotation.path is None else config_at(model.config, rotation.path)
 
 
@@ -146,7 +146,7 @@ def _change(sites: Sites, rotation: NativeRotation, part: SchemeRequest[Position
     with_it = [one.layer_type for one in of_module if not names.reason_to_keep([one.name], part.only, part.keep)]
     layer_types = tuple(
         dict.fromkeys((*rotation.dropped_layer_types, *with_it))
-    )  # one lens says all that the module drops
+    )  # one lens holds all that the module drops
     return Change(row, (Edit.of(f"{rotation.module_name}.{LENS_SLOT}", Unrotated(layer_types)),))
 
 
@@ -192,7 +192,7 @@ def _settings_change(sites: Sites, rotation: NativeRotation, scheme: RoPE, row: 
 
 
 def _caching_loss(model: Any, rotation: NativeRotation, after: Rotation) -> str | None:
-    """What generating with a cache loses; None in models that make it anew where longrope changes over (Phi-3)."""
+    """What generating with a cache loses; None if the model makes its cache anew where longrope changes (Phi-3)."""
     if not (isinstance(model, PreTrainedModel) and model.can_generate()):
         return None
     prepare: Any = inspect.unwrap(type(model).prepare_inputs_for_generation)
@@ -218,14 +218,14 @@ def _partial(settings: Settings) -> float:
 
 
 def require_same_frequencies(model: Any, names: Collection[str]) -> None:
-    """Refuse a patched model whose rotary frequencies differ from those that its config builds.
+    """Refuse a patched model whose rotary frequencies differ from the frequencies that its config builds.
 
     Args:
-        model: with the config that a checkpoint will have.
-        names: of the rotations that were changed.
+        model: the patched model, with the config that a checkpoint will have.
+        names: names of the rotations that were changed.
 
     Raises:
-        UnsupportedError: the frequencies in place are other ones.
+        UnsupportedError: the model's frequencies are other ones.
     """
     for rotation in find_rotations(model):
         if rotation.name not in names or rotation.path is None:
@@ -237,7 +237,7 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
         if now.is_meta or (torch.equal(now.cpu(), expected.to(now.dtype)) and same_scale):
             continue
         raise UnsupportedError(
-            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config says, so the request "
+            f"{rotation.name}: {rotation.kind} keeps other frequencies than the patched config gives, so the request "
             "would take no effect, or a checkpoint would open as another model. The model was left unchanged."
         )
 
@@ -246,7 +246,7 @@ def require_same_frequencies(model: Any, names: Collection[str]) -> None:
 
 
 def _require_served(model: nn.Module, rotation: NativeRotation, becomes: Rotation, example_inputs: Any) -> None:
-    """Refuse settings that the host's class doesn't read, can't be made with, or that its attention can't apply."""
+    """Refuse settings that the host's class doesn't read or can't be made with, or its attention can't apply."""
     old, new, where = rotation.settings, becomes.settings, f"{rotation.name}: {rotation.kind}"
     if rotation.path is None and ("mscale_all_dim" in new or _partial(new) != _partial(old)):
         raise UnsupportedError(
@@ -278,10 +278,10 @@ def _require_served(model: nn.Module, rotation: NativeRotation, becomes: Rotatio
 
 
 def _require_phases(rotation: NativeRotation, old: Settings, new: Settings) -> None:
-    """Let the module's own error pass where it can't compute phases from new settings, and can from the old ones."""
+    """Let the module's own error pass if it can't compute phases from new settings, but can from the old ones."""
     try:
         rotation.phases(rotation.rebuilt(old))
-    except Exception:  # it is called in another way
+    except Exception:  # the module is called in another way
         return
     rotation.phases(rotation.rebuilt(new))
 
@@ -296,7 +296,7 @@ def _reads(rotation: NativeRotation, setting: str, new: Settings) -> bool:
 
 
 def _turns_alike(rotation: NativeRotation, after: Rotation, length: int | None) -> bool:
-    """Whether other settings or lengths give the same angles at every position, as `linear` with a factor of 1 does."""
+    """Whether other settings or lengths give the same angles at every position (`linear` with a factor of 1 does)."""
     kinds = {after.kind, rotation.settings.get("rope_type")} & {*ADAPTIVE}
     if "dynamic" in kinds or (kinds and after.settings != rotation.settings):
         return False
@@ -309,9 +309,9 @@ def _turns_alike(rotation: NativeRotation, after: Rotation, length: int | None) 
 def _require_same_as_built(
     model: nn.Module, rotation: NativeRotation, after: Rotation, example_inputs: Any, refusal: str
 ) -> None:
-    """Refuse settings unless a small model that is patched computes what one computes that is built with them.
+    """Refuse settings unless a patched small model computes the same as a small model that is built with them.
 
-    Where no config of the model's says its settings, none is built with them: the patched one has to run.
+    If no config of the model has its settings, no model is built with them, and the patched one only has to run.
     """
     error, settings = 0.0, _settings_in_config(model, rotation, after)
     try:
@@ -341,8 +341,8 @@ def _require_same_as_built(
 def _small_model(
     model: nn.Module, rotation: NativeRotation, example_inputs: Any
 ) -> tuple[Any, Any, nn.Module, NativeRotation]:
-    """The innermost model around a rotary module of which a small one runs it: itself, the inputs that `twin` needs,
-    the small one and its rotation."""
+    """The innermost model around a rotary module of which a small model runs that module; the inputs that `twin` needs;
+    the small model and its rotation."""
     around = [
         (name, module, None)
         for name, module in model.named_modules()

@@ -31,10 +31,10 @@ _WHY_EXACT = "the layers that read it compute with its gain and shift"
 
 
 def plan_fixed(sites: Sites, part: SchemeRequest) -> PlannerResult:
-    """Plan a swap to fixed norms, as for others, but the last norm of each stack is kept unless it is named.
+    """Plan a swap to fixed norms, as for other norms; each stack's last norm is kept unless `only` names it.
 
     Raises:
-        UnsupportedError: no small model of this class runs, so its last norm isn't known.
+        UnsupportedError: no small model of this class runs, so the last norm isn't known.
     """
     special = dict.fromkeys(find_final_norms(sites), "the stack's output, whose scale it sets")
     return PlannerResult(part, plan_norms(sites, part, special))
@@ -44,7 +44,7 @@ def plan_folded(sites: Sites, part: SchemeRequest) -> PlannerResult:
     """Plan folding a model's norms.
 
     Raises:
-        UnsupportedError: init="reset"; or no small model of its class runs.
+        UnsupportedError: init is "reset", or no small model of the model's class runs.
     """
     if part.init == "reset":
         raise UnsupportedError("norm='folded' keeps the function, and init='reset' gives new starting values: choose.")
@@ -90,9 +90,9 @@ class _Folder:
     model's class, and every other head, opens the checkpoint without the map that took the gain over.
 
     Attributes:
-        part: the request, of this scheme or of one that folds later.
-        globs: what its globs match.
-        readers: by pattern of a norm's name, what reads it, or why it can't be folded.
+        part: the request, of this scheme or of a scheme that folds later.
+        globs: the modules that the request's globs match.
+        readers: what reads a norm, or why it can't be folded, by the pattern of the norm's name.
         owners: how many modules hold each Parameter, by id.
         maps: names of the linear maps by their pattern, each with its place among the modules.
     """
@@ -115,7 +115,7 @@ class _Folder:
         return cls(model, part, sites.names, find_readers(sites.twin[0], sites.media_inputs), owners, maps)
 
     def named(self, changes: Iterable[Change]) -> set[tuple[str, ...]]:
-        """The names of norms whose output a model inside returns, and that `only` names nevertheless."""
+        """The norms, by names, whose output a model inside returns and that `only` names nevertheless."""
         returned = {_names(one): one.changes and bool(self._returned(one)) for one in changes}
         return self.globs.explicitly_selected(self.part.only, returned)
 
@@ -124,16 +124,16 @@ class _Folder:
         return "" if isinstance(readers, str) else max((reader.returned for reader in readers), default="")
 
     def note(self, change: Change) -> str:
-        """Where a fold isn't exact, in words for the plan; "" if it is everywhere."""
+        """Where a fold isn't exact, in words for the plan; "" if it is exact everywhere."""
         return f"; not in {returned}" if (returned := self._returned(change)) else ""
 
     def fold(self, change: Change, norm: nn.Module, named: set[tuple[str, ...]]) -> Change:
         """Return a norm's change with what its readers take over; without edits if it can't be folded.
 
         Args:
-            change: puts in what is left of the norm.
-            norm: as it is at that time.
-            named: those of its method.
+            change: the change that puts in what is left of the norm.
+            norm: the norm as it is at that time.
+            named: what `named` returns.
         """
         row, names = change.row, _names(change)
         facts = describe(norm)
@@ -199,7 +199,7 @@ class _Folder:
     def _weights(
         self, norm: str, facts: NormFacts, found: Iterable[tuple[str, tuple[tuple[str, int], ...]]], centres: bool
     ) -> Iterator[WeightChange]:
-        """Changes of the readers' weights: times the gain, and without a fixed norm's mean."""
+        """Changes of the readers' weights: they take up the gain, and a fixed norm's mean is taken out."""
         if facts.gain and facts.offset:
             yield WeightChange(f"{norm}.{facts.gain}", "add", facts.offset)
         for name, axes in found:

@@ -36,11 +36,11 @@ class _NormSite:
 
     Attributes:
         module: the norm, or a module that looks like one.
-        facts: what it computes; None if that isn't gain * normalised input + shift.
-        names, parents: one of each per place that holds it.
+        facts: what it computes; None if it computes anything but gain * normalised input + shift.
+        names, parents: a name and a parent for each place that holds the norm.
         reason: why it is kept; None if it is to be replaced.
         loss: what the swap doesn't preserve; None if it is exact.
-        otherwise: what it wouldn't preserve if nothing were centred; None where that makes no difference.
+        otherwise: what it wouldn't preserve if nothing were centred; None if that makes no difference.
     """
 
     module: nn.Module
@@ -63,7 +63,7 @@ def plan_norm_request(sites: Sites, part: SchemeRequest[Norm]) -> PlannerResult:
 
 
 def plan_norms(sites: Sites, part: SchemeRequest[Norm], special: Mapping[str, str] | None = None) -> list[Change]:
-    """Plan a swap of norms that copies gain and shift; the rest as in `plan_with`."""
+    """Plan a swap of norms that copies gain and shift; arguments and errors as in `plan_with`."""
     return plan_with(sites, part, special)[0]
 
 
@@ -77,17 +77,17 @@ def plan_with(
 
     Args:
         sites: of any module tree.
-        part: a norm scheme with its globs.
-        special: norm -> what it is, for further ones that are kept unless `only` names them.
-        exactly: search for norms that can be swapped exactly, and what to centre for that; else gain and shift are
-            copied, and there is no conversion.
+        part: a norm scheme, with its globs.
+        special: what further norms are, by norm; they are kept unless `only` names them.
+        exactly: whether to search for norms that can be swapped exactly, and what to centre for that; else gain and
+            shift are copied, and there is no conversion.
 
     Returns:
-        The changes, and the conversion with what it found and the norms that it changes.
+        The changes; and the conversion, with what the search found and the norms that it changes.
 
     Raises:
         NothingToPatchError: the model has no norm.
-        UnsupportedError: init="exact", and no swap is.
+        UnsupportedError: init is "exact", and no swap is exact.
         WrappedModelError: another library has replaced a norm's forward on the instance.
     """
     model, norms = sites.model, _find_sites(sites.model)
@@ -114,7 +114,7 @@ def plan_with(
 
 
 def _give_loss(site: _NormSite, part: SchemeRequest[Norm], conversion: Conversion | None) -> None:
-    """Find what the swap of a norm doesn't preserve; with init="exact" that keeps it."""
+    """Find what the swap of a norm doesn't preserve; with init="exact" a norm that loses something is kept."""
     assert site.facts is not None
     loss, obstacle = part.scheme.loss(site.facts), None
     if conversion is None:  # gain and shift are copied, and nothing else changes
@@ -156,8 +156,8 @@ def _give_reasons_to_keep(
 ) -> None:
     """Find why norms are kept.
 
-    Those that aren't on the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in
-    `only` matches no other replaceable norms than such. So are those that `kinds` names.
+    Norms off the residual stream (of queries and keys, feature extractors, heads) are kept, unless a glob in `only`
+    matches no other replaceable norms. So are the norms that `kinds` names.
     """
     special = {}
     for site in sites:
@@ -203,7 +203,7 @@ def _change(model: nn.Module, site: _NormSite, part: SchemeRequest[Norm], why_ex
     """The plan's row of a norm, with the edit that replaces it unless there is a reason to keep it.
 
     Args:
-        why_exact: why the swap loses nothing, if it doesn't.
+        why_exact: why the swap loses nothing, if that is so.
     """
     facts, scheme, name = site.facts, part.scheme, site.names[0]
     row = Row("norm", name, norm_text(site.module, facts), aliases=tuple(site.names[1:]), reason=site.reason)

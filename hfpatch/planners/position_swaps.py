@@ -53,7 +53,7 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
         part: a position scheme with its globs.
 
     Raises:
-        UnsupportedError: no architecture names any of the model's classes; says what the model has instead.
+        UnsupportedError: no architecture names any of the model's classes; the message says what the model has.
         OptionError: the scheme doesn't fit the attention heads.
     """
     model, names, found = sites.model, sites.names, sites.tables
@@ -73,9 +73,9 @@ def plan_positions(sites: Sites, part: SchemeRequest[Position]) -> list[Change]:
 
 
 def _affected(stacks: list[FoundStack], part: SchemeRequest[Position], names: Names) -> list[FoundStack]:
-    """Those of the stacks whose tables or biases a part would change, were they there.
+    """The stacks whose tables or biases a part changes, if they have any.
 
-    A number of rows concerns the tables of sequences, and grids of patches only where there is no such table.
+    A number of rows concerns tables of sequences; it concerns grids of patches only if there is no such table.
     """
     found = [item for item in stacks if reasons_to_keep(item, part, names)[1] is None]
     of_rows = isinstance(part.scheme, Learned) and (part.scheme.max_positions is not None or part.scheme.repeats)
@@ -144,14 +144,14 @@ def _bias_changes(
 
 
 def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundStack]) -> list[Change]:
-    """Relative biases that stay where they are, in parts of the model that nothing else changes.
+    """Rows for relative biases that stay where they are, in parts of the model that nothing else changes.
 
-    `found` and `biases` are the model's stacks with tables, and with biases that can be taken out.
+    `found` are the model's stacks with tables, `biases` its stacks with biases that can be taken out.
 
     Raises:
-        UnsupportedError: they are added by attentions that would be changed, so that some positions would be left in.
+        UnsupportedError: attentions that would change add such biases, so that some positions would be left in.
     """
-    switched = set()  # what is in stacks with tables whose attentions' biases go too
+    switched = set()  # modules of stacks with tables whose attentions' biases go, too
     for item in found:
         if item.stack.in_attention or any(isinstance(value, ZeroBiases) for _, value in item.stack.removal):
             switched |= {id(inner) for inner in item.owner.modules()}
@@ -176,17 +176,17 @@ def _other_biases(model: nn.Module, found: list[FoundStack], biases: list[FoundS
 
 
 def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
-    """The request with the length of the model's tables as its original one, if it sets another.
+    """The request with the tables' length as its original length, if it sets another length.
 
     Raises:
-        OptionError: frequencies are scaled from that length, and the stacks have different ones.
+        OptionError: frequencies are scaled from that length, and the model's stacks have different lengths.
     """
     scheme = part.scheme
     if scheme.max_positions is None:
         return part
     tables, others = _affected(sites.tables, part, sites.names), _without_table(sites, part)
     if not (tables or others):
-        return part  # the model's own rotations say each for itself what they start from
+        return part  # each of the model's own rotations has its own original length
     lengths: set[int] = _recorded_values(sites.model, "original_max_positions")
     if scheme.original_max_positions is not None:
         lengths = {scheme.original_max_positions}
@@ -203,7 +203,7 @@ def _with_table_length(sites: Sites, part: SchemeRequest[Position]) -> SchemeReq
 
 
 def _with_rows(sites: Sites, part: SchemeRequest[Position]) -> SchemeRequest[Position]:
-    """The request with the rows that a longer table repeats, if not all: an earlier patch's, or an encoder's texts'."""
+    """The request with how many rows a longer table repeats, if not all: from an earlier patch or the text length."""
     scheme = part.scheme
     if not isinstance(scheme, Learned) or scheme.rows is not None or scheme.method not in (None, METHODS[0]):
         return part
@@ -242,7 +242,7 @@ def _config_lengths(sites: Sites, part: SchemeRequest[Position]) -> list[Setting
     rotations = [config for _, config in changing_rotations(sites, part) if getattr(config, LENGTH, None) is not None]
     found = [(config, LENGTH, scheme.max_positions) for config in rotations]
     found += [(config, attribute, scheme.max_positions) for config, attribute in _without_table(sites, part)]
-    # patches are no length of text, nor are sounds whose config has none
+    # a number of patches is no length of text, nor are sounds if their config has no length
     stacks = [item for item in affected if item.stack.grid is None]
     stacks = [item for item in stacks if getattr(item.config, item.stack.config_length, None) is not None]
     _require_one_direction(stacks, scheme)
@@ -261,7 +261,7 @@ def _require_one_direction(stacks: list[FoundStack], scheme: Position) -> None:
     """Refuse a length that makes one table longer and another shorter: Whisper's of text and of sounds.
 
     Raises:
-        OptionError: names them.
+        OptionError: the message names both tables.
     """
     lengths = {item.table_name: max_positions(item) for item in stacks if scheme.keeps_table}
     new = scheme.max_positions or 0
@@ -275,11 +275,11 @@ def _require_one_direction(stacks: list[FoundStack], scheme: Position) -> None:
 
 
 def _of_stack(model: nn.Module, item: FoundStack, length: int) -> tuple[Any, str, int]:
-    """A stack's config, its attribute and the value for a new length: some also count rows that hold no position."""
+    """A stack's config, attribute and value for a new length: some values also count rows that hold no position."""
     config, attribute = item.config, item.stack.config_length
     number = getattr(config, attribute, None)
     if isinstance(number, int) and not isinstance(item.table(), nn.Embedding | ConstantPositions):
-        return config, attribute, length  # what its host computes has as many rows as are asked for
+        return config, attribute, length  # a table that its host computes has as many rows as are asked for
     positions = {max_positions(item), *_recorded_values(model, "max_positions")}
     counted = sorted({0, first_row(item)})
     more = next((n for n in counted if isinstance(number, int) and number - n in positions), None)
@@ -292,7 +292,7 @@ def _of_stack(model: nn.Module, item: FoundStack, length: int) -> tuple[Any, str
 
 
 def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[FoundStack]) -> list[tuple[Any, str, int]]:
-    """Likewise what keeps the length of biases which stay: by default it follows that of the tables."""
+    """The settings that keep the length of biases that stay: by default it follows the tables' length."""
     owners = [item.owner for item in affected]
     found: list[tuple[Any, str, int]] = []
     for item in sites.biases if part.scheme.keeps_table else ():
@@ -306,7 +306,7 @@ def _pin_lengths(sites: Sites, part: SchemeRequest[Position], affected: list[Fou
 
 
 def _without_table(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[Any, str]]:
-    """The configs of biases and of a host's own sines that a part changes, and the attributes with their length."""
+    """The configs, and their attributes with a length, of biases and of a host's own sines that a part changes."""
     rotates = part.scheme.name in ("rope", "nope")
     stacks = _affected(sites.biases + (sites.own_rotations if rotates else []), part, sites.names)
     found = [(item.config, item.stack.config_length) for item in stacks]
@@ -314,5 +314,5 @@ def _without_table(sites: Sites, part: SchemeRequest[Position]) -> list[tuple[An
 
 
 def _recorded_values(model: nn.Module, option: str) -> set[int]:
-    """What earlier position patches of this model set an option to."""
+    """The values that earlier position patches of this model gave to an option."""
     return {getattr(part.scheme, option) for part in Record.of(model.config).pos} - {None}

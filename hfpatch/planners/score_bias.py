@@ -1,4 +1,4 @@
-"""Checks on a copy which attentions would lose the score bias of a position scheme."""
+"""Checks, on a copy, which attentions would lose the score bias of a position scheme."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def bias_for(name: str, module: nn.Module, scheme: Position, relative: bool) -> 
 
 
 def require_bias(attentions: dict[str, nn.Module], lens: AttentionLens, scheme: Position, relative: bool) -> None:
-    """Try one attention of each class with a bias, on random weights. `relative` as in `bias_for`.
+    """Try an attention of each class with a bias, on random weights. `relative` is as in `bias_for`.
 
     Raises:
-        UnsupportedError: it would be lost; says what the attention does with a mask.
+        UnsupportedError: the bias would be lost; the message says what the attention does with a mask.
     """
     for name, module in {type(module): (name, module) for name, module in attentions.items()}.values():
         why = _why_no_bias(module, lens, _num_heads(name, module))
@@ -81,8 +81,8 @@ def _num_heads(name: str, module: nn.Module) -> int:
 def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str | None:
     """Why a bias on this attention's scores would be lost; None if it takes one.
 
-    With a bias that forbids all but a token itself, in all heads, its output must be what it is without other tokens;
-    and it mustn't be where such a bias is in the first head alone, or is slight.
+    If a bias, in all heads, forbids all tokens but the token itself, the output must be what it is without other
+    tokens. It mustn't be that if such a bias is in the first head alone, or is slight.
     """
     twin, width = _with_random_weights(module, lens)
     states = torch.randn(1, _TOKENS, width, generator=torch.Generator().manual_seed(1)).transpose(1, lens.time)
@@ -98,7 +98,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
     try:
         alone = torch.cat([run(token, everywhere) for token in states.split(1, dim=lens.time)], dim=lens.time)
         whole, slight, of_first = (run(states, heads) for heads in (everywhere, everywhere * _SLIGHT, first))
-    except Exception as error:  # whatever somebody else's forward raises about a mask that it doesn't expect
+    except Exception as error:  # a foreign forward may raise anything about a mask that it doesn't expect
         host: Any = host_class(type(module))
         parameters = [*inspect.signature(host.forward).parameters.values()][1:]
         needed = [one.name for one in parameters if one.default is one.empty and one.kind == one.POSITIONAL_OR_KEYWORD]
@@ -115,7 +115,7 @@ def _why_no_bias(module: nn.Module, lens: AttentionLens, num_heads: int) -> str 
 
 
 class _SelfOnlyBias(nn.Module):
-    """A bias that leaves every token alone with itself, in heads whose number is one; slight where it is less."""
+    """A bias that leaves every token only itself, in heads whose number is 1; with a number below 1 it is slight."""
 
     def __init__(self, heads: Tensor):
         super().__init__()
@@ -130,7 +130,7 @@ def _is_equal(truth: Tensor, output: Tensor) -> bool:
 
 
 def _with_random_weights(module: nn.Module, lens: AttentionLens) -> tuple[nn.Module, int]:
-    """A copy with random weights, and its hidden size."""
+    """A copy of an attention with random weights, and its hidden size."""
     twin = copy_of(copy_of(module, device="meta"), dtype=torch.float32, device="cpu")
     projection = twin.get_submodule(lens.projections.names[0])
     assert isinstance(projection.weight, Tensor)

@@ -1,4 +1,4 @@
-"""Plans the change of a position table: removed (a constant remains), resized, or computed by a rule."""
+"""Planner of position tables: removed (a constant remains), resized, or computed by a rule."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _table_text(table: nn.Module | Tensor, computed: bool) -> str:
 
 
 def loses_order(item: FoundStack, scheme: Position) -> str | None:
-    """Return what a stack loses that can't tell the order of its tokens without positions; None for another."""
+    """Return the loss of a stack that can't tell the order of its tokens without positions; None for other stacks."""
     if scheme.name != "nope" or item.stack.causal or getattr(item.owner, "is_decoder", False):
         return None
     return "without a causal mask the stack can't tell the order of its tokens"
@@ -70,7 +70,7 @@ def loses_order(item: FoundStack, scheme: Position) -> str | None:
 def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tuple[Edit, ...], list[str]]:
     """Return the edits that remove a stack's positions, and with `fresh` the names of Parameters to set to zero.
 
-    What is left starts at the mean of what was there; where `fresh` as for training from scratch.
+    What is left starts at the mean of what was there; with `fresh` it starts as for training from scratch.
     """
     stack, table, has_table = item.stack, item.table(), item.length is None
     places = list(stack.removal)
@@ -97,7 +97,7 @@ def removal(model: nn.Module, item: FoundStack, fresh: bool = False) -> tuple[tu
 def _mean(
     item: FoundStack, above: str, attribute: str, holder: nn.Module, value: Call, fresh: bool
 ) -> tuple[list[Edit], list[str]]:
-    """The edit that puts a constant in the place of one table, and the name of the constant where it is a Parameter."""
+    """The edit that puts a constant in the place of one table, and the constant's name if it is a Parameter."""
     path, table = item.path(above, attribute), getattr(holder, attribute)
     if isinstance(table, nn.Module):
         first = {"first": item.stack.reserved_rows} if item.stack.reserved_rows else {}
@@ -118,10 +118,10 @@ def _longer(model: nn.Module, item: FoundStack, longest: int) -> Iterator[Edit]:
 
 
 def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row: Row, fresh: bool) -> Change:
-    """Return the change of a table that is kept, computed or resized, with new rows where `fresh`.
+    """Return the change of a table that is kept, computed or resized; with `fresh`, its rows are new.
 
     Raises:
-        UnsupportedError: the table is gone, or isn't one row a position.
+        UnsupportedError: the table is gone, or doesn't have one row for each position.
     """
     table: Any = item.table()
     if item.removed_rows() is not None:
@@ -172,14 +172,14 @@ def _kept_table_change(model: nn.Module, item: FoundStack, scheme: Position, row
 def tables_beside(
     model: nn.Module, tables: list[FoundStack], part: SchemeRequest[Position], done: list[Change], sizes: list[Setting]
 ) -> list[Change]:
-    """Return the changes of further tables that a class makes as long as the first (of LiLT's boxes, LUKE's entities).
+    """Return the changes of further tables that a class makes as long as the first (LiLT's boxes, LUKE's entities).
 
     Args:
-        model: as it is now.
-        tables: those that a part changes.
+        model: the model as it is now.
+        tables: the tables that a part changes.
         part: the request.
         done: the part's changes so far.
-        sizes: what they change in the model's config.
+        sizes: what the part's changes set in the model's config.
     """
     placed = {place for change in done for edit in change.edits for place in edit.at}
     found: dict[str, FoundStack] = {}
@@ -203,11 +203,11 @@ def tables_beside(
 
 @dataclass(frozen=True)
 class _Resize:
-    """Gives a learned table another number of rows, but for the first ones.
+    """Gives a learned table another number of rows; the first rows, of no position, stay.
 
     Attributes:
         scheme: makes the new rows.
-        first: how many rows are of no position.
+        first: how many rows belong to no position.
     """
 
     scheme: Learned
@@ -221,13 +221,13 @@ class _Resize:
 
 
 def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str | None:
-    """Why a table can't be computed or resized in its place, None if it can."""
+    """Why a table can't be computed or resized in its place; None if it can."""
     stack = item.stack
     if is_grid(item):
         return "holds a grid of patches, whose rows have two coordinates"
     if not isinstance(table, nn.Embedding):
         return "is no nn.Embedding"
-    if stack.others and not isinstance(scheme, Learned):  # which may be read at positions beyond their last
+    if stack.others and not isinstance(scheme, Learned):  # the others may be read at positions beyond their last
         return f"isn't the only one ({', '.join(stack.others)})"
     if any(limit_beside_table(limit, stack.reserved_rows) is None for _, limit in stack.limits):
         return "is read by the model in a way that hfpatch can't follow"
@@ -235,7 +235,7 @@ def _reason_not_to_resize(item: FoundStack, table: Any, scheme: Position) -> str
 
 
 def is_grid(item: FoundStack) -> bool:
-    """Return whether a stack's table is of an image's patches."""
+    """Return whether a stack's table holds an image's patches."""
     return item.stack.grid is not None or isinstance(item.table(), nn.Parameter)
 
 
@@ -251,7 +251,7 @@ def _follows(table: nn.Embedding, scheme: Position, first: int) -> bool:
 
 
 def takes_any_length(record: Record, sites: Sites, planned: Sequence[PlannerResult]) -> bool:
-    """Return whether no table limits the length of inputs after a plan; False of a model that never had a table.
+    """Return whether no table limits the length of inputs after a plan; False for a model that never had a table.
 
     The record and the sites are the model's as it is now.
     """

@@ -1,7 +1,7 @@
 """Fits an attention's queries and keys to the original's attention maps after a change of positions.
 
 Constant vectors b_q, b_k under a rotation give b_q' R(m - n) b_k, a profile over distances: biases alone can draw the
-average map that a table of positions drew; weights fit the rest. What is minimised is KL(original map || present map),
+average map that a table of positions drew; weights fit the rest. The fit minimises KL(original map || present map),
 averaged over heads and over queries that aren't padding, by Adam on the module's own forward, whatever its layout.
 """
 
@@ -24,10 +24,10 @@ from ..measure.quiet_forward import use_attention
 from ..sites.linear_maps import is_linear_map
 from .repair_report import FittedValues
 
-STEPS, LOOKS = 200, 8  # and how often the held-out queries are looked at, for the best values so far
+STEPS, LOOKS = 200, 8  # looks: how often held-out queries judge the values
 RATE = 2.0  # of Adam, divided by the width of what is projected
-_LITTLE, _PATIENCE = 0.005, 2  # after so many looks that found no value lower by this share, it stops
-_LEAST = 1e-9  # a probability, for its logarithm
+_LITTLE, _PATIENCE = 0.005, 2  # a fit stops after so many looks without an error lower by this share
+_LEAST = 1e-9  # least probability of which a logarithm is taken
 _SUMS_TO_ONE = 1e-2
 
 
@@ -38,8 +38,8 @@ class Example:
     Attributes:
         call: how the module is called.
         target: the original's maps (B, H, T, S).
-        fitted, held_out: queries (B, T) that are fitted to, and those that judge.
-        information: of the target, sum of p log p over the last axis.
+        fitted, held_out: queries (B, T) that the fit reads, and queries that judge it.
+        information: the target's sum of p log p over the last axis.
     """
 
     call: CallArguments
@@ -77,7 +77,7 @@ def map_in(returned: Any) -> Tensor | None:
 
 
 def repeatable(call: CallArguments) -> CallArguments:
-    """Return a call for many runs, in float32: without caches, to which every run would add its keys and values.
+    """Return a call for many runs, in float32: without caches, since every run would add its keys and values to them.
 
     float64's minimum, used in masks, becomes float32's.
     """
@@ -96,12 +96,12 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
 
     Args:
         module: the attention; a copy in float32 is what runs.
-        examples: batches that are fitted to, in turn.
+        examples: batches to fit, in turn.
         fit: "qk" for weights and biases, "bias" for biases alone.
         own: names of Parameters that no other module shares.
 
     Returns:
-        The values with the lowest mean KL divergence on held-out queries; None where no such Parameter moves the maps.
+        The values with the lowest mean KL divergence on held-out queries; None if no such Parameter moves the maps.
     """
     work = copy_of(module, dtype=torch.float32)
     with use_attention("eager", work):
@@ -111,7 +111,7 @@ def fit_maps(module: nn.Module, examples: list[Example], fit: str, own: set[str]
 
 
 def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn.Parameter]:
-    """Those of some Parameters that affect the attention maps; only they require gradients afterwards."""
+    """Return the named Parameters that affect the attention maps; only they require gradients afterwards."""
     parameters = {name: p for name, p in work.named_parameters() if name in names and p.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_()
@@ -128,7 +128,7 @@ def _moving(work: nn.Module, example: Example, names: list[str]) -> dict[str, nn
 
 
 def _leave_out_maps(work: nn.Module, example: Example, moving: Collection[str]) -> None:
-    """Let linear maps behind the attention map (values, output) give zeros, which takes no time."""
+    """Let linear maps behind the attention map (values, output) give zeros, which takes no time, if the map stays."""
     own = {name.rpartition(".")[0] for name in moving}
     idle = [module for name, module in work.named_modules() if name not in own and is_linear_map(module)]
     with torch.no_grad():
@@ -148,7 +148,7 @@ def _zeros(x: Tensor, width: int) -> Tensor:
 
 
 def _descend(work: nn.Module, examples: list[Example], chosen: dict[str, nn.Parameter], note: str) -> FittedValues:
-    """Adam on the chosen Parameters, one batch a step; the best values on held-out queries are taken."""
+    """Adam on the chosen Parameters, one batch a step; returns the best values on held-out queries."""
     before = after = held_out_divergence(work, examples)
     fitted = [example for example in examples if example.fitted.any()]
     best = {name: p.detach().clone() for name, p in chosen.items()}

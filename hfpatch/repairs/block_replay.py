@@ -1,8 +1,8 @@
 """Block replay: runs single blocks of a model on calibration batches, with earlier outputs cached on disk.
 
 A block is an element of an `nn.ModuleList` that runs once in a forward. To record activations inside one, the model's
-own forward is run with every earlier block replaced by its cached output, and is left by an exception as soon as all
-requested activations are recorded. So masks, position tables and heads are the model's own code, in any family.
+own forward runs with every earlier block replaced by its cached output. An exception leaves it as soon as all requested
+activations are recorded. So masks, position tables and heads are the model's own code, in any family.
 
 Parts of a block (an attention, a linear map) are replaced likewise as soon as nothing in them or before them will
 change any more, so that each is run about twice, however many fits the block has.
@@ -34,11 +34,11 @@ from .reference import refusing_failures
 from .tensor_file import Scratch
 
 _SAVED = object()  # marks activations that aren't outputs to replay
-_ROOM = 4  # times a part's first output: what all that it returns may take, if it is to be stored
+_ROOM = 4  # a part is stored if all that it returns takes at most so many times its first output
 
 
 class _Recorded(dict[tuple[str, str], Any]):
-    """What was recorded in a forward, by ("in" or "out", module)."""
+    """The activations recorded in a forward, by ("in" or "out", module)."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         raise UnsupportedError(
@@ -58,8 +58,8 @@ class Segment:
     Attributes:
         block: name of the block; None outside blocks.
         modules: names of the norms and linear maps inside, in the order in which they run.
-        parts: names of the modules inside the block that can be replaced by what they returned.
-        shared: names of all norms that run several times, if the first of them to run is inside.
+        parts: names of the modules inside the block that a stored output can replace.
+        shared: names of all norms that run several times, if the first of them is inside.
     """
 
     block: str | None = None
@@ -72,17 +72,17 @@ class BlockReplay:
     """Runs a model on batches block by block, with outputs of finished blocks and activations stored on disk.
 
     Args:
-        model: is run unchanged on its own device, inside the caller's `quiet`.
+        model: the model; it runs unchanged on its own device, inside the caller's `quiet`.
         batches: the inputs.
 
     Attributes:
         modules: all modules of the model, by name.
-        forms: for each block that can be replayed, what it returns besides the stream, as in `_form`.
-        stacks: of each such block, in forward order, its stack: the `nn.ModuleList` that it is in.
-        parts: parts of the current block that are stored once they are settled, which is when they end before
-            `unsettled` runs: the first module that will still change.
+        forms: what each block that can be replayed returns besides the stream, as in `_form`.
+        stacks: the `nn.ModuleList` that holds each such block, by block in forward order.
+        parts: parts of the current block that are stored once they are settled, that is, if they end before `unsettled`
+            runs: the first module that will still change.
         replays_ends: whether the outputs of `ends` give the model's outputs without the other blocks; None: not tried.
-        chains: the stacks of which the last block's output does so: what a block returns is read by the next one only.
+        chains: the stacks whose last block's output alone does so: only the next block reads what a block returns.
     """
 
     def __init__(self, model: PreTrainedModel, batches: Batches):
@@ -108,9 +108,9 @@ class BlockReplay:
         """Return the model's output for one batch, or for some of its sequences.
 
         Raises:
-            UnsupportedError: the model fails there, though it ran on the first batch as a whole.
+            UnsupportedError: the model fails on these inputs, though it ran on the first batch as a whole.
         """
-        draws = seed_everything(index, [self.device])  # where a model masks its inputs, both have to draw the same
+        draws = seed_everything(index, [self.device])  # if models mask their inputs, both draw the same masks
         with torch.no_grad(), refusing_failures(self.model), draws:
             return self.model(**self.inputs(index, rows))
 
@@ -122,7 +122,7 @@ class BlockReplay:
         return cast(inputs, self.device, self.model.dtype)
 
     def forward_and_store(self, index: int, row: Tensor | None) -> Any:
-        """Run one sequence and store what `forward_from_store` needs; the first call also tests that."""
+        """Run one sequence and store what `forward_from_store` needs; the first call tests whether that suffices."""
 
         def keep(name: str, value: Any) -> None:
             self.freeze(name, _place(index, row), value)
@@ -135,11 +135,11 @@ class BlockReplay:
         return output
 
     def _gives(self, output: Any, index: int, row: Tensor | None, ends: Collection[str]) -> bool:
-        """Return whether a model gives the same output, to the bit, without the blocks before these last ones."""
+        """Return whether a model gives the same output, to the bit, if only these blocks' outputs are replayed."""
         try:
             with self.replaying(_place(index, row), ends):
                 again = self.forward(index, row)
-        except Exception:  # the model's own, where it reads blocks before the last one: features of several depths
+        except Exception:  # the model's own, if it reads blocks before the last one: features of several depths
             return False
         return max_error(Outputs.of(output).floats, Outputs.of(again).floats) == 0
 
@@ -173,7 +173,7 @@ class BlockReplay:
         return recorded
 
     def every_call(self, index: int, names: Iterable[str]) -> dict[str, tuple[list[Any], list[Any]]]:
-        """Return what modules get and return at each of their calls behind frozen blocks, for one batch."""
+        """Return what modules get and return at each call behind frozen blocks, for one batch."""
         found: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in names}
         hooks = self.observe_calls(
             found, lambda name, call: found[name][0].append(call), lambda name, value: found[name][1].append(value)
@@ -221,13 +221,13 @@ class BlockReplay:
             yield
 
     def release_parts(self) -> None:
-        """Let the stored parts of the current block run again, since it is done."""
+        """Let the stored parts of the current block, which is done, run again."""
         for part in self.parts:
             self.release(part)
         self.parts, self.unsettled = [], None
 
     def discard(self, block: str) -> None:
-        """Delete a frozen block's outputs once nothing reads them: it then passes its input through."""
+        """Delete a frozen block's outputs once nothing reads them; the block then passes its input through."""
         for index in range(len(self.batches)):
             self._stored.put((block, index), None)
 
@@ -247,7 +247,7 @@ class BlockReplay:
 
     @contextlib.contextmanager
     def replaying(self, index: int | str, ends: Collection[str] = ()) -> Iterator[None]:
-        """Context in which what is frozen or discarded for a batch doesn't run, nor a block of the stacks of `ends`."""
+        """Context in which frozen and discarded blocks don't run for a batch, nor blocks of the stacks of `ends`."""
         replaced: list[tuple[dict[str, Any], Any]] = []
         stacks = {self.stacks[end] for end in ends}
         try:
@@ -255,7 +255,7 @@ class BlockReplay:
                 skipped = self.stacks.get(name) in stacks
                 if skipped or (name, index) in self._stored:
                     attributes = self.modules[name].__dict__
-                    replaced.append((attributes, attributes.get("forward")))  # an instance may have one of its own
+                    replaced.append((attributes, attributes.get("forward")))  # an instance may have its own forward
                     output = None if skipped and name not in ends else self._load(name, index)
                     attributes["forward"] = _returning(output, form)
             yield
@@ -287,7 +287,7 @@ class BlockReplay:
 
 
 def _place(index: int, row: Tensor | None) -> str:
-    """Name under which the outputs for one sequence of a batch are stored; for None those of the whole batch."""
+    """Name under which one sequence's outputs are stored; if `row` is None, the whole batch's."""
     return f"{index} row {'all' if row is None else int(row)}"
 
 
@@ -334,7 +334,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
         elif _form(value) is None and not isinstance(value, Tensor):
             parts.discard(name)
         elif any(one._version != version for one, version in called[name]):
-            parts.discard(name)  # it writes to what it is given, which a stored output doesn't
+            parts.discard(name)  # it writes to its arguments, and a stored output doesn't
         if name in found and not (tensors and tensors[0].is_floating_point()):
             unfit.add(name)
         elif kind == "in" and tensors:
@@ -358,7 +358,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
         block = segments[-1].block
         flat = name in found - unfit and name not in norms and len(shapes[name]) < 3
         if flat and block is not None and shapes[name][:-1].numel() != shapes[block][:-1].numel():
-            continue  # an expert, which is called with some of the tokens
+            continue  # an expert: it is called with some of the tokens
         if name in replay.stacks:
             inside = [part for part in parts if part.startswith(f"{name}.")]
             segments.append(Segment(name, parts=inside) if kind == "in" else Segment())
@@ -371,7 +371,7 @@ def segments_of(replay: BlockReplay, norms: Collection[str]) -> list[Segment]:
 
 
 def _parents(name: str, blocks: Collection[str]) -> Iterable[str]:
-    """A module in a block, and what it is part of there, by name; none outside of blocks."""
+    """A module in a block and the modules around it there, by name; none for a module outside of blocks."""
     found = []
     while name and name not in blocks:
         found.append(name)
@@ -380,7 +380,7 @@ def _parents(name: str, blocks: Collection[str]) -> Iterable[str]:
 
 
 def _is_small(returned: Any) -> bool:
-    """Whether what a part returned takes little more room than its first tensor: no attention maps, say."""
+    """Whether a part's result takes little more room than its first tensor: it holds no attention maps, say."""
     tensors = [one for one in _values(returned) if isinstance(one, Tensor)]
     return sum(one.numel() for one in tensors) <= _ROOM * tensors[0].numel()
 

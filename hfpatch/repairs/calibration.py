@@ -25,21 +25,21 @@ from .tensor_file import Scratch
 
 _GRIDS = "grid_thw"  # argument of vision towers that take the patches of several images in one tensor
 _ENOUGH = "some hundred make a good repair."
-_LEAST_OUTPUTS = 8  # at held-out tokens; fewer don't tell help from noise
-_ROWS = 1024  # of activations that are converted at once
-_TOKENS = 1024  # that a CPU runs at once: more would be no faster, take more room, and make steps of maps longer
-_MOST = 100_000  # sequences; a generator that gives more is taken for an endless one
+_LEAST_OUTPUTS = 8  # held-out tokens, at least; fewer don't tell help from noise
+_ROWS = 1024  # rows of activations that are converted at once
+_TOKENS = 1024  # tokens that a CPU runs at once; more is no faster, takes more room, and makes steps of maps longer
+_MOST = 100_000  # sequences; a generator that gives more counts as endless
 
 
 class StoredBatch(NamedTuple):
     """What is known of a stored batch besides its inputs.
 
     Attributes:
-        sequences: how many it holds.
+        sequences: how many sequences it holds.
         judges: whether it is for judging.
-        origin: the user's batch that it is of.
+        origin: index of the user's batch that it is a part of.
         divisible: whether its sequences can be run one by one, as in `is_divisible`.
-        masks: those of its inputs that tell padding, by name.
+        masks: its inputs that mark padding, by name.
     """
 
     sequences: int
@@ -50,17 +50,17 @@ class StoredBatch(NamedTuple):
 
 
 class Batches:
-    """Calibration batches stored on disk, split into ones to fit and ones to judge.
+    """Calibration batches stored on disk, split into batches to fit and batches to judge.
 
-    No sequence of the one kind nearly equals one of the other (see `near_duplicates.py`). A batch that can't be divided
-    among its sequences (images packed into one tensor) counts as one sequence.
+    No sequence to fit nearly equals a sequence to judge (see `near_duplicates.py`). A batch that can't be divided among
+    its sequences (images packed into one tensor) counts as one sequence.
 
     Args:
         batches: keyword arguments of forwards, as `read_calibration` returns them.
         model: the model that takes them.
 
     Attributes:
-        sequences, distinct: how many were passed, and how many of them differ.
+        sequences, distinct: how many sequences were passed, and how many of them differ.
         tokens: how many tokens (or other positions of the main input) are fitted.
         longest: the most tokens that a sequence has; 0 if the main input isn't token ids.
 
@@ -82,7 +82,7 @@ class Batches:
             self._inputs.put(("given", index), batch)
             inputs = self._inputs.get(("given", index))
             for name, value in inputs.items():
-                if isinstance(value, Tensor) and "mask" not in name:  # a mask that is added may be infinite
+                if isinstance(value, Tensor) and "mask" not in name:  # a mask that is added to scores may be infinite
                     _require_finite(value, index, name)
             count = count_sequences(inputs, self._main)
             self.sequences += count
@@ -97,7 +97,7 @@ class Batches:
         self._divide(keys, parts, model.device.type == "cpu")
 
     def _keys(self, inputs: dict[str, Any], count: int) -> list[Key]:
-        """What each sequence of a batch is compared by; one for the whole batch where it can't be divided."""
+        """The keys by which a batch's sequences are compared; one key for the whole batch if it can't be divided."""
         first = _main_tensor(inputs, self._main)
         mask = inputs.get("attention_mask")
         if not first.is_floating_point():
@@ -108,7 +108,7 @@ class Batches:
         return [key_of(row, row_mask) for row, row_mask in zip(first, masks, strict=True)]
 
     def _divide(self, keys: list[Key], parts: list[int], on_cpu: bool) -> None:
-        """Store each batch anew in two parts: its sequences that are fitted, and those that judge."""
+        """Store each batch anew in two parts: its sequences to fit, and its sequences to judge."""
         self.distinct = len(set(names_of(keys)))
         require_distinct(self.distinct, self.sequences)
         fitted, held_out = (set(places) for places in divide(keys))
@@ -168,14 +168,14 @@ class Batches:
         return [torch.tensor([row]) for row in range(batch.sequences)] if batch.divisible else [None]
 
     def mask(self, index: int, decoder: bool) -> Tensor | None:
-        """Return 1 where an input isn't padding, for the encoder (or only) side or the decoder."""
+        """Return a mask with 1 where inputs aren't padding, of the encoder (or only) side or the decoder."""
         return self._stored[index].masks.get("decoder_attention_mask" if decoder else "attention_mask")
 
     def require_finite(self, index: int, activations: Any, decoder: bool, where: str) -> None:
-        """Refuse a batch on which an activation of the original isn't finite; what stands at padding doesn't count.
+        """Refuse a batch on which an activation of the original isn't finite; positions of padding don't count.
 
         Raises:
-            OptionError: names the user's batch.
+            OptionError: the message names the user's batch.
         """
         if isinstance(activations, Tensor):
             mask = self.mask(index, decoder)
@@ -184,10 +184,10 @@ class Batches:
             _require_finite(activations, self._stored[index].origin, where)
 
     def rows(self, index: int, shape: torch.Size, decoder: bool) -> Tensor:
-        """Return which flattened rows of activations (B, T, ..., d) aren't padding.
+        """Return which rows of flattened activations (B, T, ..., d) aren't padding.
 
         Raises:
-            OptionError: activations that can't be divided among the sequences.
+            OptionError: the activations can't be divided among the sequences.
         """
         rows, count = shape[:-1].numel(), self._stored[index].sequences
         if rows % count:
@@ -200,7 +200,7 @@ class Batches:
 
     def row_pieces(self, index: int, decoder: bool, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield activations (B, T, ..., d) as rows (n, d) without padding, in float32 or wider; last, which judge."""
-        device = values[0].device  # of a model in bfloat16, all rows of a wide layer would take much room in float32
+        device = values[0].device  # in bfloat16 models all rows of a wide layer would take much room in float32
         valid = self.rows(index, values[0].shape, decoder).to(device)
         flat = [value.to(device).flatten(0, -2) for value in values]
         for chosen, *parts in zip(*(one.split(_ROWS) for one in (valid, *flat)), strict=True):
@@ -213,7 +213,7 @@ def _require_finite(value: Tensor, batch: int, what: str) -> None:
     """Refuse a batch with a tensor that isn't finite.
 
     Raises:
-        OptionError: names the batch.
+        OptionError: the message names the batch.
     """
     if value.is_floating_point() and not bool(value.isfinite().all()):
         raise OptionError(
@@ -223,7 +223,7 @@ def _require_finite(value: Tensor, batch: int, what: str) -> None:
 
 
 def _sequences_at_once(first: Any) -> int:
-    """How many sequences of token ids a CPU runs at once; images and sound, as they are."""
+    """How many sequences of token ids a CPU runs at once; batches of images and sound aren't divided."""
     tokens = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
     return max(1, _TOKENS // first.shape[1]) if tokens else _MOST
 
@@ -239,15 +239,15 @@ def read_calibration(calibration: Any, model: PreTrainedModel, tokenizer: Any = 
 
 
 def require_data(model: PreTrainedModel, schemes: Iterable[Scheme], generates: bool) -> None:
-    """Refuse a norm scheme whose starting values are measured on data, where there is none.
+    """Refuse a norm scheme whose starting values are measured on data, if there is no data.
 
     Args:
-        model: with weights; without, there is nothing to measure.
-        schemes: those that are planned.
+        model: the model; on the meta device it has no weights, and nothing is measured.
+        schemes: the planned schemes.
         generates: whether the model can write its own calibration.
 
     Raises:
-        OptionError: says what to pass.
+        OptionError: the message says what to pass.
     """
     for norm in schemes:
         if isinstance(norm, Norm) and norm.needs_calibration and has_weights(model):
@@ -266,7 +266,7 @@ class Calibration:
         tokenizer: for texts.
 
     Attributes:
-        drawn: whether the original writes it.
+        drawn: whether the original writes the data.
     """
 
     def __init__(self, data: Any, tokenizer: Any = None):
@@ -279,17 +279,17 @@ class Calibration:
         """Return the data as batches that the original takes.
 
         Raises:
-            OptionError: as in `read_batches` and `Batches`; or the original can't write any.
+            OptionError: as in `read_batches` and `Batches`; or the original can't write data.
         """
         self._batches = self._batches or Batches(self._read(original), original)
         return self._batches
 
 
 def calibration_for(model: PreTrainedModel, data: Any, tokenizer: Any) -> Calibration:
-    """Return the calibration of `patch_model(calibration=data)`, read; "self" waits until something needs a repair.
+    """Return the calibration of `patch_model(calibration=data)`, read already; "self" is read when a repair needs it.
 
     Raises:
-        OptionError: there are none, or the model can't run them; it has no weights; or "self", and it can't generate.
+        OptionError: there are no inputs, or the model can't run them or has no weights; "self", and it can't generate.
     """
     if not has_weights(model):
         raise OptionError("calibration needs weights, and this model has none yet (meta device). Load it first.")
@@ -311,7 +311,7 @@ def calibration_for(model: PreTrainedModel, data: Any, tokenizer: Any) -> Calibr
 
 
 def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -> dict[str, Any]:
-    """A batch without labels, refused where nothing is left; a decoder that has no other input reads them."""
+    """A batch without labels, refused if no input is left; a decoder that has no other input reads the labels."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     labels = batch.get("labels")
     if not any(isinstance(value, Tensor) and value.dim() for value in inputs.values()):
@@ -328,7 +328,7 @@ def _without_labels(batch: dict[str, Any], index: int, model: PreTrainedModel) -
 def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
     """Return how many sequences a batch holds, by its main input if that is a tensor.
 
-    Of images' patches that are packed into one tensor, whose grids `grid_thw` tells, there is one.
+    Images' patches that are packed into one tensor, with their grids in `grid_thw`, count as one sequence.
     """
     if _GRIDS in inputs:
         return 1
@@ -336,7 +336,7 @@ def count_sequences(inputs: Mapping[str, Any], main: str) -> int:
 
 
 def _main_tensor(inputs: Mapping[str, Any], main: str) -> Tensor:
-    """A batch's main input, or its largest one where that is no tensor."""
+    """A batch's main input; its largest tensor if that isn't a tensor."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
     return tensors[main] if main in tensors else max(tensors.values(), key=Tensor.numel)
 
@@ -356,7 +356,7 @@ def require_distinct(distinct: int, sequences: int) -> None:
     """Refuse calibration without two different sequences.
 
     Raises:
-        OptionError: says how many there are.
+        OptionError: the message says how many there are.
     """
     if distinct < 2:
         found = "one sequence" if sequences == 1 else f"one distinct sequence, {sequences} times"
@@ -370,7 +370,7 @@ def require_enough(outputs: int, batches: Batches) -> None:
     """Refuse held-out sequences with too few tokens to tell an improvement from noise.
 
     Raises:
-        OptionError: says how many sequences are needed.
+        OptionError: the message says how many sequences are needed.
     """
     if outputs < _LEAST_OUTPUTS:
         held_out = batches.count_held_out()

@@ -16,15 +16,15 @@ from ..runtime.patch_errors import UnsupportedError
 from ..schemes.verdicts import Metric
 from .block_replay import BlockReplay
 
-_ROWS_AT_ONCE = 16  # rows of logits that are compared in one go: vocabularies are large
+_ROWS_AT_ONCE = 16  # rows of logits compared at once, since vocabularies are large
 
 
 def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> tuple[str, Tensor]:
-    """Return the measure's name, and its values at all tokens (without padding) of the held-out sequences.
+    """Return the measure's name, and its values at all held-out tokens that aren't padding.
 
     Args:
         new, old: the patched model and the original.
-        again: for a second time; then the original's blocks may have been given up.
+        again: whether this is the second time; the original's blocks may then have been freed.
     """
     original = old.forward_from_store if again else old.forward_and_store
     found, measure = [], ""
@@ -36,7 +36,7 @@ def output_distance(new: BlockReplay, old: BlockReplay, again: bool = False) -> 
 
 
 def without_padding(replay: BlockReplay, index: int, row: Tensor | None, distances: Tensor) -> Tensor:
-    """Return the distances at tokens of a batch, or of one of its sequences, that aren't padding, in float64."""
+    """Return the distances, in float64, at the tokens of a batch or of one sequence that aren't padding."""
     mask = replay.batches.mask(index, decoder=replay.model.config.is_encoder_decoder)
     mask = mask if mask is None or row is None else mask[row]
     if mask is not None and mask.shape == distances.shape:
@@ -47,7 +47,7 @@ def without_padding(replay: BlockReplay, index: int, row: Tensor | None, distanc
 def helps(before: Tensor, after: Tensor) -> bool:
     """Return whether distances at the same tokens shrank by more than noise: twice the mean's standard error.
 
-    What isn't finite is infinitely far, so that fewer of such tokens count more than all else.
+    A distance that isn't finite counts as infinite, so having fewer such tokens counts more than all else.
     """
     broken = [int((~one.isfinite()).sum()) for one in (before, after)]
     if broken[0] != broken[1]:
@@ -83,13 +83,13 @@ def token_distances(old: Any, new: Any) -> tuple[str, Tensor]:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """Return the tensor that a model's output calls its logits; None where it is a tuple or a tensor itself."""
+    """Return the tensor that a model's output calls its logits; None if the output is a tuple or a tensor itself."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     return logits if isinstance(logits, Tensor) else None
 
 
 def comparable(output: Any) -> dict[str, Tensor]:
-    """Return what is compared of a model's outputs: its logits, or else the first of them that has an axis."""
+    """Return the part of a model's outputs that is compared: its logits, or else its first output with an axis."""
     logits = logits_of(output)
     found = Outputs.of(output).floats if logits is None else {"logits": logits}
     name = next(name for name, value in found.items() if value.dim())
@@ -101,5 +101,5 @@ def _divergence(old: Tensor, new: Tensor) -> Tensor:
     found = []
     for rows in zip(old.flatten(0, -2).split(_ROWS_AT_ONCE), new.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True):
         a, b = (F.log_softmax(part.to(old.device).float(), -1) for part in rows)
-        found.append(torch.where(a.isneginf(), 0, a.exp() * (a - b)).sum(-1))  # of logits that a model masks itself
+        found.append(torch.where(a.isneginf(), 0, a.exp() * (a - b)).sum(-1))  # -inf: a logit that the model masks
     return torch.cat(found).unflatten(0, old.shape[:-1])

@@ -1,8 +1,8 @@
 """Fits single modules of a patched model, and keeps a fit if it brings the model nearer to the original.
 
-Each fit computes values; they are written to the Parameters in their dtype, and the error on the held-out sequences is
-measured before and after, by running the model. So the errors that a report gives are those of the model that the user
-gets, whatever a fit promised.
+Each fit computes values. They are written to the Parameters in their dtype, and the error on the held-out sequences is
+measured before and after by running the model. So a report gives the errors of the model that the user gets, whatever a
+fit promised.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .norm_fit import fit_norm
 from .repair_report import FittedValues, RepairReport, Step
 
 _NOISE = 1e-9  # share of the variance: errors below it count as none
-_MAP_QUERIES, _MAP_NUMBERS = 2**14, 2**27  # at most: queries whose attention maps are fitted, numbers in the maps
-_CHANNELS = 4096  # of a module's output, or input, that are compared at most
+_MAP_QUERIES, _MAP_NUMBERS = 2**14, 2**27  # at most: queries with fitted maps, numbers in the maps
+_CHANNELS = 4096  # of an output or input that are compared, at most
 _NO_MAP, _NO_SPREAD = "it returns no attention map", "its input isn't finite or has no spread"
 _SEVERAL_AXES, _SHARED = "normalises several axes", "shares its parameters with another module"
 _NOTHING_MOVES = "it has no parameter of its own that moves its maps"
@@ -99,7 +99,7 @@ class Fitter:
         return _SEVERAL_AXES if several_axes else "" if self.roles.owns_parameters(name) else _SHARED
 
     def write_norm(self, name: str, values: Mapping[str, Tensor]) -> None:
-        """Write fitted values to those Parameters that a norm has."""
+        """Write fitted values to the Parameters that a norm has."""
         module = self.new.modules[name]
         for parameter, value in values.items():
             if getattr(module, parameter) is not None:
@@ -108,7 +108,7 @@ class Fitter:
     def projection(self, name: str, roles: BlockRoles, block: str | None) -> None:
         """Fit a map that writes to the stream, so that the stream after it is nearer to the original's.
 
-        Of experts the output o is what is fitted: o <- o + o N, by their last matrices.
+        For experts the fit is to their output o: o <- o + o N, by their last matrices.
 
         Args:
             name: the map.
@@ -132,10 +132,10 @@ class Fitter:
     def readers(self, first: str, roles: BlockRoles) -> None:
         """Fit the maps that read one tensor x: W <- W + M W, with x + x M + b fitted to the original's x.
 
-        b goes to the maps' biases where all have one. Otherwise it goes to the shift of the norm that gives x, where
-        only these maps read it: (x + s) (I + M) = x (I + M) + b for s = b (I + M)^-1. Where neither can be, no constant
-        is fitted. Routers and experts are read with their own matrices; experts, whose output hangs on the routers',
-        aren't judged.
+        b goes to the maps' biases if all have one. Otherwise it goes to the shift of the norm that gives x, if only
+        these maps read it: (x + s) (I + M) = x (I + M) + b for s = b (I + M)^-1. If neither is possible, no constant is
+        fitted. Routers and experts are read with their own matrices. Experts aren't judged, since their output depends
+        on the routers'.
         """
         group, shift = roles.readers[first], roles.shifts.get(first)
         decoder = self.roles.in_decoder(first) and not self.roles.reads_encoder(first)
@@ -228,7 +228,7 @@ class Fitter:
         judge: _Judge,
         reads: bool = True,
     ) -> FittedValues | None:
-        """Ridge regression of (the original's activation - this model's) at a point on a map's input, or its output.
+        """Fit a ridge regression of (original's activation - this model's) at a point on a map's input, or its output.
 
         Args:
             name: the map.
@@ -236,7 +236,7 @@ class Fitter:
             bias: whether to fit a constant.
             decoder: whether the rows are a decoder's.
             judge: sees what the model, as it is, gives on held-out sequences.
-            reads: whether it is the map's input; else it is its output.
+            reads: whether the regression is on the map's input; else it is on its output.
         """
         outputs = {*outputs} if reads else {*outputs, name}
         inputs = {name, point} - outputs
@@ -252,7 +252,7 @@ class Fitter:
                 values = x, target - now, target
                 del seen, x, now, target
                 if i == 0:
-                    free_unused_memory()  # before the sums are made
+                    free_unused_memory()  # the sums need much memory
                 for rows in self.batches.row_pieces(i, decoder, *values):
                     yield rows
                     del rows
@@ -270,14 +270,14 @@ class Fitter:
         error: Callable[[], float],
         otherwise: str = "",
     ) -> None:
-        """Write fitted values and measure the error; take them back if it isn't lower than before. Reports the step.
+        """Write fitted values and measure the error; take them back if it isn't lower than before. It reports the step.
 
         Args:
             name, kind: as in `Step`.
-            fit: the values; None where nothing could be fitted, because of `otherwise`.
+            fit: the values; None if nothing could be fitted, because of `otherwise`.
             write: writes them to the model.
             before: the error of the model on held-out sequences, without these values.
-            error: measures it with them.
+            error: measures the error with these values.
         """
         if fit is None:
             return self.skip(name, kind, otherwise)
@@ -300,26 +300,26 @@ class Fitter:
         )
 
     def _add(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
-        """Add a change of shape (in, out) to a linear map, and one of shape (out,) to its bias, if it has one."""
+        """Add a change of shape (in, out) to a linear map, and a change of shape (out,) to its bias, if it has one."""
         for name, change in {"weight": weight if isinstance(module, Conv1D) else weight.T, "bias": bias}.items():
             if change is not None and module._parameters[name] is not None:
                 self.transaction.write(module, WeightChange(name, "add", change))
 
 
 def channels_last(module: nn.Module, activations: Tensor) -> Tensor:
-    """A norm's input or output with the channels last, where they are at axis 1 in images."""
+    """A norm's input or output with the channels last; in images they are at axis 1."""
     first = isinstance(module, AffineNorm) and module.facts.channels_first
     return activations.movedim(1, -1) if first else activations
 
 
 class _Judge:
-    """Measures how far the model, as it then is, is from saved activations of the original on held-out sequences.
+    """Measures how far the model is, at that time, from the original's saved activations on held-out sequences.
 
     Args:
-        fitter: of the two models.
-        targets: module -> name under which the original's activation is saved.
+        fitter: the fitter of the two models.
+        targets: the name under which the original's activation is saved, by module.
         decoder: whether the rows are a decoder's.
-        outputs, inputs: of which modules the output, and of which the input is compared.
+        outputs, inputs: the modules whose outputs, and the modules whose inputs are compared.
     """
 
     def __init__(
@@ -335,11 +335,11 @@ class _Judge:
         self.moments: dict[str, Moments] = {name: Moments() for name in targets}
 
     def side(self, name: str) -> str:
-        """Return whether it is a module's input or its output, as in `BlockReplay.observe`."""
+        """Return whether a module's output or its input is compared: "out" or "in", as in `BlockReplay.observe`."""
         return "out" if name in self.outputs else "in"
 
     def see(self, index: int, seen: Mapping[str, Tensor]) -> None:
-        """Add what the model gives for a batch."""
+        """Add the model's activations for a batch."""
         fitter = self.fitter
         for name, saved in self.targets.items():
             y = channels_last(fitter.new.modules[name], seen[name]) if name in self.outputs else seen[name]
@@ -350,7 +350,7 @@ class _Judge:
     def share(self) -> float:
         """Return the mean squared difference of what was seen, as a share of the target's variance over the rows.
 
-        Averaged over modules. What is seen from now on is measured by itself.
+        The share is averaged over modules. Later activations count for the next call.
         """
         found, self.moments = self.moments, {name: Moments() for name in self.targets}
         return sum(one.share() for one in found.values()) / len(found)
@@ -387,5 +387,5 @@ class Moments:
 
 
 def _some(activations: Tensor) -> Tensor:
-    """At most some thousand channels of activations, evenly spaced: those of a vocabulary would take much room."""
+    """At most some thousand channels of activations, evenly spaced; all channels of a vocabulary take much room."""
     return activations[..., :: -(-activations.shape[-1] // _CHANNELS)]

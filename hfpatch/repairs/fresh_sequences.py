@@ -1,9 +1,9 @@
-"""Fresh sequences, which nobody calibrated on, with the original's outputs: what a repair does there is reported.
+"""Fresh sequences that nobody calibrated on, with the original's outputs, to report what a repair does there.
 
-Three kinds, each of texts alone: sequences that the original writes; the calibration with random tokens in place of its
-own; and, if the calibration is much shorter than the model's positions, held-out sequences joined into longer ones,
-since what a repair does at later positions shows nowhere else. No labels are needed, as the original is what is
-compared with.
+There are three kinds, each of texts alone: sequences that the original writes; the calibration with random tokens in
+place of its own; and, if the calibration is much shorter than the model's positions, held-out sequences joined into
+longer sequences, since nothing else shows what a repair does at later positions. No labels are needed, since the
+outputs are compared with the original's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .repair_report import Fresh, Judgement, is_short
 from .sample import generates, sample_batches
 from .tensor_file import Scratch
 
-_LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and times those of the calibration
+_LONG, _TIMES = 512, 8  # longer sequences have at most so many tokens, and so many times the calibration's
 _SEQUENCES = {Fresh.LONGER: 4, Fresh.OWN: 16, Fresh.RANDOM: 32}  # at most, of each kind
 _TOKENS = 2048  # at most, of each kind
 _NUMBERS = 2**26  # outputs of the original that are stored, for each kind
-_SIDES = ("", "decoder_")  # of an encoder-decoder
+_SIDES = ("", "decoder_")  # prefixes of an encoder-decoder's inputs
 _PLAIN = {f"{side}{name}" for side in _SIDES for name in ("input_ids", "attention_mask")} | {"token_type_ids"}
 
 Found = dict[str, list[Tensor]]  # kind -> the distances at the tokens of each sequence
 
 
 class FreshSequences:
-    """Fresh sequences of one repair; there are none for models that read more than token ids.
+    """Fresh sequences of one repair; models that read more than token ids have none.
 
     Args:
         batches: the calibration.
@@ -67,7 +67,7 @@ class FreshSequences:
             self._store(kind, rows, reference)
 
     def _store(self, kind: Fresh, rows: Iterator[dict[str, Tensor]], reference: PreTrainedModel) -> None:
-        """Run the original on some sequences of a kind, those of one shape at once, and store its outputs."""
+        """Run the original on sequences of a kind, all of one shape at once, and store its outputs."""
         by_shape: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}
         tokens = 0
         for row in islice(rows, _SEQUENCES[kind]):
@@ -80,7 +80,7 @@ class FreshSequences:
             inputs = {name: torch.cat([row[name] for row in few]) for name in few[0]}
             try:
                 output = comparable(_run(reference, inputs))
-            except Exception:  # of the original's own code, on inputs that its user may never give
+            except Exception:  # from the original's own code, on inputs that its user may never give
                 continue
             self._outputs.put((len(self._inputs),), output)
             self._inputs.append((kind, inputs))
@@ -89,7 +89,7 @@ class FreshSequences:
                 break
 
     def distances(self) -> Found:
-        """Return the distances of the patched model, as it is now, from the original, if that gives numbers there."""
+        """Return the patched model's present distances from the original, where the original's outputs aren't NaN."""
         found: Found = {}
         for i, (kind, inputs) in enumerate(self._inputs):
             original = self._outputs.get((i,))
@@ -100,7 +100,7 @@ class FreshSequences:
         return {kind: rows for kind, rows in found.items() if rows}
 
     def judgements(self, before: Found, after: Found) -> list[Judgement]:
-        """Return what distances before and after a repair come to, a judgement for each kind."""
+        """Return a judgement for each kind from the distances before and after a repair."""
         found = []
         for kind, rows in before.items():
             shapes = [x.shape for one, inputs in self._inputs if one == kind for x in inputs.values()]
@@ -123,7 +123,7 @@ def _longer(batches: Batches, held_out: list[dict[str, Tensor]], limit: int) -> 
 
 
 def _rows(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The sequences of some batches one by one, without what their masks leave out."""
+    """The sequences of some batches one by one, without the tokens that their masks leave out."""
     for batch in batches:
         for row in range(len(batch["input_ids"])):
             found = rows_of(batch, torch.tensor([row]), len(batch["input_ids"]))
@@ -137,7 +137,7 @@ def _rows(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def _redrawn(row: dict[str, Tensor], model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
-    """A sequence's token ids with random ones in place of all but special tokens."""
+    """A sequence's token ids with random tokens in place of all but special tokens."""
     names = {f"{side}input_ids": side != "" for side in _SIDES if f"{side}input_ids" in row}
     return {name: redrawn_tokens(model, row[name], seed, decoder=decoder) for name, decoder in names.items()}
 

@@ -17,17 +17,17 @@ from ..runtime.norms import NormFacts
 from ..sites.norm_facts import describe
 from .block_replay import BlockReplay
 
-_TOKENS = 2**16  # of each norm, at most about this many are looked at
-_LARGE = 3.0  # medians, from which size on a token is called an attention sink
-_NAMED = 8  # norms in a message
+_TOKENS = 2**16  # about so many of each norm are measured, at most
+_LARGE = 3.0  # a token of at least so many medians is an attention sink
+_NAMED = 8  # norms that a message names, at most
 
 
 @dataclass
 class InputScale:
-    """Scales of a norm's input: 1/sigma of LayerNorm, or 1/rms of RMSNorm, one number a token.
+    """Scales of a norm's input: 1/sigma of LayerNorm, or 1/rms of RMSNorm, one number for each token.
 
     Attributes:
-        all: of all tokens, batch by batch.
+        all: the scales of all tokens, batch by batch.
     """
 
     all: list[Tensor] = field(default_factory=list)
@@ -64,10 +64,10 @@ def start_fixed_norms(
         transaction: logs the new values.
 
     Returns:
-        What was measured, by norm.
+        The measured scales, by norm.
 
     Raises:
-        OptionError: calibration doesn't reach one of them.
+        OptionError: calibration doesn't reach one of the norms.
     """
     scales = {name: InputScale() for name in norms}
     facts = {name: found for name in scales if (found := describe(old.modules[name])) is not None}
@@ -92,10 +92,10 @@ def start_fixed_norms(
 
 
 def advice_on_sinks(scales: Mapping[str, InputScale]) -> str:
-    """Return what to do about attention sinks at fixed norms; "" if there is none.
+    """Return advice on attention sinks at fixed norms; "" if there are none.
 
-    A norm divides such a token by its size, so that hardly anything of it is left besides a constant, which all later
-    tokens attend to. A constant scale leaves what differs between sequences as large as in other tokens, and more.
+    A norm divides such a token by its size, so that little is left of it besides a constant, which all later tokens
+    attend to. A constant scale leaves its differences between sequences at least as large as in other tokens.
     """
     found = {name: scale.largest for name, scale in scales.items() if scale.largest >= _LARGE}
     if not found:
@@ -127,7 +127,7 @@ def _measure(scale: InputScale, facts: NormFacts, old: BlockReplay, x: Tensor, i
 def _write(
     module: nn.Module, original: nn.Module, facts: NormFacts, scale: InputScale, transaction: Transaction
 ) -> None:
-    """Write the gain, and the size that a bound is for, of a norm whose original has these facts."""
+    """Write the gain, and the size for a bound, to a norm whose original has these facts."""
     assert isinstance(module, FixedNorm)
     assert module.gain is not None
     stored = facts.parameters_of(original)[0]

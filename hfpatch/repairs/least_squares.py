@@ -1,6 +1,6 @@
 """Streamed least squares: sums over batches, solved in float64, judged on held-out sequences.
 
-The rows held out are kept on disk, so that any candidate can be judged on data it hasn't seen without another pass.
+The held-out rows are kept on disk, so that any candidate can be judged on data it hasn't seen without another pass.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..core.mapped import Mappings
 from ..runtime.float64 import float64_device, in_float64
 from .repair_report import FittedValues
 
-_SPREAD = 1e-12  # of the squared mean: a variance below this is rounding
+_SPREAD = 1e-12  # share of the squared mean: a lower variance is rounding
 _SATURATED = 1e-3  # see ChannelAffine
-_SUMS = 64  # of the outputs, by which a penalty is chosen
+_SUMS = 64  # random sums of the outputs, which choose the penalty
 _ROWS_AT_ONCE = 256  # rows of X'X and R'X, columns of W
-_PUT_BACK = 32  # columns that are read from disk at once, while everything else is in memory
+_PUT_BACK = 32  # columns that are read from disk at once, since all else is in memory
 # the largest penalty is taken that loses at most this share of the best one's gain on held-out rows, and of its error
 _ALLOWED_LOSS = 0.1
 PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diagonal of X'X
@@ -28,12 +28,12 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 10.0)  # of the mean diago
 class Ridge:
     """Ridge regression of R = X W + 1 b' around W = 0, b = 0, from accumulated X'X, R'X and sums.
 
-    minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X; `PENALTIES` are tried from the
-    smallest on, and the largest is taken whose error on the held-out rows is within a tenth of the best one's, and that
-    gains nine tenths as much: a smaller change of the weights holds better elsewhere, and trains on better. Memory
-    (in + 2 out) * in numbers of float64; wide layers have more of these than weights, so what can wait lies on disk.
-    With a bias, rows are taken relative to the first ones' mean: channels whose mean is far above their spread would
-    lose their digits otherwise.
+    minimise |R - X W - 1 b'|^2 + penalty * m * |W|^2 with m the mean diagonal of X'X. `PENALTIES` are tried from the
+    smallest on. The largest is taken whose error on the held-out rows is within a tenth of the best one's, and that
+    gains nine tenths as much: a smaller change of the weights holds better elsewhere, and trains on better. It keeps
+    (in + 2 out) * in numbers of float64 in memory. Wide layers have fewer weights than that, so what can wait lies on
+    disk. With a bias, rows are taken relative to the first rows' mean: channels whose mean is far above their spread
+    would lose digits otherwise.
 
     Args:
         inputs, outputs: widths of X and R.
@@ -51,7 +51,7 @@ class Ridge:
         self.origin: tuple[Tensor, Tensor] | None = None
 
     def add(self, x: Tensor, r: Tensor, held_out: Tensor) -> None:
-        """Add rows X (n, in) and R (n, out); `held_out` (n,) marks rows for judging."""
+        """Add rows X (n, in) and R (n, out); `held_out` (n,) marks the rows that judge."""
         if not len(x):
             return
         x, r, held_out = (one.to(self.x.device) for one in (x, r, held_out))
@@ -64,32 +64,32 @@ class Ridge:
         x, r = self._centred(x, r)
         # products of one batch in the data's own precision (float32 at least), their sum over batches in float64
         self.count += len(x)
-        for i in range(0, len(self.xx), _ROWS_AT_ONCE):  # on and above the diagonal; below it nothing is read
+        for i in range(0, len(self.xx), _ROWS_AT_ONCE):  # on and above the diagonal; nothing reads below it
             self.xx[i : i + _ROWS_AT_ONCE, i:] += x[:, i : i + _ROWS_AT_ONCE].T @ x[:, i:]
         for sums, columns in zip(self.rx.split(_ROWS_AT_ONCE), r.T.split(_ROWS_AT_ONCE), strict=True):
-            sums += columns @ x  # a sum of two precisions makes a copy
+            sums += columns @ x  # summing two precisions would make a copy
         self.x += x.double().sum(0)
         self.r += r.double().sum(0)
 
     def _centred(self, x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows about the first ones' mean, if there is a bias."""
+        """Rows relative to the first rows' mean, if there is a bias."""
         assert self.origin is not None
         return (x - self.origin[0], r - self.origin[1]) if self.bias else (x, r)
 
     def solve(self) -> FittedValues | None:
-        """Return the best "weight" (in, out) and "bias" (out,); callable once, since the sums are overwritten.
+        """Return the best "weight" (in, out) and "bias" (out,). It can be called once: it overwrites the sums.
 
-        None where X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
+        None if X isn't finite or has no spread. Errors are mean squared residuals per element on the held-out rows.
         """
         if self.origin is None or not self.count:
             return None
         return self._solve(*(mean.double() for mean in self.origin))
 
     def _centre(self) -> None:
-        """X'X and R'X about the means, in place: of a model's wide layers there is no room for two."""
+        """X'X and R'X about the means, in place: wide layers leave no room for copies."""
         for products, left in ((self.xx, self.x), (self.rx, self.r)):
             for sums, some in zip(products.split(_ROWS_AT_ONCE), left.split(_ROWS_AT_ONCE), strict=True):
-                sums.addr_(some, self.x, alpha=-1 / self.count)  # of all rows at once it makes a copy
+                sums.addr_(some, self.x, alpha=-1 / self.count)  # all rows at once would be copied
 
     def _solve(self, mean_x: Tensor, mean_r: Tensor) -> FittedValues | None:
         if self.bias:
@@ -150,12 +150,12 @@ class Ridge:
 
 
 class _Sketch:
-    """Some random sums of a regression's outputs, by whose errors a penalty is chosen as by those of all outputs.
+    """Random sums of a regression's outputs, which choose a penalty nearly as all outputs would.
 
     Args:
         held_out: rows (X, R) to judge by.
-        outputs: how many there are; few are taken as they are.
-        disk: for the sums of these rows.
+        outputs: number of outputs; a few outputs are taken as they are.
+        disk: stores the sums of these rows.
     """
 
     def __init__(self, held_out: list[tuple[Tensor, Tensor]], outputs: int, disk: Mappings):
@@ -170,12 +170,12 @@ class _Sketch:
         return outputs if self.signs is None else outputs @ self.signs.to(outputs)
 
     def error(self, weight: Tensor | None, bias: Tensor) -> float:
-        """Return the mean squared residual on the rows held out."""
+        """Return the mean squared residual on the held-out rows."""
         return _error(self.held_out, weight, bias)
 
 
 def _error(held_out: Iterable[tuple[Tensor, Tensor]], weight: Tensor | None, bias: Tensor) -> float:
-    """Mean squared residual per element of R - X W - 1 b' on the rows held out; W is 0 if it is None."""
+    """Mean squared residual per element of R - X W - 1 b' on the held-out rows; W is 0 if it is None."""
     total, count = bias.new_zeros(()), 0
     for stored_x, stored_r in held_out:
         residual = stored_r.to(bias.device) - bias.to(stored_r.dtype)
@@ -210,14 +210,14 @@ def fit_ridge(rows: Iterable[tuple[Tensor, ...]], bias: bool) -> FittedValues | 
 class ChannelAffine:
     """Least squares of y = gain * h + shift, channel by channel, for several candidates of h at once.
 
-    Where h saturates, a channel that is near 1 in all rows hardly varies: a gain that makes much of that little throws
-    the output far off for an input whose h is -1. So gain^2 costs `_SATURATED` * mean(h^2)^2, which is nothing beside
-    the variance of an h that is small.
+    If h saturates, a channel that is near 1 in all rows hardly varies. A large gain on that little variation would
+    throw the output far off for an input whose h is -1. So gain^2 costs `_SATURATED` * mean(h^2)^2, which is nothing
+    beside the variance of a small h.
 
     Args:
-        candidates: how many.
-        width: channels.
-        gain, shift: whether each is free; one that isn't stays 1 or 0.
+        candidates: number of candidates.
+        width: number of channels.
+        gain, shift: whether each is free; a gain that isn't stays 1, a shift that isn't stays 0.
         device: where the sums are kept.
         saturates: whether |h| is at most 1.
     """

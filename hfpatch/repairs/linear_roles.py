@@ -29,13 +29,13 @@ class BlockRoles:
     """Roles of the linear layers of one segment.
 
     Attributes:
-        writers: map whose output is added to the stream -> the first norm whose input contains it, or else the block
-            itself, whose output does.
-        readers: maps that read the same tensor, by the first of them.
-        shifts: first of the maps that read a tensor -> (norm, name of its shift), where that norm gives the tensor, and
+        writers: map whose output is added to the stream -> the first norm whose input contains the output; if there is
+            none, the block itself, whose output contains it.
+        readers: maps that read the same tensor, by the first map.
+        shifts: first of the maps that read a tensor -> (norm, name of its shift), if that norm gives the tensor, and
             nothing but these maps reads it.
-        reads, writes: names of routers and experts among them -> their Parameters that multiply the input, or that
-            make the output.
+        reads, writes: names of routers and experts among them -> their Parameters that multiply the input, or that make
+            the output.
         complete: whether the last addition to the block's output is a map's output, or the block ends with a norm.
     """
 
@@ -50,9 +50,9 @@ class BlockRoles:
 class Roles:
     """Finds the roles of a patched model's linear layers, block by block.
 
-    Each block is run as it was before any fit, on arguments for two sequences (so that (B, T, d) differs from
-    (T, B, d)). It gets the stream that the original's blocks return: after some blocks that aren't repaired yet, their
-    own may have grown without bound, and nothing could be told from it.
+    Each block runs as it was before any fit, on arguments for two sequences (so that (B, T, d) differs from (T, B, d)).
+    It gets the stream that the original's blocks return. After some blocks that aren't repaired yet, their own stream
+    may have grown without bound, and would tell nothing.
     """
 
     def __init__(self, replay: BlockReplay, original: BlockReplay, segments: Iterable[Segment]):
@@ -72,10 +72,10 @@ class Roles:
     def of(self, segment: Segment, norms: Collection[str]) -> BlockRoles:
         """Return the roles in one segment, found by adding noise to the outputs of its maps one by one.
 
-        Outside of blocks only readers of a norm's output are found: a head.
+        Outside of blocks the result has only readers of a norm's output: a head.
 
         Args:
-            segment: its recorded block is released, so each segment can be passed once.
+            segment: the segment; its recorded block is freed, so each segment can be passed once.
             norms: names of the norms whose inputs are compared.
         """
         roles = BlockRoles()
@@ -109,7 +109,7 @@ class Roles:
         return roles
 
     def _find_axes(self, name: str, roles: BlockRoles) -> None:
-        """Find what a module that is no `nn.Linear` multiplies its input with, and what makes its output."""
+        """Find the Parameters that multiply the input, and that make the output, of a module that is no `nn.Linear`."""
         call = self.replay.observe(0, inputs=[name]).get(("in", name))
         for found, axes_of in ((roles.reads, reading_axes), (roles.writes, writing_axes)):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # it doesn't run on the CPU in float32
@@ -117,7 +117,7 @@ class Roles:
                     found[name] = axes
 
     def _heads(self, segment: Segment, norms: Collection[str]) -> dict[str, list[str]]:
-        """The linear maps outside of blocks that read a norm's output, by the first of those that read the same one."""
+        """The linear maps outside of blocks that read a norm's output, by the first map that reads the same output."""
         points = [name for name in segment.modules if name in norms]
         maps = [name for name in segment.modules if self._is_own_map(name)]
         readers: dict[str, list[str]] = {}
@@ -139,13 +139,13 @@ class Roles:
         return all(self.owners[id(p)] == 1 for p in self.replay.modules[name].parameters(recurse=False))
 
     def _own_shift(self, norm: str) -> str | None:
-        """Name of the shift of a norm of the last axis that no other module shares; None for none."""
+        """Name of a norm's shift, if it normalises the last axis and shares no Parameters with others; else None."""
         facts = describe(self.replay.modules[norm])
         plain = facts is not None and not facts.channels_first and len(facts.shape) == 1
         return facts.shift if plain and facts is not None and self.owns_parameters(norm) else None
 
     def attentions(self, segment: Segment, roles: BlockRoles) -> dict[str, str]:
-        """Return the last of the maps from which an attention's queries, keys and values come -> that attention."""
+        """Return attentions by the last map that makes their queries, keys and values."""
         if segment.block is None:
             return {}
         found: list[str] = []

@@ -1,7 +1,7 @@
 """Splits calibration sequences into fitted and held-out ones without near duplicates across the two.
 
-Two sequences count as nearly equal if one holds at least four fifths of the other's runs of four tokens, or, where they
-are numbers (images, sound), if they differ by less than a tenth of their distance from the mean of all.
+Two sequences count as nearly equal if one holds at least four fifths of the other's runs of four tokens. Sequences of
+numbers (images, sound) do if they differ by less than a tenth of their distance from the mean of all.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HELD_OUT, LEAST = 8, 2  # one of every so many distinct sequences is held out for judging, but at least two of four
-_RUN, _SHARED = 4, 0.8  # tokens; share of the runs of the sequence that has fewer of them
-_FEATURES, _NEAR = 256, 0.1  # numbers that a sequence of numbers is averaged to; relative distance
+HELD_OUT, LEAST = 8, 2  # of every so many distinct sequences one judges; of four at least two
+_RUN, _SHARED = 4, 0.8  # tokens; share of the runs of the sequence with fewer runs
+_FEATURES, _NEAR = 256, 0.1  # averages that stand for a sequence of numbers; relative distance
 _ROWS_AT_ONCE = 1024
 
-Key = frozenset[tuple[int, ...]] | Tensor  # what a sequence is compared by
+Key = frozenset[tuple[int, ...]] | Tensor  # of a sequence, to compare it with others
 
 
 def key_of(sequence: Tensor, mask: Tensor | None) -> Key:
-    """Return the key to compare a sequence by: its runs of four tokens, or its numbers averaged to 256.
+    """Return the key by which a sequence is compared: its runs of four tokens, or its numbers averaged to 256.
 
     Args:
         sequence: one row of the main input, without the batch axis.
@@ -36,14 +36,14 @@ def key_of(sequence: Tensor, mask: Tensor | None) -> Key:
 
 
 def divide(keys: Sequence[Key]) -> tuple[list[int], list[int]]:
-    """Return the indices of sequences to fit and of those to judge; near duplicates of the latter are left out.
+    """Return the indices of sequences to fit and of sequences to judge, without near duplicates between them.
 
     Every eighth distinct sequence judges; of 4 to 15 two do, since one sequence is no judgement, and of fewer the last.
-    What is nearly equal to one of these is on neither side. What is equal to another sequence that is fitted counts as
-    often as it stands there.
+    Near duplicates of these are on neither side. A fitted sequence that occurs several times counts as often as it
+    occurs.
     """
     names = names_of(keys)
-    first: dict[Hashable, int] = {}  # where each distinct sequence stands first
+    first: dict[Hashable, int] = {}  # first index of each distinct sequence
     for i, name in enumerate(names):
         first.setdefault(name, i)
     every = min(HELD_OUT, len(first) // LEAST if len(first) >= 2 * LEAST else len(first))
@@ -60,7 +60,7 @@ def names_of(keys: Sequence[Key]) -> list[Hashable]:
 
 
 def _near_tokens(keys: Sequence[Key], others: Sequence[int], held_out: Sequence[int]) -> set[int]:
-    """Those of `others` that share most runs of tokens with a sequence that judges."""
+    """The indices in `others` of sequences that share most runs of tokens with a sequence that judges."""
     holders = defaultdict[tuple[int, ...], list[int]](list)
     for i in held_out:
         for run in keys[i] if isinstance(keys[i], frozenset) else ():
@@ -75,7 +75,7 @@ def _near_tokens(keys: Sequence[Key], others: Sequence[int], held_out: Sequence[
 
 
 def _near_numbers(keys: Sequence[Key], others: Sequence[int], held_out: Sequence[int]) -> set[int]:
-    """Those of `others` whose numbers nearly equal those of a sequence that judges."""
+    """The indices in `others` of sequences whose numbers nearly equal those of a sequence that judges."""
     others = [i for i in others if isinstance(keys[i], Tensor)]
     judges = [keys[i] for i in held_out if isinstance(keys[i], Tensor)]
     if not others or not judges:

@@ -1,6 +1,6 @@
-"""Prices of norms: what it costs to replace each of them alone, and which can go together within a budget.
+"""Prices of norms: the cost of replacing each norm alone, and which norms can go together within a budget.
 
-A norm is priced in the original: the patched norm stands in its place, and nothing else differs. One with a constant
+A norm is priced in the original: the patched norm stands in its place, and nothing else differs. A norm with a constant
 scale has the median of 1/sigma there, others are fitted to the original's output. The price is the distance of the
 outputs on held-out sequences. Prices don't add up: if one norm bounds what another makes of it, both are cheap alone
 and dear together. So norms go together, cheapest first, as many as keep their common distance within the budget.
@@ -34,20 +34,20 @@ from .input_scale import start_fixed_norms
 from .linear_roles import Roles
 from .norm_fit import fit_norm
 
-_FITTED, _JUDGED = 4096, 1024  # at most about so many tokens fit a norm, and judge
+_FITTED, _JUDGED = 4096, 1024  # about so many tokens fit a norm, and judge it, at most
 
 
 def within_budget(
     model: PreTrainedModel, plan: Any, budget: float, calibration: Calibration
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the price of each norm that a plan replaces, and those that have to stay so that the others fit a budget.
+    """Return the price of each norm that a plan replaces, and the norms to keep so that the others fit a budget.
 
     Args:
         model: the original, which isn't changed.
-        plan: of the patch (`Plan`).
+        plan: the `Plan` of the patch.
         budget: how far the outputs may be from the original's before a repair: nats of KL divergence, or what
             `token_distances` says.
-        calibration: what prices are measured on.
+        calibration: the data that prices are measured on.
 
     Raises:
         OptionError: not even the cheapest norm fits; or as in `Calibration.batches`.
@@ -56,7 +56,7 @@ def within_budget(
         prices = found.alone()
         cheapest = sorted(prices, key=lambda name: prices[name])
         count = bisect_right(range(1, len(prices) + 1), budget, key=lambda n: found.together(cheapest[:n]))
-    if prices and not count:  # norms that keep the function have no price
+    if prices and not count:  # norms whose swap keeps the function have no price
         raise OptionError(
             f"keep='auto:{budget:g}' keeps all {len(prices)} norms: the cheapest, {cheapest[0]}, costs "
             f"{prices[cheapest[0]]:.2g} if it alone is replaced. Allow more, or patch without it."
@@ -80,9 +80,9 @@ class NormPrices:
     """Measures prices of a patched model's norms.
 
     Args:
-        model: the original; it is only run.
+        model: the original; it only runs.
         patched: a patched copy, whose norms get fitted values.
-        batches: of the calibration.
+        batches: the calibration's batches.
     """
 
     def __init__(self, model: PreTrainedModel, patched: PreTrainedModel, batches: Batches):
@@ -97,7 +97,7 @@ class NormPrices:
         self.outputs: dict[int, Any] = {i: comparable(self.old.forward(i)) for i in self.judged}
 
     def _some(self, batches: Iterable[int], tokens: int) -> list[int]:
-        """The first batches that hold so many tokens, or all."""
+        """The first batches that hold so many tokens; all batches if they hold fewer."""
         found, count = list[int](), 0
         for i in batches:
             if count < tokens:
@@ -106,7 +106,7 @@ class NormPrices:
         return found
 
     def _fit(self) -> None:
-        """Give fixed norms their constants, and fit others to the original's norm, on the original's own stream."""
+        """Give fixed norms their constants; fit other norms to the original's norm, on the original's own stream."""
         transaction = Transaction()
         fixed = [name for name in self.names if isinstance(self.new.modules[name], FixedNorm)]
         start_fixed_norms(self.new, self.old, fixed, self.in_decoder, transaction)

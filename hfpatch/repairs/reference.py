@@ -58,10 +58,10 @@ def require_repairable(model: PreTrainedModel, reference: PreTrainedModel) -> No
 
 
 def _difference(model: PreTrainedModel, reference: Any) -> str:
-    """What shows that a reference is of another model: its class, its layers, or its embedding; "" for nothing."""
+    """What shows that a reference is another model: its class, its layers, or its embedding; "" if nothing does."""
     if not isinstance(reference, PreTrainedModel) or host_class(type(reference)) is not host_class(type(model)):
         return f"it is a {type(reference).__name__}"
-    left = {name for name, _ in model.named_modules()}  # a patch of positions takes out the convolutions that told them
+    left = {name for name, _ in model.named_modules()}  # a patch of positions removes convolutions that gave them
     layers = [name for name, stack in listed_modules(reference).items() if stack in left]
     if len(layers) != (expected := len(listed_modules(model))):
         return f"it has {len(layers)} layers, and the model {expected}"

@@ -5,8 +5,8 @@ done, so that it also corrects the errors that those fits left. Except for the a
 computed in float64 over streamed sums:
 
 * a norm that changed: gain and shift by least squares to the original norm's output, channel by channel, and its
-  scalars (alpha, s) by search. Those that run several times (layers share them) before the first of them runs, on all
-  of their calls;
+  scalars (alpha, s) by search. Norms that run several times (layers share them) are fitted before the first of them
+  runs, on all of their calls;
 * queries and keys, if positions changed: by gradient descent to the original's attention maps (attention_maps.py);
 * the *readers*, linear maps that read one tensor x (queries, keys, values; the first layer of an MLP): W <- W + M W,
   with M from a ridge regression of the original's x, minus x, on x. The regression's constant goes to their biases; if
@@ -143,13 +143,13 @@ class _Repairer:
     Attributes:
         new, old: the patched model and the original.
         changed: names of the norms that changed.
-        norms: those of them that run once in a forward.
+        norms: names of the changed norms that run once in a forward.
         points: names of all norms, whose inputs show the stream of the patched model.
         moved: whether the position scheme changed.
-        touched: whether something up to the current segment differs from the original; blocks before that stay.
+        touched: whether a module up to the current segment differs from the original; blocks before such a module stay.
         gives_up: whether the original's finished blocks may be freed.
         writes: whether the original may write fresh sequences.
-        latest: stack -> its block before the current one.
+        latest: the block before the current one, by stack.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _Repairer:
         self._require_usable(needed)
 
     def _require_usable(self, needed: bool) -> None:
-        """Refuse what is left if its outputs aren't finite, or if it is far off without the repair that it needs."""
+        """Refuse a model whose outputs aren't finite, or that is far from the original without the repair it needs."""
         report, name = self.report, type(self.new.model).__name__
         broken = report.broken(after=report.kept)
         if broken:
@@ -222,7 +222,7 @@ class _Repairer:
             )
 
     def _start(self) -> bool:
-        """Give norms whose starting values are measured on data these values; return whether there are such norms."""
+        """Give fixed norms their starting values, which are measured on data; return whether there are such norms."""
         fixed = [name for name, one in self.new.modules.items() if name in self.changed and isinstance(one, FixedNorm)]
         if fixed:
             scales = start_fixed_norms(self.new, self.old, fixed, self.roles.in_decoder, self.transaction)
@@ -301,7 +301,7 @@ class _Repairer:
                 yield f"maps {attentions[name]}", partial(fitter.maps, attentions[name]), attentions[name]
 
     def _save_original(self, segment: Segment, roles: BlockRoles, attentions: dict[str, str]) -> None:
-        """Run the original's segment once and save the activations that the patched one is fitted to."""
+        """Run the original's segment once and save the activations that the patched segment is fitted to."""
         for attention in attentions.values():
             self.fitter.save_maps(attention, self._counterpart(attention))
         norms = [name for name in segment.modules if name in self.norms]
@@ -319,7 +319,7 @@ class _Repairer:
                 self.old.freeze(block, i, seen["out", block])
 
     def _finish_block(self, block: str) -> None:
-        """Save the output of a finished block, which isn't run again, and drop that of the block before it."""
+        """Save the output of a finished block, which isn't run again, and drop the output of the block before it."""
         for i in range(len(self.batches)):
             self.new.freeze(block, i)
         self.new.release_parts()
@@ -332,7 +332,7 @@ class _Repairer:
         self.latest[stack] = block
 
     def _counterpart(self, name: str) -> str:
-        """Name of a module in the original; for one that the patch added (a gate, say), its nearest parent's."""
+        """Name of a module in the original; for a module that the patch added (a gate, say), its nearest parent's."""
         while name not in self.old.modules:
             name = name.rpartition(".")[0]
         return name
@@ -347,5 +347,5 @@ def _listed(places: list[str]) -> str:
 
 
 def _first(names: Iterable[str], order: list[str]) -> str:
-    """The one of some modules that runs first, or holds the first that runs, in an order of modules."""
+    """The module among `names` that runs first, or holds the first that runs, in an order of modules."""
     return min(names, key=lambda name: next(i for i, one in enumerate(order) if f"{one}.".startswith(f"{name}.")))

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.results import SavedResult, Table
 from ..schemes.verdicts import APPROXIMATE, REPAIRED, Metric, Outcome
 
-# What a repair may leave without a warning (see NotPreservedWarning): a distance in this measure, a share of what was
+# What a repair may leave without a warning (see NotPreservedWarning): a distance, a share of the distance before
 _MOST_LEFT, _MOST_LEFT_OTHERWISE, _MOST_SHARE_LEFT = {str(Metric.KL): 0.1}, 0.01, 0.5
-_NOTHING_LEFT = 1e-6  # a distance that always goes without
+_NOTHING_LEFT = 1e-6  # a distance that never gets a warning
 _LEGEND = (
     "before, after: squared distance to the original, measured on held-out sequences before and after the values were "
     "written, as a share of the original's variance; of maps the KL divergence."
@@ -25,7 +25,7 @@ _PRICES = "price: distance of the outputs if this norm alone is replaced."
 _FRESH = "fresh: sequences that nobody calibrated on. They decide nothing, unless outputs aren't finite there."
 _UNDONE = "undone, since it didn't help by more than noise"
 _BROKE = "undone, since it made outputs NaN or infinite"
-_SHORT = 4  # calibration that is shorter than one part in so many of the model's positions is said to be
+_SHORT = 4  # calibration shorter than the model's positions divided by this gets a note
 
 
 class Fresh(StrEnum):
@@ -98,7 +98,7 @@ class FittedValues:
     Attributes:
         before, after: errors of the present and of the fitted values, as the fit computes them.
         values: by the Parameters' names in the module.
-        note: on what was found.
+        note: what the fit found.
     """
 
     before: float
@@ -238,14 +238,14 @@ class RepairReport(SavedResult):
 
     @property
     def notes(self) -> str:
-        """What to do for a better repair, or to know more about this repair; "" if there is nothing to say."""
+        """How to get a better repair, or to know more about this repair; "" if there is nothing to say."""
         few = "One held-out sequence is no judgement: calibrate on more." if self.held_out == 1 else ""
         advice = "" if self.suffices else self.advice
         return " ".join(part for part in (few, self.length_note, advice) if part)
 
     @property
     def length_note(self) -> str:
-        """A sentence about calibration that is much shorter than what the model is used for; "" if it isn't."""
+        """A sentence about calibration that is much shorter than the model's positions; "" if it isn't."""
         if not is_short(self.longest, self.positions):
             return ""
         return (

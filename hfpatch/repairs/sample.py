@@ -19,7 +19,7 @@ from ..measure.quiet_forward import device_of, inference_state
 from ..runtime.patch_errors import UnsupportedError
 
 BATCH = 32
-SELF = "self"  # as calibration: the model writes it
+SELF = "self"  # calibration= that the model writes itself
 _REMINDER = "warn_if_padding_and_no_attention_mask"  # method of transformers' models that a forward may call
 
 
@@ -54,7 +54,7 @@ def sample_batches(
     length = max(2, min(length, longest_text(model) or length))
     batches = []
     with inference_state(model), _plain_generation(model, length), tqdm(total=sequences, desc="own sequences") as bar:
-        torch.manual_seed(seed)  # inside a fork of the random stream
+        torch.manual_seed(seed)  # the caller's random state comes back
         for start in range(0, sequences, BATCH):
             count = min(BATCH, sequences - start)
             if model.config.is_encoder_decoder:
@@ -108,9 +108,9 @@ def _drawn(model: PreTrainedModel, count: int, length: int, seed: int) -> Tensor
 
 @contextmanager
 def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Sampling at temperature 1, without reminders of a mask.
+    """Context of sampling at temperature 1, without reminders of a mask.
 
-    A model's own settings may ask for beams, lengths, penalties or forced tokens.
+    A model's own settings may ask for beams, lengths, penalties or forced tokens; they don't count here.
     """
     own = model.generation_config
     tokens = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "decoder_start_token_id")}
@@ -121,7 +121,7 @@ def _plain_generation(model: PreTrainedModel, length: int) -> Iterator[None]:
     )
     model.generation_config = plain
     hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for module in hosts:  # generate() drops a mask of ones on the way to the forward, which then reminds of it
+    for module in hosts:  # generate() drops a mask of ones on the way to the forward, which then warns
         vars(module)[_REMINDER] = lambda *inputs: None
     try:
         yield
@@ -142,7 +142,7 @@ def _generate(model: PreTrainedModel, **arguments: Tensor) -> Tensor:
 
 
 def _mask(ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """1 up to the first end-of-sequence token after the start, 0 behind it."""
+    """A mask: 1 up to the first end-of-sequence token after the start, 0 behind it."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         return torch.ones_like(ids)

@@ -15,7 +15,7 @@ from .fits import Fitter, Moments, channels_last
 from .norm_fit import fit_norm
 from .repair_report import FittedValues, Step
 
-_ROWS = 2**16  # of each norm that a fit looks at, at least, if there are so many: it has two numbers a channel
+_ROWS = 2**16  # of each norm that a fit reads, at least, if there are so many: it fits two numbers a channel
 _OTHER_CALLS = "runs several times in a forward, and on other shapes than in the original"
 
 
@@ -51,9 +51,9 @@ def fit_shared_norms(fitter: Fitter, names: Collection[str]) -> None:
 
 
 def _save_calls(fitter: Fitter, names: Collection[str]) -> dict[str, list[int]]:
-    """Save what the original's norms get and return at their calls. Returns, by norm, for which batches.
+    """Save the inputs and outputs of the original's norms at their calls. Returns, by norm, for which batches.
 
-    Without the norms whose calls are other ones in the patched model.
+    Norms that are called otherwise in the patched model are left out.
     """
     found: dict[str, list[int]] = {name: [] for name in names}
     rows = dict.fromkeys(names, 0)
@@ -74,7 +74,7 @@ def _save_calls(fitter: Fitter, names: Collection[str]) -> dict[str, list[int]]:
 
 
 def _rows(fitter: Fitter, name: str, batches: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
-    """The original's inputs and outputs of all calls as rows, and which of them are held out."""
+    """The original's inputs and outputs of all calls as rows, and which rows are held out."""
     for i in batches:
         inputs, outputs = (fitter.old.load_saved(f"{name} {side}", i) for side in ("input", "output"))
         for pair in zip(inputs, outputs, strict=True):
@@ -95,10 +95,10 @@ def _errors(fitter: Fitter, names: Collection[str]) -> dict[str, float]:
 def _calls(
     fitter: Fitter, replay: BlockReplay, index: int, names: Collection[str]
 ) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """What norms get and return in one forward of a batch, call by call, channels last."""
+    """The inputs and outputs of norms in one forward of a batch, call by call, channels last."""
     found = {}
     for name, sides in replay.every_call(index, names).items():
-        norm = fitter.new.modules[name]  # which knows where its channels are; the original's is of any class
+        norm = fitter.new.modules[name]  # it knows its channels' axis; the original norm is of any class
         x, y = (tuple(channels_last(norm, first_tensor(one).detach()) for one in side) for side in sides)
         found[name] = x, y
     return found

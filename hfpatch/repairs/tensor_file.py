@@ -18,10 +18,10 @@ Key = tuple[Any, ...]
 
 
 class Scratch:
-    """Values by key: tensors, or tuples and dictionaries of tensors and others; only the tensors lie in the file.
+    """Values by key: tensors, or tuples and dictionaries of tensors and other values; only tensors are in the file.
 
-    A file each would take longer to open and remove than to write. This one has no name (in TMPDIR), and is gone with
-    the process.
+    A file for each value would take longer to open and remove than to write. This file has no name (in TMPDIR), and is
+    gone with the process.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Scratch:
             self._file = tempfile.TemporaryFile(prefix="hfpatch-", buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._values: dict[Key, Any] = {}
-        self._free: dict[int, list[int]] = defaultdict(list)  # bytes -> where there is room for them
+        self._free: dict[int, list[int]] = defaultdict(list)  # size in bytes -> offsets of free room of this size
         self._end = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -40,10 +40,10 @@ class Scratch:
         return iter([*self._values])
 
     def put(self, key: Key, value: Any) -> None:
-        """Store a value, in place of one that has the key.
+        """Store a value; it replaces a value with the same key.
 
         Raises:
-            PatchError: it can't be written; a full disk, for one.
+            PatchError: it can't be written, for example because the disk is full.
         """
         self.drop(key)
         self._values[key] = _map(value, Tensor, self._write)
@@ -88,7 +88,7 @@ class _Place:
 
 
 def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A value with what is of one type in it, or in its items, replaced."""
+    """A value in which values of one type are replaced: itself, or its items."""
     if isinstance(value, tuple):
         return tuple(_map(item, kind, change) for item in value)
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 Run = tuple[str, str]  # role and dtype
 Place = tuple[str, int | None]  # an output and None, or a stream and the index of a layer
 TRUTH: Run = ("reference", "float64")
-_OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # of a copy's config
+_OPTIONS = {"output_hidden_states": True, "return_dict": True, "use_cache": False}  # settings of a copy's config
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Subject:
     def copy(self, dtype: torch.dtype) -> nn.Module:
         """Return a copy in a dtype that returns hidden states and no cache; tensors in that dtype are shared.
 
-        A copy in float64 is on the CPU where the model's device has none.
+        A copy in float64 is on the CPU if the model's device has no float64.
 
         Raises:
             UnsupportedError: something in the model can't be copied.
@@ -68,7 +68,7 @@ class Subject:
             ) from error
 
     def run(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype, number: int) -> Outputs:
-        """Run one forward of a copy; `number` is the batch's, for the message.
+        """Run one forward of a copy; `number` is the batch's number, for the message.
 
         Raises:
             UnsupportedError: the forward fails, or returns nothing to compare.
@@ -122,7 +122,7 @@ class Comparison:
         for dtype in dtypes:
             try:
                 self.runs["reference", dtype] = self._measure_run(self.reference, dtype, truth_model)
-            except UnsupportedError as error:  # nothing that the change could be blamed for
+            except UnsupportedError as error:  # the change can't be the cause
                 self.notes.append(f"{dtype} is left out: {error}")
                 continue
             self.runs["model", dtype] = self._measure_run(self.model, dtype, truth_model)
@@ -160,17 +160,17 @@ class Comparison:
         return sums
 
     def _truth(self, truth_model: nn.Module, batch: Batch, number: int) -> Outputs:
-        """The truth for one batch; the latest is cached, so that a single batch is run once."""
+        """The truth for one batch; the latest truth is cached, so that a single batch is run once."""
         if self._last_truth is None or self._last_truth[0] != number:
             self._last_truth = None
             self._last_truth = number, self.reference.run(truth_model, batch, torch.float64, number)
         return self._last_truth[1]
 
     def _match(self, truth: Outputs, outputs: Outputs) -> None:
-        """Outputs that both return; notes those that only one returns.
+        """Outputs that both models return; notes outputs that only one model returns.
 
         Raises:
-            UnsupportedError: nothing, or tensors of other shapes.
+            UnsupportedError: no output is common, or tensors have other shapes.
         """
         self.names = [name for name in truth.tensors if name in outputs.tensors]
         if not self.names:
@@ -187,7 +187,7 @@ class Comparison:
                 )
         only = sorted(truth.tensors.keys() ^ outputs.tensors.keys())
         if only:
-            self.notes.append(f"returned by one of the two alone, and not compared: {', '.join(only)}.")
+            self.notes.append(f"returned by only one of the two models, and not compared: {', '.join(only)}.")
         for stream, layers in truth.streams.items():
             if [x.shape for x in layers] == [x.shape for x in outputs.streams.get(stream, [])]:
                 self.streams.append(stream)
@@ -201,7 +201,7 @@ class Comparison:
         self._note(f"no attention mask fits {name}, so its padding counts too.")
 
     def _targets(self, truth_model: nn.Module, truth: Outputs, batch: Batch) -> Tensor | None:
-        """Classes that a language model's logits should have predicted, (B, T) with -100 for none."""
+        """Classes that a language model's logits should predict, (B, T), with -100 for none."""
         side, logits = "decoder_" if self.encoder_decoder else "", truth.tensors.get("logits")
         if logits is None or logits.dim() != 3 or not _is_language_model(self.reference.model, logits):
             return None

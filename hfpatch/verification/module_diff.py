@@ -25,7 +25,7 @@ from .verify_report import ModuleRow
 
 _MEAN_ROW = "MeanRow"  # the component that stands for a Parameter that was a table of positions
 _OF_SLOTS = {CENTRE_SLOT: "centred in every forward", SCALE_SLOT: "multiplied by a learned scalar in every forward"}
-Edits = dict[str, list[tuple[str, Any]]]  # a module's name -> what of it edits assign, and the values
+Edits = dict[str, list[tuple[str, Any]]]  # module's name -> what edits assign in it, and the values
 
 
 def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[ModuleRow]:
@@ -72,7 +72,7 @@ def compare_modules(model: PreTrainedModel, reference: PreTrainedModel) -> list[
 
 
 def _edits(model: PreTrainedModel) -> Edits:
-    """What the patch record's edits assign, by module."""
+    """What the patch record's edits assign, by module's name."""
     found: Edits = defaultdict(list)
     names = {module: name for name, module in model.named_modules()}
     tree = Tree(model)
@@ -103,9 +103,9 @@ def _note(module: nn.Module, leaf: str, value: Any) -> str | None:
 
 
 def _changed_parameters(old: nn.Module, new: nn.Module, ignored: Collection[str]) -> tuple[float, str | None]:
-    """rms of the difference of a module's own Parameters, relative to the old ones' rms; and names that don't match.
+    """rms of the difference of a module's own Parameters, relative to the old rms; and names that don't match.
 
-    Over all of them together: a bias near zero says little about the module.
+    It is over all of them together: a bias near zero says little about the module.
     """
     a, b = ({name: p for name, p in m.named_parameters(recurse=False) if name not in ignored} for m in (new, old))
     notes = [f"{name} added" for name in a.keys() - b.keys()] + [f"{name} removed" for name in b.keys() - a.keys()]
@@ -113,13 +113,13 @@ def _changed_parameters(old: nn.Module, new: nn.Module, ignored: Collection[str]
     for name in sorted(a.keys() & b.keys()):
         if a[name].shape != b[name].shape:
             notes.append(f"{name} is {tuple(a[name].shape)}, was {tuple(b[name].shape)}")
-        elif not (a[name].is_meta or b[name].is_meta):  # which has no values
+        elif not (a[name].is_meta or b[name].is_meta):  # meta tensors have no values
             deviation.add(b[name].to(a[name].dtype), a[name])  # another dtype alone is no change
     return (math.inf if notes else deviation.rms_error), ", ".join(sorted(notes)) or None
 
 
 def _text(module: nn.Module, norm: NormFacts | None, replaced: NormFacts | None = None) -> str:
-    """A module's class, with the sizes of norms and tables; constants in the place of tables in words."""
+    """A module's class, with the sizes of norms and tables; constants in place of tables are named in words."""
     if isinstance(module, ConstantPositions):
         return MEAN_ROW
     if isinstance(module, NoPositions):

@@ -22,8 +22,8 @@ class Sums:
     """Accumulated errors of one output, or of the stream after one layer, in one run.
 
     Attributes:
-        deviation: of the values.
-        centred: of a stream's values without their mean over the channels.
+        deviation: errors of the values.
+        centred: errors of a stream's values without their mean over the channels.
         columns: the numbers per position in `logit_columns` or `vector_columns`, by column, piece by piece.
     """
 
@@ -35,10 +35,10 @@ class Sums:
         """Add one batch of an output.
 
         Args:
-            name: of the output; those called "logits" are compared as distributions, others as vectors.
+            name: the output's name; outputs called "logits" are compared as distributions, others as vectors.
             truth, output: (B, T, d), images (B, C, H, W) or others.
-            mask: (B, T), True where values count; None where all do.
-            targets: (B, T), a class each, or -100 for none; of logits.
+            mask: (B, T), True where values count; None if all do.
+            targets: (B, T), the class of each position, or -100 for none; for logits.
         """
         self.deviation.add(truth, output, mask)
         reduce = logit_columns if "logits" in name.rpartition(".")[2] else vector_columns

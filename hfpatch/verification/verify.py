@@ -119,7 +119,7 @@ def _random(model: PreTrainedModel) -> dict[str, Any]:
     """Random inputs.
 
     Raises:
-        OptionError: none can be made for such a model.
+        OptionError: no random inputs can be made for such a model.
     """
     try:
         return example_inputs(model, seed=0)
@@ -128,10 +128,10 @@ def _random(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _require_common_vocabulary(model: PreTrainedModel, reference: PreTrainedModel, inputs: list[Batch]) -> None:
-    """Refuse models of other vocabularies, unless vectors are compared and both have all tokens of the inputs.
+    """Refuse models with different vocabularies, unless vectors are compared and both have all tokens of the inputs.
 
     Raises:
-        UnsupportedError: gives both sizes.
+        UnsupportedError: the message gives both sizes.
     """
     sizes = [table.num_embeddings for one in (model, reference) if (table := input_embedding(one)) is not None]
     used = (batch["input_ids"] for batch in inputs if isinstance(batch.get("input_ids"), torch.Tensor))
@@ -158,7 +158,7 @@ def _require_runnable(role: str, model: Any) -> None:
         require_bare(model)
     except WrappedModelError as error:
         raise WrappedModelError(
-            f"the {role} is {kind}, which isn't (only) a bare transformers model. Pass the one inside: {error}"
+            f"the {role} is {kind}, which isn't (only) a bare transformers model. Pass the model inside: {error}"
         ) from error
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UnsupportedError(f"the {role} ({kind}) has no weights: it is on the meta device. Load it first.")

@@ -133,7 +133,7 @@ def test_what_cant_be_shipped_is_said(exported: Path, tmp_path: Path, monkeypatc
     own = own_scheme(tmp_path, "own_norm_that_needs_more", "import peft\n")
     with registered(NORMS, "own", own):
         model = patch(opened(exported), norm=own(power=0.7))
-        with pytest.warns(UserWarning, match="is now saved as one that needs hfpatch: own_norm"):
+        with pytest.warns(UserWarning, match="is now saved in a form that needs hfpatch: own_norm"):
             model.save_pretrained(tmp_path / "out")
         with pytest.raises(UnsupportedError, match="imports peft"):
             model.save_pretrained(tmp_path / "out", remote_code=True)

@@ -376,8 +376,8 @@ def test_the_same_request_changes_nothing_and_undoing_restores_every_bit() -> No
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[PatchError], str]] = {
     "starting values": (lambda: tiny("gpt2"), {"init": "reset"}, UnsupportedError, "keeps the function"),
-    "meta device": (lambda: tiny("gpt2").to("meta"), {}, UnsupportedError, "multiplies weights.*has none yet"),
-    "none, meta device": (lambda: tiny("gpt2").to("meta"), {"norm": "none"}, UnsupportedError, "has none yet"),
+    "meta device": (lambda: tiny("gpt2").to("meta"), {}, UnsupportedError, "multiplies weights.*has no weights yet"),
+    "none, meta device": (lambda: tiny("gpt2").to("meta"), {"norm": "none"}, UnsupportedError, "has no weights yet"),
     "a tied head": (lambda: tiny("gpt2", LM), {"only": "*.ln_f"}, NothingToPatchError, "lm_head, which reads it"),
     "no map": (lambda: tiny("gpt2"), {"only": "ln_f"}, NothingToPatchError, "no linear map reads its output"),
 }
