@@ -106,7 +106,7 @@ class Norm(Scheme):
 
     @property
     def centring(self) -> str | None:
-        """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None for not at all."""
+        """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None if it isn't."""
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
@@ -189,7 +189,7 @@ class RMS(Norm):
             raise OptionError(f"RMS: mode must be fold or parametrize, not {self.mode!r}.")
         require_number("RMS", "fraction", self.fraction, above=0.0, at_most=1.0)
         if self.fraction < 1 and self.mode != "fold":
-            raise OptionError("RMS: fraction below 1 is another function, which no mode can keep. Leave mode out.")
+            raise OptionError("RMS: fraction below 1 changes the function, which no mode can keep. Leave mode out.")
 
     @property
     def centring(self) -> str | None:
@@ -212,7 +212,7 @@ class Elementwise(Norm):
     """Base of DyT, Derf and fixed norms, which have a gain and a shift even if the replaced norm has none."""
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
-        if not facts.shape:  # of any size: there is no shape to give them
+        if not facts.shape:  # the norm takes any size, so gain and shift would have no shape
             return facts
         gain, shift = self.component.names
         return replace(facts, gain=facts.gain or gain, shift=facts.shift or shift)
@@ -252,7 +252,7 @@ class DyT(Elementwise):
 
     def __post_init__(self) -> None:
         if isinstance(self.alpha, str) and self.alpha != "llm":
-            raise OptionError(f"DyT: alpha must be a number in (0, inf), not {self.alpha!r:.80}; or the word 'llm'.")
+            raise OptionError(f"DyT: alpha must be a number in (0, inf), or the word 'llm', not {self.alpha!r:.80}.")
         if self.alpha != "llm":
             require_number("DyT", "alpha", self.alpha, above=0.0)
 
