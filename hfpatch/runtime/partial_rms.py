@@ -25,7 +25,7 @@ class PartialRMSNorm(AffineNorm):
             raise ValueError(f"PartialRMSNorm: fraction is {fraction}, not above 0 and at most 1")
         self.fraction = fraction
         if type(self) is PartialRMSNorm:
-            self.__class__ = RMSNormOfSomeChannels  # by the other name SGLang would take it for an RMSNorm
+            self.__class__ = RMSNormOfSomeChannels  # SGLang would take a class name that ends in RMSNorm for an RMSNorm
 
     def normalise(self, h: Tensor) -> Tensor:
         axes = len(self.normalised_shape(h))
@@ -39,7 +39,7 @@ class PartialRMSNorm(AffineNorm):
 
 
 class RMSNormOfSomeChannels(PartialRMSNorm):
-    """What a `PartialRMSNorm` is."""
+    """Class of all `PartialRMSNorm`s, under a name that doesn't end in RMSNorm."""
 
     def _get_name(self) -> str:
         return PartialRMSNorm.__name__
