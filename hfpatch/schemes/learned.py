@@ -92,7 +92,7 @@ class Learned(Position):
                 f"Learned: image_size must be a number of pixels, or [height, width], not {self.image_size!r:.40}."
             )
         if self.max_positions is not None:
-            raise OptionError("Learned: image_size and max_positions both set the table's size. Pass only one of them.")
+            raise OptionError("Learned: image_size and max_positions both say how large the table is: choose one.")
         self.grid_method()
 
     @property

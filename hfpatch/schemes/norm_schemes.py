@@ -252,7 +252,7 @@ class DyT(Elementwise):
 
     def __post_init__(self) -> None:
         if isinstance(self.alpha, str) and self.alpha != "llm":
-            raise OptionError(f"DyT: alpha must be a number in (0, inf), or the word 'llm', not {self.alpha!r:.80}.")
+            raise OptionError(f"DyT: alpha must be a number in (0, inf), not {self.alpha!r:.80}; or the word 'llm'.")
         if self.alpha != "llm":
             require_number("DyT", "alpha", self.alpha, above=0.0)
 
