@@ -1,8 +1,8 @@
 """Compiles a model with torch.compile in place: its repeated blocks, or its whole forward.
 
-accelerate's `compile_regions` returns another model, whose state dict has `_orig_mod` in its names; this stands on what
-`nn.Module.compile` sets, which no state dict and no copy sees. But torch keeps graphs by code object, which all modules
-of a process share there: beyond eight graphs they run uncompiled. Here each (model, class of block) has its own.
+accelerate's `compile_regions` returns another model, with `_orig_mod` in the names of its state dict. Here the model is
+compiled as by `nn.Module.compile`, which no state dict or copy sees. But torch keeps graphs by code object. All modules
+of a process would share it, and beyond eight graphs run uncompiled: each (model, class of block) gets its own here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compile_model(model: M, regions: Literal["blocks", "model"] = "blocks", **op
         True
     """
     if regions not in ("blocks", "model"):
-        raise OptionError(f'regions must be "blocks" or "model", not {regions!r}')
+        raise OptionError(f'regions must be "blocks" or "model", not {regions!r}.')
     modules = [model] if regions == "model" else require_blocks(model)
     compiled = {kind: torch.compile(_own_call(kind), **options) for kind in set(map(type, modules))}
     uncompile_model(model)
@@ -82,7 +82,7 @@ def require_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that a model repeats.
 
     Raises:
-        UnsupportedError: there are none.
+        UnsupportedError: the model has no list of repeated blocks.
     """
     if found := [block for _, block in repeated_blocks(model)]:
         return found
@@ -92,7 +92,7 @@ def require_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class Region:
-    """Callable of a compiled module, which counts its calls; a block that is handed a cache runs uncompiled."""
+    """Callable of a compiled module, which counts its calls; a block that gets a cache runs uncompiled."""
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any], is_block: bool) -> None:
         self.module, self.compiled, self.is_block = module, compiled, is_block

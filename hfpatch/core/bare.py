@@ -1,7 +1,7 @@
-"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), and parts of larger ones.
+"""Refuses wrapped models (torch.compile, FSDP, PEFT, accelerate hooks), and parts of larger models.
 
-A wrapped model's modules a patch couldn't replace, and a checkpoint has one patch record, that of the model which is
-saved. A module doesn't know its parent: that is found by what Python's garbage collector knows of references.
+A patch couldn't replace the modules of a wrapped model. A checkpoint has one patch record, that of the model which is
+saved. A module doesn't know its parent: the parent is found through Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def require_bare(model: object) -> None:
     """Refuse any model but a bare transformers model.
 
     Raises:
-        OptionError: it is no model at all.
-        WrappedModelError: says what it is and what to do first.
-        UnsupportedError: a part of it was patched by itself, or it was built from a patched config without a patch:
-            a checkpoint has one patch record, the outermost model's.
+        OptionError: the object isn't a model.
+        WrappedModelError: the model is wrapped; the message says by what, and what to do first.
+        UnsupportedError: a part of the model was patched by itself, or the model was built from a patched config
+            without a patch. A checkpoint has one patch record, the outermost model's.
     """
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -38,7 +38,7 @@ def require_bare(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise WrappedModelError(
             f"a transformers PreTrainedModel is needed, not {kind}. Patch the model first, then wrap it "
-            "(torch.compile, PEFT, DistributedDataParallel, ...). A SentenceTransformer is taken as a whole."
+            "(torch.compile, PEFT, DistributedDataParallel, ...). Pass a SentenceTransformer as a whole."
         )
     record = getattr(model.config, KEY, None)
     if record and host_class(type(model)) is type(model):
@@ -55,20 +55,20 @@ def require_bare(model: object) -> None:
         if "_hf_hook" in module.__dict__:
             raise WrappedModelError(
                 f"{where} carries an accelerate hook (device_map over several devices, or offloading). Patch the model "
-                "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) takes it off. "
-                "A model that doesn't fit in memory: `hfpatch patch MODEL OUT` on the command line reads its weights "
+                "first, then dispatch it; accelerate.hooks.remove_hook_from_module(model, recurse=True) removes hooks. "
+                "If the model doesn't fit in memory: `hfpatch patch MODEL OUT` on the command line reads its weights "
                 "one at a time (without --calibration); the result opens with device_map."
             )
         own = getattr(module.config, KEY, None) if name and isinstance(module, PreTrainedModel) else None
-        if own and own != record:  # some hosts give their stacks copies of it
+        if own and own != record:  # some hosts give their stacks copies of the config
             raise UnsupportedError(
                 f"{name} inside {kind} was patched on its own, and the outer model's patch record wouldn't contain "
-                "that. Patch the outermost model, the one that is saved; only= chooses the part."
+                "that patch. Patch the outermost model, which is saved; only= chooses the part."
             )
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether weights are quantized by another library, or too narrow for floating-point numbers."""
+    """Return whether weights are quantized by another library, or have fewer than 16 bits."""
     foreign = (type(p).__module__.partition(".")[0] != "torch" or p.dtype.itemsize < 2 for p in model.parameters())
     return getattr(model, "hf_quantizer", None) is not None or any(foreign)
 
@@ -77,7 +77,7 @@ def require_unquantized(model: nn.Module) -> None:
     """Refuse a quantized model, whose weights can't be changed or compared.
 
     Raises:
-        UnsupportedError: it is one.
+        UnsupportedError: the model is quantized.
     """
     if is_quantized(model):
         settings = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
@@ -87,7 +87,7 @@ def require_unquantized(model: nn.Module) -> None:
             else ""
         )
         raise UnsupportedError(
-            f"{type(model).__name__} is quantized. Open it unquantized{how}; patch, repair or export that; quantize "
+            f"{type(model).__name__} is quantized. Open it unquantized{how}, patch, repair or export it, and quantize "
             "the result."
         )
 
@@ -101,16 +101,16 @@ def require_outermost(model: PreTrainedModel) -> None:
     """Refuse a part of a larger transformers model, whose checkpoint would have no record of its patch.
 
     Raises:
-        UnsupportedError: it is one; gives the call that patches it through the larger one.
+        UnsupportedError: it is a part; the message gives the call that patches it through the larger model.
     """
     if not _is_child(model) or _place_of(model) is None:
         return
-    gc.collect()  # the larger one may be garbage that isn't collected yet
+    gc.collect()  # the larger model may be garbage that isn't collected yet
     if (place := _place_of(model)) is not None:
         whole, name = place
         raise UnsupportedError(
             f"this {type(model).__name__} is {name} of a {whole}, whose checkpoint would have no record of the patch. "
-            "Patch the outer model, the one that is saved, and choose the part: patch_model(outer, ..., "
+            "Patch the outer model, which is saved, and choose the part: patch_model(outer, ..., "
             f"only={f'{name}.*'!r}). To patch the part for use without the rest, take a copy: copy.deepcopy(part)."
         )
 
@@ -125,7 +125,7 @@ def _place_of(model: Any) -> tuple[str, str] | None:
     """The class of the largest transformers model that holds this one, and its name in there; None if none does."""
     found = []
     for one in gc.get_objects():
-        # by its type: lazy objects of other packages may answer for another class, and run code for it
+        # isinstance would run code of other packages' lazy objects, which may claim another class
         if issubclass(type(one), PreTrainedModel) and one is not model:
             with suppress(AttributeError, RuntimeError):  # another thread is building it
                 names = {module: name for name, module in one.named_modules()}

@@ -19,7 +19,7 @@ AND = " & "  # between globs that must all match; no name holds a space
 
 
 def both(globs: tuple[str, ...], other: str) -> tuple[str, ...]:
-    """Return globs for what one of `globs` (none: all modules) and the other one match."""
+    """Return globs that match a module if `other` and any of `globs` do (no globs: if `other` does)."""
     if other == "*":
         return globs
     return tuple(other if glob == "*" else f"{glob}{AND}{other}" for glob in globs or ("*",))
@@ -29,7 +29,7 @@ def as_globs(option: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return `only` or `keep` as a tuple of globs; one string is one glob.
 
     Raises:
-        OptionError: something in it is no non-empty string, or `only` is an empty list.
+        OptionError: an item isn't a string or is empty, or `only` is an empty list.
     """
     several = isinstance(value, Iterable) and not isinstance(value, str)
     globs: tuple[Any, ...] = () if value is None else tuple(value) if several else (value,)
@@ -49,9 +49,9 @@ class Names:
     start at `h`, and the other way round.
 
     Attributes:
-        prefix: transformers' name for the base model inside a model with a head ("transformer"), "" for none.
-        has_prefix: whether this model has one inside.
-        headed: (where a model with a head is, where its base model is) for it and for all models inside it.
+        prefix: transformers' name for the base model inside a model with a head ("transformer"), "" if it has no name.
+        has_prefix: whether this model has a base model inside.
+        headed: (name of a model with a head, name of its base model) for this model and for all models inside it.
     """
 
     prefix: str
@@ -130,7 +130,7 @@ def require_all_match(names: Names, globs: dict[str, tuple[str, ...]], rows: Seq
 
 
 def no_match(request: str, glob: str, rows: Sequence[Row]) -> NoMatchError:
-    """Return the error that a glob of a request matches none of the plan's rows, with what is near and what exists."""
+    """Return the error for a glob that matches none of the plan's rows, with a similar name and some that exist."""
     shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", row.module) for row in rows))
     ends = sorted({f"*.{name.rpartition('.')[2]}" for name in shown})
     return NoMatchError(

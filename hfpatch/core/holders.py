@@ -1,7 +1,7 @@
 """Holders: objects of sentence-transformers that contain a transformers model.
 
-That package is imported to look up one list (`_opens_patched`), and never else: a holder is what has the property
-`transformers_model`, as `SentenceTransformer`, `CrossEncoder`, `SparseEncoder` and `MultiVectorEncoder` do.
+A holder is an object with the property `transformers_model`, such as a `SentenceTransformer`, `CrossEncoder`,
+`SparseEncoder` or `MultiVectorEncoder`. sentence-transformers is imported only to look up a list (`_opens_patched`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..runtime.lens import host_class
 from ..runtime.patch_errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
-_OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders: T5EncoderModel and its like
+_OPENED_BY_CLASS = ("EncoderModel", "Encoder")  # of encoder-decoders, such as T5EncoderModel
 
 
 def model_inside(candidate: Any) -> Any:
     """Return the transformers model of a holder; anything else as it is.
 
     Raises:
-        UnsupportedError: a holder has none, or several, or one that its library couldn't open again.
+        UnsupportedError: a holder has no model, or several, or a model that its library couldn't open again.
     """
     if isinstance(candidate, PreTrainedModel) or not hasattr(type(candidate), "transformers_model"):
         return candidate
@@ -40,7 +40,7 @@ def model_inside(candidate: Any) -> Any:
             raise UnsupportedError(
                 f"this {kind} holds a {name}, which its library opens by that class, whatever the checkpoint says: it "
                 "couldn't open a saved patch again. Patch that model by itself, and put it into the library's object "
-                "whenever that was opened from the original."
+                "each time the object was opened from the original."
             )
         return model
     if not found:
@@ -52,7 +52,7 @@ def model_inside(candidate: Any) -> Any:
 
 
 def _outermost(holder: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
-    """The transformers models in a holder by name, without those inside them; one that occurs twice keeps one name."""
+    """The outermost transformers models in a holder by name; a model that occurs twice keeps one name."""
     inner: set[nn.Module] = set()
     for name, one in holder.named_modules():
         if one not in inner and isinstance(one, PreTrainedModel):
@@ -69,8 +69,8 @@ def tokenizer_owner(holder: nn.Module) -> nn.Module:
 def unwrap_holders(function: F) -> F:
     """Decorate a function of models: it takes a holder in place of the model inside, and returns the holder.
 
-    If no `tokenizer` is passed, it is the holder's `tokenizer_owner`. Where new tensors are made on meta by default, as
-    a model that is built there wants it, the function's own are not: it goes by the device of the model.
+    If no `tokenizer` is passed, it is the holder's `tokenizer_owner`. If the default device is meta, because a model is
+    built there, the function's own tensors aren't made on meta: the device of the model counts.
     """
     reads_texts = "tokenizer" in inspect.signature(function).parameters
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from .staging import temporary_files
 
-MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from its checkpoint: their `Mappings`
+MAPPED = "_hfpatch_mapped"  # attribute of a model whose weights are mapped from its checkpoint: the `Mappings`
 
 
 class Mappings:
     """Files that stay memory-mapped while tensors of them live.
 
-    A mapped tensor is an ordinary one. What is written in place to one of a checkpoint is lost by `release`, and never
-    in the file.
+    A mapped tensor is an ordinary tensor. Values written in place to a checkpoint's tensor are lost by `release`, and
+    never reach the file.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Mappings:
         """Write a tensor to an unnamed temporary file (in TMPDIR) and map it: a CPU tensor of the same strides.
 
         Raises:
-            PatchError: the file can't be written; a full disk, for one.
+            PatchError: the file can't be written, for example because the disk is full.
         """
         with temporary_files(tempfile.gettempdir()), torch.no_grad(), tempfile.TemporaryFile(prefix="hfpatch-") as file:
             file.write(_flatten(tensor.detach()).cpu().view(torch.uint8).numpy().data)
@@ -82,7 +82,7 @@ def unload_after_forward(model: nn.Module) -> Iterator[None]:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Return whether it is a plain tensor whose elements are contiguous in memory, in some order of its axes."""
+    """Return whether a tensor is plain and its elements are contiguous in memory, in some order of its axes."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -23,7 +23,7 @@ R = TypeVar("R", bound=Any)  # a row about one module or Parameter
 
 
 class Kept(StrEnum):
-    """Reasons to keep a module that the code tells apart. All others are free texts, which only people read."""
+    """Reasons to keep a module that the code tells apart. All other reasons are free text, which only people read."""
 
     BY_KEEP = "keep"
     NOT_IN_ONLY = "not in only"
@@ -39,10 +39,10 @@ class Row:
     Attributes:
         kind: "norm", "position" or "mlp"; "stream" for what is centred so that norms may change, or scaled.
         module: its name in the model.
-        now, becomes: what it is, and what it will be (None where it is kept).
+        now, becomes: what it is, and what it will be (None if it is kept).
         reason: why it is kept (`Kept`, or a text), or a note on the replacement.
         losses: what the replacement doesn't preserve; empty if the function stays the same.
-        why_exact: why the function stays the same; None where it doesn't.
+        why_exact: why the function stays the same; None if it doesn't.
         aliases: further names of the same module.
     """
 
@@ -58,10 +58,10 @@ class Row:
     def replace_by(
         self, becomes: str, *losses: str | None, why_exact: str | None = None, note: str | None = None
     ) -> Row:
-        """Return the row of a replaced module, with what is lost (None doesn't count), or with why nothing is.
+        """Return the row of a replaced module, with what is lost (None doesn't count), or with why nothing is lost.
 
         Raises:
-            ValueError: neither is given. No replacement is exact by default.
+            ValueError: neither losses nor `why_exact` are given. No replacement is exact by default.
         """
         lost = tuple(filter(None, losses))
         if not lost and why_exact is None:
@@ -88,12 +88,12 @@ class Row:
 
     @property
     def loss(self) -> str | None:
-        """The losses as one text; None if there is none."""
+        """The losses as one text; None if there are no losses."""
         return "; ".join(self.losses) or None
 
     @property
     def full_losses(self) -> Iterable[str]:
-        """The losses as they are said without the row: those of a new norm or MLP begin with its name."""
+        """The losses as texts that stand without the row: the losses of a new norm or MLP begin with its name."""
         if self.becomes is None or self.kind in ("position", "placement"):
             return self.losses
         return [f"{self.becomes.partition('(')[0]}: {loss}" for loss in self.losses]
@@ -112,11 +112,11 @@ class Change:
 
     Attributes:
         row: for the plan; its action says whether anything changes.
-        edits: what changes in the model's structure, each of one place, by its name in the model.
-        values: before, what changes in the values of present Parameters. No checkpoint records it: weights hold it.
+        edits: changes of the model's structure, each at one place, by its name in the model.
+        values: changes of present Parameters' values, before the edits. No checkpoint records them: weights hold them.
         starts: values of Parameters that the edits bring in.
-        then: what the host's class does to them.
-        otherwise: what the change doesn't preserve where nothing is centred for it; None if that makes no difference.
+        then: what the host's class does to these Parameters.
+        otherwise: what the change doesn't preserve if nothing is centred for it; None if that makes no difference.
     """
 
     row: Row
@@ -146,20 +146,20 @@ def refuse_private_forward(name: str, module: nn.Module) -> None:
     """Refuse a module whose instance has its own forward, which would still run after its class is changed.
 
     Raises:
-        WrappedModelError: some speed and quantization libraries do that.
+        WrappedModelError: it has one, as some speed and quantization libraries set it.
     """
     if "forward" in module.__dict__:
         raise WrappedModelError(
-            f"{name} carries a forward of its own, put there by another library, which would go on running. "
+            f"{name} carries a forward of its own, set by another library, which would still run after the patch. "
             "Patch the model first, then wrap it."
         )
 
 
 def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> None:
-    """Refuse a module with another library's forward inside one of transformers.
+    """Refuse a module of another library inside a module of transformers.
 
     Args:
-        name, module: an attention or a rotation, which is read by what is known of transformers' classes.
+        name, module: an attention or a rotation; rules for transformers' classes say how to read it.
         owner: the module that holds it; other packages' hosts have modules of their own.
 
     Raises:
@@ -178,9 +178,9 @@ def refuse_foreign_forward(name: str, module: nn.Module, owner: nn.Module) -> No
 def group_rows(
     rows: list[R], words: Callable[[R], tuple[object, ...]], name: Callable[[R], str] = lambda row: row.module
 ) -> list[tuple[list[R], str]]:
-    """Yield rows that differ only in the numbers of their names as one: (the rows, `h.{0-11}.ln_1`).
+    """Return rows that differ only in the numbers of their names as one line: (the rows, `h.{0-11}.ln_1`).
 
-    `words` gives what the rows of one line must have in common besides the words of their names.
+    `words` returns what the rows of one line must have in common besides the words of their names.
     """
     groups: dict[tuple, list[R]] = {}
     for row in rows:
@@ -190,7 +190,7 @@ def group_rows(
 
 
 def _lines(rows: list[R], name: Callable[[R], str]) -> list[tuple[list[R], str]]:
-    """One line if the numbers make a full grid; else one for each value of what follows the first number."""
+    """One line if the numbers make a full grid; else a line for each value of what follows the first number."""
     pieces = [re.split(r"(\d+)", name(row)) for row in rows]
     values = [{piece[i] for piece in pieces} for i in range(len(pieces[0]))]
     if math.prod(map(len, values)) == len(rows):

@@ -38,7 +38,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, kind: str):
         self.kind = kind
-        self.base: type | None = None  # what entries must derive from, where they are classes
+        self.base: type | None = None  # the class that entries must derive from, if they are classes
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -71,7 +71,7 @@ class Registry(Mapping[str, T], Generic[T]):
         Raises:
             UnknownNameError: it isn't registered.
         """
-        for name in (*self._entries, *(set(self._points) - set(self._entries))):  # what isn't imported yet comes last
+        for name in (*self._entries, *(set(self._points) - set(self._entries))):  # entries not imported yet come last
             if self[name] is entry:
                 return name
         raise UnknownNameError(
@@ -127,7 +127,7 @@ ARCHITECTURES: Registry = Registry("architecture")
 def name_of_class(cls: type) -> str:
     """Return a class's key in tables: transformers' classes by name, others with their file: "modeling_my.MyModel".
 
-    A class from elsewhere may have the name of one of transformers' and compute something else.
+    A class from another package may have the name of a transformers class and compute something else.
     """
     own = cls.__module__.startswith("transformers.")
     return cls.__name__ if own else f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
@@ -145,12 +145,12 @@ def by_class(table: Mapping[str, R], module: nn.Module) -> R | None:
 def nearest(word: str, known: Mapping[str, str] | Iterable[str], cutoff: float | None = None) -> str | None:
     """Return the name spelt most like a word, ignoring case and punctuation; None if none is similar.
 
-    The longest name that the word begins with comes first: of "bert-base" that is "bert", not "roberta".
+    The longest name that the word begins with comes first: for "bert-base" this is "bert", not "roberta".
 
     Args:
-        known: names, or from each spelling to the name that it stands for.
-        cutoff: how alike (0 to 1) a name must be where a longer word may well be right as it is: that the word begins
-            with a name doesn't count then.
+        known: names, or a mapping from each spelling to the name that it stands for.
+        cutoff: how similar (0 to 1) a name must be, if a longer word may well be right as it is: then it doesn't count
+            that the word begins with a name.
     """
     spellings: dict[str, str] = {}
     for spelling, name in (known if isinstance(known, Mapping) else {name: name for name in known}).items():

@@ -62,7 +62,7 @@ class SavedResult(Result):
     """Base of reports that are saved as JSON and loaded again; subclasses are dataclasses."""
 
     version: ClassVar[int] = 1  # of the JSON
-    gone: ClassVar[frozenset[str]] = frozenset()  # attributes of earlier versions, which are left out when read
+    gone: ClassVar[frozenset[str]] = frozenset()  # attributes of earlier versions, which `from_json` leaves out
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain JSON values; numbers that JSON lacks are "inf", "-inf" and "nan"."""
@@ -117,7 +117,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def _read(expected: Any, value: Any) -> Any:
-    """A JSON value as the dataclass, list or plain value that is expected; an error of Python if it is another."""
+    """A JSON value as the expected dataclass, list or plain value; raises an error of Python for another value."""
     if is_dataclass(expected):
         types = get_type_hints(expected)
         return expected(**{name: _read(types[name], item) for name, item in value.items()})  # type: ignore[operator]
@@ -126,7 +126,7 @@ def _read(expected: Any, value: Any) -> Any:
     if get_origin(expected) is dict and isinstance(value, dict):
         return {name: _read(get_args(expected)[1], item) for name, item in value.items()}
     kinds = get_args(expected) or (expected,)
-    if float in kinds and type(value) in (int, str):  # what JSON has no numbers for is text
+    if float in kinds and type(value) in (int, str):  # inf and nan are text in JSON
         value = float(value)
     if type(value) not in kinds:
         raise TypeError(f"{value!r:.40} isn't {expected}")

@@ -16,7 +16,7 @@ from .registry import Registry, did_you_mean, nearest
 
 S = TypeVar("S", bound="Scheme")
 MOST = 2**63 - 1  # the largest integer that torch takes
-# a comma before an option's name, outside of JSON's strings: what follows has whole ones only
+# a comma before an option's name, outside of JSON's strings: only whole strings follow
 _NEXT_OPTION = re.compile(r',\s*(?=[A-Za-z_]\w*=)(?=(?:[^"\\]|\\.|"(?:[^"\\]|\\.)*")*$)')
 
 
@@ -117,7 +117,7 @@ def construct(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _require_types(scheme: Scheme) -> None:
-    """Refuse options of other types than their annotations say, for schemes that don't check them by themselves.
+    """Refuse options of other types than their annotations say, for schemes that don't check types themselves.
 
     Raises:
         OptionError: names the option, its type and the value.
@@ -130,7 +130,7 @@ def _require_types(scheme: Scheme) -> None:
 
 
 def _is_word(value: Any) -> bool:
-    """Whether a string is written without quotes in options; other values are JSON."""
+    """Whether a value is a string that options write without quotes; other values are JSON."""
     if not isinstance(value, str) or value in ("true", "false", "null", "NaN", "Infinity"):
         return False
     return re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) is not None
@@ -146,7 +146,7 @@ def _parse_options(text: str, options: str) -> dict[str, Any]:
             raise OptionError(f"{text!r} gives {key.strip()} twice; give it once.")
         try:
             parsed[key.strip()] = json.loads(value)
-        except ValueError:  # no JSON, or a number of thousands of digits
+        except ValueError:  # not JSON, or a number of thousands of digits
             parsed[key.strip()] = value.strip()
     return parsed
 

@@ -18,10 +18,10 @@ def require_free(folder: Path, overwrite: bool = False) -> None:
     """Refuse a file, a non-empty folder without `overwrite`, and a place that can't be written.
 
     Raises:
-        PatchError: it is one of these; in the last the nearest folder above that exists is a file or read-only.
+        PatchError: it is one of these; a place can't be written if the nearest existing parent is a file or read-only.
     """
     if folder.is_file():
-        raise PatchError(f"{folder} is a file; a folder is needed.")
+        raise PatchError(f"{folder} is a file; give a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise PatchError(f"{folder} isn't empty. Choose another folder, or ask to overwrite it.")
     parent = next(path for path in Path(os.path.realpath(folder)).parents if path.exists())
@@ -41,16 +41,16 @@ def stage_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     with stage(folder) as staging:
         staging.mkdir()
         yield staging
-        require_free(folder, overwrite)  # by now it may be somebody else's
+        require_free(folder, overwrite)  # another process may have written the folder meanwhile
 
 
 @contextmanager
 def stage(target: Path) -> Iterator[Path]:
     """Path that a folder or a file is written to; it replaces `target` when the context ends without an error.
 
-    It lies in a hidden folder beside the target, which is removed in any case, so whatever interrupts the context, the
-    target is what it was or what was written. Where the target is a link, that stays, and what it leads to is replaced.
-    A kill (SIGKILL, power) leaves the hidden folder; between the two renames of a folder the older one is in there.
+    It lies in a hidden folder beside the target, which is removed in any case. So if the context is interrupted, the
+    target is either unchanged or complete. If the target is a link, the link stays and what it points to is replaced.
+    A kill (SIGKILL, power) leaves the hidden folder; between the two renames of a folder, the old folder is in it.
 
     Raises:
         PatchError: something couldn't be written.
@@ -64,12 +64,12 @@ def stage(target: Path) -> Iterator[Path]:
         if old.exists() and not place.exists():
             old.rename(place)
         shutil.rmtree(hidden, ignore_errors=True)
-        with suppress(OSError):  # the first that isn't empty
+        with suppress(OSError):  # a folder that isn't empty stays, with those above it
             for path in missing:
                 path.rmdir()
 
     with ExitStack() as stack:
-        for _ in range(2):  # the second time, where Ctrl-C ends the first
+        for _ in range(2):  # a second time, if Ctrl-C ends the first
             stack.callback(clean_up)
         try:
             hidden.mkdir(parents=True)
@@ -89,7 +89,7 @@ def temporary_files(folder: str | Path) -> Iterator[None]:
     """Context for temporary files in a folder, with errors that say what to do.
 
     Raises:
-        PatchError: one can't be written.
+        PatchError: a file can't be written.
     """
     try:
         yield

@@ -35,8 +35,8 @@ class Transaction:
     deep-copies together with the model.
 
     Args:
-        disk: where values of large Parameters go that aren't in use: the old ones of a model in memory, the new ones of
-            one whose weights are mapped from files (`from_files`). None keeps all in memory.
+        disk: where unused values of large Parameters go: the old values of a model in memory, or the new values of a
+            model whose weights are mapped from files (`from_files`). None keeps all in memory.
         from_files: whether the model's weights are mapped from files.
     """
 
@@ -90,7 +90,7 @@ class Transaction:
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Set a plain attribute (not a child, Parameter or buffer)."""
         old = (target.__dict__[name],) if name in target.__dict__ else None
-        # log the object, not its __dict__: deepcopy and pickle replace the latter
+        # log the object, not its __dict__, which deepcopy and pickle replace
         self._record(_undo_attribute, target, name, old)
         target.__dict__[name] = value
 
@@ -109,10 +109,10 @@ class Transaction:
     def write(self, root: nn.Module, change: WeightChange) -> None:
         """Change a Parameter's values; tensors that share the old memory keep the old values.
 
-        It is the same object, unless its shape changes.
+        The Parameter stays the same object, unless its shape changes.
 
         Args:
-            root: the module in which the change's names are names.
+            root: the module that the change's names start from.
             change: what to do.
         """
         path, _, name = change.parameter.rpartition(".")
@@ -138,14 +138,14 @@ class Transaction:
             disk.release()
 
     def find_detached(self, model: nn.Module) -> nn.Module | None:
-        """Return a module whose values `undo` would restore although it is no longer in the model, or None."""
+        """Return a module whose values `undo` would restore, but which is no longer in the model; None if none is."""
         back = [old[0] for undo, (*_, old, _) in self._log if undo is _undo_item and old]
         known = {id(one) for root in (model, *back) if isinstance(root, nn.Module) for one in root.modules()}
         written = (arguments[0] for undo, arguments in self._log if undo is _undo_values)
         return next((module for module in written if id(module) not in known), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the first class alone of an object whose class changed twice: one in between can't be pickled."""
+        """Keep only the first class of an object whose class changed twice: a class in between can't be pickled."""
         first: dict[int, Any] = {}
         log = [one for one in self._log if one[0] is not _undo_class or first.setdefault(id(one[1][0]), one) is one]
         return {**vars(self), "_log": log}
@@ -155,7 +155,7 @@ class Transaction:
         while len(self._log) > length:
             undo, arguments = self._log[-1]
             undo(*arguments)
-            self._log.pop()  # afterwards, so that what an interrupt leaves can be undone by another call
+            self._log.pop()  # after the call, so that after an interrupt another `undo` can finish
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class Transaction:
 
 @dataclass(frozen=True)
 class _SavedValues:
-    """Old values on disk, with the device that they were on, and whether they were an inference tensor."""
+    """Old values on disk, with the device that they were on and whether the tensor was an inference tensor."""
 
     values: Tensor
     device: torch.device
@@ -193,8 +193,8 @@ class UndoState:
     """State that `unpatch_model` restores, of a model with reversible patches.
 
     Attributes:
-        transaction: that of all of them.
-        dtype: the model's dtype before the first.
+        transaction: the transaction of all these patches.
+        dtype: the model's dtype before the first patch.
         lengths: config attributes that the patches set (max_positions, image_size), by name.
     """
 

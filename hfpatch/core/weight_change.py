@@ -13,16 +13,16 @@ from ..runtime.edits import pattern_of
 from ..runtime.float64 import float64_device, in_float64
 
 _PIECE = 2**18  # elements converted to float64 at once
-_ROWS = 4096  # of a weight, multiplied at once
+_ROWS = 4096  # rows of a weight that are multiplied at once
 
 
 @dataclass(frozen=True)
 class Product:
-    """Operand: what a linear map makes of a vector, W v in float64; both are named, and have the values of that time.
+    """Operand W v in float64: a weight times a vector, both given by name and read when the change is applied.
 
     Attributes:
-        weight: a matrix, whose last axis is that of its outputs if `transposed` (as in `Conv1D`).
-        vector: as long as its other axis.
+        weight: name of a matrix, whose last axis is the outputs' if `transposed` (as in `Conv1D`).
+        vector: name of a vector as long as the other axis.
     """
 
     weight: str
@@ -33,7 +33,7 @@ class Product:
         return f"{self.weight}{'.T' if self.transposed else ''} @ {self.vector}"
 
     def values(self, root: nn.Module) -> Tensor:
-        """Return it, from the Parameters of a model."""
+        """Return the product, from the Parameters of a model."""
         weight, vector = root.get_parameter(self.weight).detach(), root.get_parameter(self.vector).detach()
         rows = (weight.T if self.transposed else weight).split(_ROWS)
         return torch.cat([in_float64(some) @ in_float64(vector) for some in rows])
@@ -49,8 +49,8 @@ class WeightChange:
             number, everywhere. "value": the operand. "rows": operand(x), a table of another number of rows.
         operand: a number, a tensor that broadcasts against x, a `Product`, or the name of a Parameter: a vector along
             `axis` with the values that it has at that time. Of "rows" a function of x whose `str` says what it does.
-        axis: of "centre", or of an operand that is a name; else None.
-        anew: put a new Parameter there, since another module may hold the present one and keep its values.
+        axis: axis for "centre", or for an operand that is a name; else None.
+        anew: put a new Parameter there, since another module may hold the present Parameter and keep its values.
     """
 
     parameter: str
@@ -86,9 +86,9 @@ class WeightChange:
         The arithmetic runs in pieces, so it takes little memory besides the result.
 
         Args:
-            values: the old ones.
+            values: the old values.
             operand: what `operand_in` returns.
-            copy: copies a tensor to where the result is to be.
+            copy: copies a tensor to the place of the result.
         """
         given = self.operand if operand is None else operand
         with torch.inference_mode(values.is_inference()), torch.no_grad():
@@ -129,7 +129,7 @@ def along_axis(vector: Tensor, parameter: Tensor, axis: int | None) -> Tensor:
 
 
 def _calculate(op: str, x: Tensor, operand: Tensor, axis: int | None) -> Tensor:
-    """The new values, in place of the old ones: memory that is new for every piece costs several times the rest."""
+    """The new values, in place of the old: new memory for every piece would take several times as long as the rest."""
     if op == "centre":
         return x.sub_(x.mean(axis, keepdim=True))
     return x.add_(operand) if op == "add" else x.mul_(operand)

@@ -1,7 +1,7 @@
 """Centres the weights that write to the residual stream, so that LayerNorms may become RMSNorms.
 
-LN(x) = RMS(C x) * gain + shift with C = I - 11'/d the centring of the channels: if everything that writes to the
-residual stream is zero-mean over the channels, then C x = x and the two norms are the same function.
+LN(x) = RMS(C x) * gain + shift, and C = I - 11'/d centres the channels. If everything that writes to the residual
+stream is zero-mean over the channels, then C x = x and the two norms are the same function.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Axis:
 
     Attributes:
         pattern: a parameter's name with `*` for every number between dots, such as "transformer.h.*.mlp.c_proj.weight".
-        axis: index of that axis, not negative.
-        scale: pattern of the layer-scale Parameters that multiply what they write; None for none.
+        axis: index of the channels' axis, not negative.
+        scale: pattern of the layer-scale Parameters that multiply what they write; None if there are none.
     """
 
     pattern: str
@@ -45,12 +45,12 @@ class Axis:
 
 
 class Signal(NamedTuple):
-    """What modules return, or receive as an argument.
+    """Tensor that modules return, or receive as an argument.
 
     Attributes:
-        module: pattern of their names; with 0 for its last number the first of each list.
-        axis: that of the channels.
-        argument: name of the argument; "" for what they return.
+        module: pattern of the modules' names; if its last number is 0, the first module of each list.
+        axis: axis of the channels.
+        argument: name of the argument; "" for the returned tensor.
     """
 
     module: str
@@ -65,18 +65,18 @@ class Centring:
     Names have `*` for every number between dots.
 
     Attributes:
-        folds: Parameters from which their mean over the axis is subtracted. A layer-scale goes into all of them that
-            name it first: scale * (W x + b) becomes 1 * (scale W x + scale b).
-        signals: what is centred in every forward. The output of a module whose weight is also used elsewhere (an
-            embedding tied to the output head); `mode="parametrize"` folds nothing: the last module of each branch (its
-            dropout, if that is a module) is centred, W - mean(W) as it were, so that training follows the LayerNorm
-            model's own trajectory. The input of a block, if no module returns what the stream begins with. And
-            `inputs_embeds`, which nothing that is centred otherwise sees.
-        exact_patterns: of norms whose input is zero-mean after the centring.
-        why_approximate: pattern of norms -> why its input isn't, as text for the plan.
+        folds: Parameters from which their mean over the axis is subtracted. A layer-scale first goes into all folds
+            that name it: scale * (W x + b) becomes 1 * (scale W x + scale b).
+        signals: tensors that are centred in every forward: the output of a module whose weight is also used elsewhere
+            (an embedding tied to the output head); the input of a block, if no module returns the beginning of the
+            stream; `inputs_embeds`, if nothing else centres them. `mode="parametrize"` folds nothing: it centres the
+            output of each branch's last module (its dropout, if that is a module), in effect W - mean(W), so that
+            training follows the LayerNorm model's own trajectory.
+        exact_patterns: patterns of norms whose input is zero-mean after the centring.
+        why_approximate: pattern of norms -> why their input isn't zero-mean, as text for the plan.
         compensated: norms that follow a norm in the stream (post-norm): the mean of their input is mostly that of the
             earlier norm's shift, which is subtracted from the bias of the writer between them (compensate.py).
-        returned: what models inside return otherwise then: "BeitModel's last_hidden_state" of its classifier.
+        returned: outputs of models inside that the centring changes: "BeitModel's last_hidden_state" in its classifier.
         refused: why no norm is exact; None if some are.
     """
 
@@ -97,19 +97,19 @@ def carry_out(
 ) -> None:
     """Make all writers of the residual stream zero-mean over its channels, then replace LayerNorms by RMSNorms.
 
-    Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; a layer-scale
-    goes into the linear before it first. What can't be folded (an embedding tied to the output head) has its output
-    centred in every forward.
+    Folds subtract the means from the weights themselves, in float64, in place and on the same Parameters; before that,
+    a layer-scale goes into the linear in front of it. If a weight can't be folded (an embedding tied to the output
+    head), the module's output is centred in every forward.
 
     Args:
-        model: any model that the patterns of `centring` name Parameters and modules of.
+        model: any model with Parameters and modules that the patterns of `centring` name.
         centring: what to do, as `find_centring` found it.
-        transaction: can take it back.
-        norms: what the model's LayerNorms compute, by name; those of them that are exact become RMSNorms.
+        transaction: logs the changes, and can undo them.
+        norms: facts of the model's LayerNorms, by name; the exact ones become RMSNorms.
 
     Raises:
         UnsupportedError: a weight to fold is quantized or sharded.
-        WrappedModelError: a module to centre in every forward carries a forward of its own.
+        WrappedModelError: a module to centre in every forward has a forward of its own.
     """
     changes = plan_centring(model, centring)
     for value in (one for change in changes for one in change.values):
@@ -133,7 +133,7 @@ def plan_centring(model: nn.Module, centring: Centring) -> list[Change]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A Parameter where it stands."""
+    """A Parameter and its place: the module that holds it, and its name there."""
 
     name: str
     module: nn.Module
@@ -144,7 +144,7 @@ class _Place:
         return self.module._parameters[self.attribute]  # type: ignore[return-value]
 
     def row(self, becomes: str, why_exact: str = _CENTRED) -> Row:
-        """Return the plan's row for this Parameter: named after its module if that is a leaf, else after itself."""
+        """Return the plan's row for this Parameter, named after its module if that is a leaf, else after itself."""
         if self.module._modules or self.attribute not in ("weight", "bias"):
             row = Row("stream", self.name, "Parameter")
         else:
@@ -153,10 +153,10 @@ class _Place:
 
 
 def _places(model: nn.Module, patterns: set[str]) -> Iterator[_Place]:
-    """Parameters whose name, under one of its places, has one of these patterns; each Parameter once.
+    """Parameters of which any name has one of these patterns; each Parameter once.
 
     Raises:
-        UnsupportedError: one isn't a plain floating-point tensor.
+        UnsupportedError: a Parameter isn't a plain floating-point tensor.
     """
     seen: set[int] = set()
     for name, value in model.named_parameters(remove_duplicate=False):

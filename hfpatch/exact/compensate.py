@@ -1,8 +1,8 @@
 """Corrects the bias before norms in post-norm models, so that their input has nearly zero mean.
 
-The input of a norm that follows a norm is x + f(x) with x = gain * h + shift the earlier norm's output. With every
-writer centred its mean over the channels is mean(gain * h) + mean(shift): the second part is a constant, and
-subtracting it from the bias of the writer f takes it away.
+If a norm follows a norm, its input is x + f(x), and x = gain * h + shift is the earlier norm's output. If every writer
+is centred, the input's mean over the channels is mean(gain * h) + mean(shift). The second part is a constant, which is
+subtracted from the bias of the writer f.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def compensate(
 ) -> dict[str, tuple[float, float]]:
     """Subtract the mean of the earlier norm's shift from the writer's bias, if that helps.
 
-    A writer that feeds several norms (ALBERT runs one layer many times) takes the mean of what each of them needs.
+    A writer that feeds several norms (ALBERT runs one layer many times) gets the mean of the values that they need.
 
     Returns:
-        norm -> the root mean square of mean / standard deviation at its input before and after.
+        norm -> the root mean square of mean / standard deviation at its input, before and after.
     """
     needs: dict[str, list[float]] = {}
     for pair in pairs:

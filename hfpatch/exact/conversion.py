@@ -22,7 +22,7 @@ from .centring import Centring, plan_centring
 from .compensate import compensate, find_pairs, norm_inputs
 from .search import find_centring
 
-_TREAT_THE_MEAN_ALIKE = ("layer", "folded", "fixed", "none")  # schemes whose norms remove the mean where the host's do
+_TREAT_THE_MEAN_ALIKE = ("layer", "folded", "fixed", "none")  # schemes whose norms remove the mean if the host's do
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Conversion:
     """Exact conversion of a model's norms to norms that equal LayerNorm if the residual stream is zero-mean.
 
     Attributes:
-        centring: result of the search; where none can be made, an empty one with the reason.
+        centring: result of the search; if there can be no search, an empty centring with the reason.
         centres_by: the changes that carry the centring out.
-        exact_names, approximate_names: those of the norms that are replaced exactly, or approximately.
+        exact_names, approximate_names: names of the norms that are replaced exactly, or approximately.
     """
 
     centring: Centring = field(default_factory=Centring)
@@ -42,7 +42,7 @@ class Conversion:
 
     @classmethod
     def together(cls, several: Sequence[Conversion]) -> Conversion | None:
-        """Return one conversion of the norms of several requests, which centre the same stream; None of none."""
+        """Return one conversion of the norms of several requests, which centre the same stream; None for none."""
         if not several:
             return None
         exact, approximate = zip(*((one.exact_names, one.approximate_names) for one in several), strict=True)
@@ -72,7 +72,7 @@ class Conversion:
         return found or self.centring.refused or "the search found no centring that makes its input zero-mean"
 
     def waits_for_weights(self, model: PreTrainedModel) -> bool:
-        """Return whether the weights still to be loaded must be those of a model that was patched in the same way."""
+        """Return whether weights that are loaded later must come from a model that was patched in the same way."""
         return not has_weights(model) and any(change.values for change in self.changes)
 
     def to_check(self, model: PreTrainedModel) -> dict[str, NormInput] | None:
@@ -83,7 +83,7 @@ class Conversion:
         """In post-norm models, subtract the constant part of the mean at each norm's input; see `compensate.py`.
 
         Args:
-            model: the user's.
+            model: the user's model.
             inputs: keyword arguments of one forward, on the model's device.
             transaction: logs the changes.
         """
@@ -106,11 +106,11 @@ def find_conversion(model: PreTrainedModel, scheme: Norm, inputs: Mapping[str, A
 
     Args:
         model: isn't changed.
-        scheme: whose `centring` says how.
-        inputs: the user's keyword arguments of one forward; None where there are none.
+        scheme: its `centring` says how.
+        inputs: the user's keyword arguments of one forward; None if there are none.
 
     Raises:
-        WrappedModelError: a module to centre carries a forward of its own, put there by another library.
+        WrappedModelError: a module to centre has a forward of its own, set by another library.
     """
     try:
         centred_already, changes = _is_centred_already(Record.of(model.config)), list[Change]()
@@ -142,7 +142,7 @@ def _is_centred_already(record: Record) -> bool:
                 f"an earlier patch put in norm={part.scheme.name!r}, init={part.init!r}, which depends on the mean of "
                 "its input"
             )
-    moved = any(part.scheme.name != "sandwich" for part in record.placement)  # whose own norms add no mean at first
+    moved = any(part.scheme.name != "sandwich" for part in record.placement)  # its new norms add no mean at first
     if moved and not centred:
         raise UnsupportedError(
             "an earlier patch moved its norms (placement=), and what to centre is found before that: ask for both in "

@@ -17,7 +17,7 @@ from ..measure.hooks import CallArguments, first_tensor, observe_calls
 from ..measure.outputs import max_error
 from ..runtime.norms import NormFacts
 
-SEED = 7  # of the constants that are added
+SEED = 7  # for the constants that are added
 _MOVED = 1e-6  # least change of a mean that counts, relative to the root mean square
 
 
@@ -38,7 +38,7 @@ class ObservedCall:
 
 @dataclass
 class Observation:
-    """What was observed in one forward, or in several.
+    """Observation of one forward, or of several.
 
     Attributes:
         outputs: the model's outputs, name -> tensor, floats as float64.
@@ -74,7 +74,7 @@ def observe(
         model, inputs: as in `outputs_in_float64`.
         norms: norms whose inputs' means are recorded.
         watch: record every module's output as well.
-        seen: what was observed in earlier forwards, to which this one is added.
+        seen: observation of earlier forwards, to which this forward is added.
         name: is added to the names of this forward's outputs.
     """
     seen, known = seen or Observation(), norms or {}
@@ -107,12 +107,12 @@ def _numbers(x: Tensor) -> Tensor:
 
 
 def channel_axes(facts: NormFacts) -> tuple[int, ...]:
-    """Return the axes of its input that a norm normalises."""
+    """Return the axes of a norm's input that the norm normalises."""
     return (1,) if facts.channels_first else tuple(range(-max(1, len(facts.shape)), 0))
 
 
 def relative_error(original: Observation, other: Observation) -> float:
-    """Return the largest difference of outputs, relative to each one's RMS; infinite if incomparable."""
+    """Return the largest difference of outputs, relative to each output's RMS; infinite if incomparable."""
     return max_error(original.outputs, other.outputs)
 
 
@@ -138,8 +138,8 @@ def add_constants(
     """Context that adds random values, constant along an axis, to what modules return; yields them call by call.
 
     Args:
-        size: relative to the root mean square of what they are added to.
-        argument: name of the argument to which they are added instead.
+        size: relative to the root mean square of the tensor that the values are added to.
+        argument: name of the argument to which the values are added instead.
     """
     generator, drawn = torch.Generator().manual_seed(seed), list[Tensor]()
 

@@ -23,8 +23,8 @@ from .observe import SEED, Observation, add_constants, norms_with_changed_mean, 
 
 T = TypeVar("T")  # a writer or a signal
 Moved = dict[str, int]  # the norms that something affects, as `Effect.moved`
-TOLERANCE = 1e-9  # largest relative change of an output that counts as none
-_SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of what they are added to
+TOLERANCE = 1e-9  # largest relative change of an output that counts as no change
+_SIZES = (1.0, 0.1, 10.0, 1000.0)  # of shifts, relative to the root mean square of the shifted tensor
 _ZERO = 1e-9  # largest |mean|, relative to the root mean square, that counts as zero
 
 
@@ -52,11 +52,11 @@ class Probe:
     """Small model (float64, random weights) whose forward is run with temporary changes and compared with itself.
 
     Attributes:
-        norms: its LayerNorms, by name.
-        inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" for none).
-        parameters: pattern -> name -> Parameter, of floating-point Parameters.
+        norms: the model's LayerNorms, by name.
+        inputs: arguments of the forwards that every measurement runs, by the name of the added input ("" without one).
+        parameters: pattern -> name -> Parameter, for floating-point Parameters.
         base: the unchanged forward.
-        widths: numbers of channels that its norms normalise.
+        widths: numbers of channels that the norms normalise.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], norms: dict[str, NormFacts]):
@@ -72,7 +72,7 @@ class Probe:
         self._centrable: dict[Signal, dict[str, int]] = {}
 
     def add_inputs(self, name: str, value: Tensor) -> None:
-        """Add a second forward, with one more input, to each later measurement."""
+        """Add a forward with one more input to each later measurement."""
         self.inputs[name] = {**self.inputs[""], name: value}
         self.base = self.forward(watch=True)
 
@@ -124,12 +124,12 @@ class Probe:
     # --- shifts ------------------------------------------------------------------------------------------------------
 
     def measure(self, shift: Callable[[float, int], AbstractContextManager[Any]]) -> Effect:
-        """Return the effect of shifts of increasing size, as long as no output shows one.
+        """Return the effect of shifts of several sizes, which are tried until an output changes or no norm does.
 
-        One size can stay unseen by chance: where an attention or a gate is saturated, or a choice doesn't tip over.
+        A size can stay unseen by chance: an attention or a gate may be saturated, or a discrete choice stays the same.
 
         Args:
-            shift: from a size and a seed to a context that adds constants.
+            shift: returns a context that adds constants, for a size and a seed.
         """
         effect = Effect(0.0, {}, self.base)
         for seed, size in enumerate(_SIZES, SEED):
@@ -164,7 +164,7 @@ class Probe:
                     parameter.copy_(old)  # bit for bit
 
     def scale_of(self, writer: Axis, name: str) -> Tensor | None:
-        """Return the layer-scale in the same layer as one of the writer's Parameters."""
+        """Return the layer-scale in the same layer as a Parameter of the writer; None if that layer has none."""
         scales = self.parameters.get(writer.scale or "", {})
         return next((scale for other, scale in scales.items() if same_layer(other, name)), None)
 
@@ -184,7 +184,7 @@ class Probe:
     def centrable(self, signal: Signal) -> dict[str, int]:
         """Return norms whose input changes if constants are added to a signal, as `Effect.moved`.
 
-        {} if an output of the model changes too: then it can't be centred.
+        {} if an output of the model changes too: then the signal can't be centred.
         """
         if signal not in self._centrable:
             effect = None
@@ -199,14 +199,14 @@ class Probe:
         return {name: self.modules[name] for name, _ in modules_at(self.model, signal.module) if name in ran}
 
     def worth(self, writers: Iterable[Axis], signals: Iterable[Signal]) -> int:
-        """Return how many norms are exact with these centred, less the operations that the signals add to a forward."""
+        """Return how many norms are exact under this centring, minus the operations that it adds to a forward."""
         centring = Centring(tuple(writers), tuple(signals))
         return len(self.zero_mean(centring)) - sum(len(self.modules_of(one)) for one in centring.signals)
 
     def not_centred_later(
         self, sources: Iterable[T], shift: Callable[[T], AbstractContextManager[Any]], signals: Iterable[Signal]
     ) -> dict[T, Moved]:
-        """Return the sources whose mean some norms' inputs have if signals are centred, each with those norms."""
+        """Return the sources whose mean reaches norms even if signals are centred, each with these norms."""
         found = dict[T, Moved]()
         with self.centre(Centring(signals=tuple(signals))):
             before = self.forward()
@@ -218,7 +218,7 @@ class Probe:
     # --- what modules receive and return ------------------------------------------------------------------------------
 
     def inputs_of_blocks(self) -> list[Signal]:
-        """Return the streams that blocks receive, in call order: that of a list's first block, and those of all."""
+        """Return the streams that blocks receive, in call order: for each list that of its first block, and of all."""
         found: dict[str, set[Signal]] = {}
         with Float64():
             blocks = observe_blocks(self.model, self.inputs[""], list(block_names(self.model)), foreign=False)
@@ -237,7 +237,7 @@ class Probe:
         return self._axis_in([one.value.shape for one in self.base.returned.get(module, [])])
 
     def _axis_in(self, shapes: list[torch.Size]) -> int | None:
-        """That in all of these shapes."""
+        """The axis of the stream's channels in all of these shapes, as in `axis_of`."""
         for axis in (-1, 1):
             if shapes and all(len(one) > 1 and one[axis] in self.widths for one in shapes):
                 return axis
@@ -249,9 +249,9 @@ class Probe:
         return not self.modules[name]._modules or not holds_norms
 
     def last_carrier(self, source: Signal) -> Signal | None:
-        """Return what the last module before any norm returns whose output changes with a module's output.
+        """Return the output of the last module before any norm whose output changes by a constant with a signal.
 
-        Only what can be centred counts; None if there is none.
+        Only outputs that can be centred count; None if there is none.
         """
         name, module = next(iter(self.modules_of(source).items()))
         with add_constants({name: module}, source.axis):
@@ -271,7 +271,7 @@ class Probe:
         return Signal(pattern_of(name), self.axis_of(name) or 0)
 
     def sources(self, after: Observation) -> list[Signal]:
-        """Return what modules return that isn't zero-mean, in call order, that of modules without children first."""
+        """Return outputs of modules that aren't zero-mean, in call order; those of modules without children first."""
         found: dict[Signal, tuple[bool, int]] = {}
         for name, calls in after.returned.items():
             axis = self.axis_of(name)
@@ -299,6 +299,6 @@ def is_float(value: Any) -> bool:
 
 
 def is_constant(change: Tensor, axis: int) -> bool:
-    """Return whether a change is the same all along an axis, and not zero."""
+    """Return whether a change is constant along an axis, and not zero."""
     size = float(change.abs().max()) if change.numel() else 0.0
     return size > 1e-9 and float((change - change.mean(axis, keepdim=True)).abs().max()) <= 1e-6 * size

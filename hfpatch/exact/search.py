@@ -1,9 +1,9 @@
 """Search for the weights to centre so that LayerNorms may become RMSNorms, measured on a small model of the class.
 
-A Parameter is a *writer* of the residual stream if values that are constant along one of its axes, and random over the
-others, can be added to it so that the mean over channels of some norm's input changes and no output of the model does.
-Then only norms, which subtract that mean, read what it writes; and its own mean may be subtracted as well, since that
-is an addition of the same kind.
+A Parameter is a *writer* of the residual stream if adding values to it, constant along one of its axes and random over
+the others, changes the mean over channels of some norm's input, but no output of the model. Then only norms read what
+it writes, and norms subtract this mean. So the Parameter's own mean may be subtracted as well, since that is an
+addition of the same kind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
     Args:
         model: isn't changed; may be on "meta".
         example_inputs: keyword arguments of one forward; needed if they can't be generated.
-        mode: "fold", or "parametrize" for outputs alone, so that no weight is written to.
+        mode: "fold", or "parametrize", which centres outputs only and changes no weight.
 
     Returns:
         The centring. If no norm can be exact, its `refused` says why.
@@ -61,7 +61,7 @@ def find_centring(model: nn.Module, example_inputs: Mapping[str, Any] | None = N
 
 
 def search(model: nn.Module, inputs: Mapping[str, Any], mode: str = "fold") -> Centring:
-    """Search on the small model itself (float64, random weights); `inputs` are those of its forward.
+    """Search on the small model itself (float64, random weights); `inputs` are the arguments of its forward.
 
     The latest result for each class is cached, since `plan_patch` is often followed by `patch_model`. It is used again
     for a model with the same modules whose forward computes the same numbers.
@@ -87,7 +87,7 @@ class _Search:
 
     Attributes:
         probe: measures on the small model.
-        returned_streams: norm -> name of a model output that is the residual stream which the norm reads.
+        returned_streams: norm -> name of a model output, which is the residual stream that the norm reads.
         unused_parameters: patterns of Parameters that no output depends on with these inputs.
     """
 
@@ -104,7 +104,7 @@ class _Search:
             writers = self.writers()
         if (unreached := self.find_unreached()) is not None:
             return Centring(why_approximate=dict.fromkeys(map(pattern_of, norms), unreached), refused=unreached)
-        while writers and probe.error_of(Centring(tuple(writers))) > TOLERANCE:  # one isn't a writer: drop the worst
+        while writers and probe.error_of(Centring(tuple(writers))) > TOLERANCE:  # drop the worst, which is no writer
             alone = {writer: probe.error_of(Centring((writer,))) for writer in writers}
             del writers[max(alone, key=alone.__getitem__)]
         signals = self.without_costly(writers, self.outputs(writers))
@@ -200,7 +200,7 @@ class _Search:
                 mask = torch.arange(batch * count).reshape(batch, count) % 3 == 0
                 try:
                     observe(probe.model, {**inputs, name: mask})
-                except UnsupportedError:  # the mask has another length; without a match there is no such forward
+                except UnsupportedError:  # the mask has another length; if none fits, no forward is added
                     continue
                 probe.add_inputs(name, mask)
                 return True
@@ -227,8 +227,8 @@ class _Search:
     def outputs(self, writers: Mapping[Axis, Any]) -> dict[Signal, Moved]:
         """Return modules to centre in every forward, since folding these writers leaves their outputs off-centre.
 
-        The last module of a branch is taken: for an embedding that is the dropout after it, which also sees embeddings
-        that a user passes instead.
+        The last module of a branch is taken. For an embedding this is the dropout after it, through which embeddings
+        pass that a user passes instead of tokens.
         """
         probe = self.probe
         found: dict[Signal, Moved] = {}
@@ -246,10 +246,10 @@ class _Search:
             found[last] = probe.centrable(last)
 
     def inputs(self, writers: Mapping[Axis, Any], signals: Mapping[Signal, Any]) -> dict[Signal, Moved]:
-        """Return inputs of blocks to centre, if norms aren't exact otherwise: those that pay most, one by one.
+        """Return inputs of blocks to centre, if norms aren't exact otherwise: the most useful first, one by one.
 
-        So the input of the first block is centred if its forward adds up what the stream begins with, and that of every
-        block if each ends with a norm.
+        So the input of the first block is centred if the model's forward adds up the beginning of the stream, and the
+        input of every block if each block ends with a norm.
         """
         probe, found = self.probe, dict[Signal, Moved]()
         off = probe.base.means.keys() - probe.zero_mean(Centring(tuple(writers), tuple(signals)))
@@ -272,7 +272,7 @@ class _Search:
         return kept
 
     def returned(self, centring: Centring) -> tuple[str, ...]:
-        """Return what models inside return otherwise under a centring."""
+        """Return the outputs of models inside that a centring changes."""
         inputs = self.probe.inputs[""]
         with outputs_inside(self.probe.model, inputs) as before:
             self.probe.forward()
@@ -283,7 +283,7 @@ class _Search:
     # --- embeddings passed in place of tokens -------------------------------------------------------------------------
 
     def embeddings(self, centring: Centring) -> tuple[Signal, ...]:
-        """Return `inputs_embeds` of the innermost modules for which they must be centred; () if none."""
+        """Return `inputs_embeds` of the innermost modules for which they must be centred; () if there are none."""
         probe = self.probe
         taken: set[str] = set()
 
@@ -297,7 +297,7 @@ class _Search:
         try:
             with observe_calls(probe.modules, on_call=note):
                 plain = observe(probe.model, inputs)
-        except UnsupportedError:  # it takes none, or not without more
+        except UnsupportedError:  # the model takes no embeddings, or not without further inputs
             return ()
         for modules in ((), *_from_within(taken)):
             embeddings = tuple(Signal(one, -1, EMBEDDINGS) for one in dict.fromkeys(map(pattern_of, sorted(modules))))
@@ -335,7 +335,7 @@ class _Search:
     def find_compensated(self, centring: Centring) -> list[str]:
         """Return patterns of post-norms whose input mean is nearly the mean of an earlier norm's shift.
 
-        That norm's output is part of their input: a constant added to it changes their input's mean by just that.
+        The earlier norm's output is part of their input: a constant added to it changes their input's mean by as much.
         """
         probe = self.probe
         found: set[str] = set()
@@ -386,9 +386,9 @@ class _Search:
 
 
 def _from_within(names: set[str]) -> Iterator[set[str]]:
-    """Sets of modules, the innermost first, then those around them; at last the model itself.
+    """Sets of modules, the innermost first, then the modules around them; at last the model itself.
 
-    The innermost may only look at the shape of what it gets (Kosmos-2's table of positions).
+    The innermost module may read only the shape of its input (Kosmos-2's table of positions).
     """
     while names:
         inner = {one for one in names if not any(other.startswith(f"{one}.".lstrip(".")) for other in names - {one})}

@@ -23,9 +23,9 @@ from .text_batches import copy_tokenizer, lines_of
 
 Batch = Mapping[str, Any]
 SEQUENCES, LENGTH, BATCH = 256, 128, 8
-# The number of axes that one sequence has in an input; a batch has one more.
+# Number of axes of a single sequence in an input; a batch has one axis more.
 _AXES = {"input_ids": 1, "inputs_embeds": 2, "input_values": 1, "input_features": 2, "pixel_values": 3}
-# Inputs beside images that are given as patches, (N, d) each: where these lie, or how many rows and columns there are.
+# Inputs beside images that are given as patches, (N, d) each: the patches' places, or numbers of rows and columns.
 _OF_PATCHES = {"pixel_position_ids", "spatial_shapes"}
 _WORKS = (
     '{} takes texts with tokenizer=tokenizer: ["a text", ...], a datasets.Dataset, "file.txt" with one text a line; '
@@ -87,7 +87,7 @@ def require_example(inputs: Any, model: PreTrainedModel) -> None:
     """Refuse an `example_inputs=` that isn't keyword arguments of a model's forward, or None.
 
     Raises:
-        OptionError: says what they are, or which of them the forward doesn't take.
+        OptionError: they aren't; the message says what they are, or which of them the forward doesn't take.
     """
     if inputs is None:
         return
@@ -102,7 +102,7 @@ def require_example(inputs: Any, model: PreTrainedModel) -> None:
 
 
 def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
-    """What the data consists of: a list or tuple where it is at hand."""
+    """The items of the data: a list or tuple if the data is in memory."""
     if isinstance(data, str | os.PathLike):
         return lines_of(data, sequences + 1, option)
     if isinstance(data, Mapping | Tensor):
@@ -115,7 +115,7 @@ def _items(data: Any, sequences: int, option: str) -> Iterable[Any]:
 
 @dataclass
 class _Reader:
-    """Turns items into batches of inputs; texts and rows are collected until they fill one."""
+    """Turns items into batches of inputs; texts and rows are collected until they fill a batch."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -130,7 +130,7 @@ class _Reader:
         self.takes = parameters.keys() | {self.main}
         self.takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self.of_patches = bool(_OF_PATCHES & self.takes)
-        # Without a mask a sequence would be read with its padding.
+        # Without a mask the model would read a sequence's padding.
         self.together = BATCH if "attention_mask" in parameters or self.main != "input_ids" else 1
 
     def read(self, items: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -157,7 +157,7 @@ class _Reader:
             )
 
     def _of(self, item: Any, number: int) -> Iterator[tuple[bool, Mapping[str, Any]]]:
-        """Yield the rows in an item, or it as a batch, each with whether it is a row."""
+        """Yield the rows in an item, or the item as a batch, each with whether it is a row."""
         place = f"{self.option}: item {number}"
         item = {self.main: item} if isinstance(item, Tensor) else item
         texts = self._text_column(item) if isinstance(item, Mapping) else _texts(item)
@@ -184,14 +184,14 @@ class _Reader:
             yield False, columns
 
     def _like(self, columns: Iterable[str]) -> str | None:
-        """The input that shows how many sequences there are, and how long: the main one, or what stands for it."""
+        """The input that shows the number and length of sequences: the main input, or an input that stands for it."""
         return next((name for name in (self.main, *_AXES) if name in columns and name in _AXES), None)
 
     def _text_column(self, item: Mapping[str, Any]) -> list[str] | None:
         """The texts in a row, or in a batch of rows; None if it holds inputs.
 
         Raises:
-            OptionError: several columns could be meant.
+            OptionError: there are several columns of text.
         """
         if any(name in self.takes and name != "labels" and not _is_text(value) for name, value in item.items()):
             return None
@@ -213,13 +213,13 @@ class _Reader:
         limits = longest_text(self.model), getattr(self._tokenizer, "model_max_length", None)
         try:
             encoded = self._tokenizer(text, truncation=True, max_length=min([self.length, *filter(None, limits)]))
-        except Exception as error:  # whatever a tokenizer raises about text that isn't its own kind
+        except Exception as error:  # tokenizers raise errors of any type for text of another kind
             raise OptionError(
                 f"{self.option}: the tokenizer takes no such text ({first_line(error):.200}): {text:.60}"
             ) from error
         if self.main not in encoded or self.main not in self.takes:
             raise OptionError(
-                f"{self.option} holds text, and {type(self.model).__name__} reads {self.main}: pass batches of that."
+                f"{self.option} holds text, and {type(self.model).__name__} reads {self.main}: pass batches of it."
             )
         return {name: values for name, values in encoded.items() if name in self.takes}
 
@@ -251,7 +251,7 @@ class _Reader:
         return _add_decoder_inputs(batch, self.model)
 
     def _stack(self, name: str, values: Any, place: str) -> Tensor:
-        """One input of several sequences as a tensor, padded on the right where they differ in length."""
+        """One input of several sequences as a tensor, padded on the right if they differ in length."""
         try:
             each = [torch.as_tensor(value) for value in values]
             if len({one.shape for one in each}) > 1:
@@ -261,7 +261,7 @@ class _Reader:
             raise OptionError(f"{place}: {name} can't be made a tensor: {first_line(error)}") from error
 
     def _padding(self, name: str) -> int:
-        """What fills a column behind its shorter sequences, where the mask is 0."""
+        """The value that fills up a column's shorter sequences, where the mask is 0."""
         if name in ("input_ids", "decoder_input_ids"):
             pad = getattr(text_config(self.model.config), "pad_token_id", None)
             table = input_embedding(self.model)
@@ -269,13 +269,13 @@ class _Reader:
         return -100 if name == "labels" else 0
 
     def require_inputs(self, columns: Iterable[str], place: str, of_row: bool = False) -> None:
-        """Refuse misspelt names, and a batch of what the forward doesn't take; other columns of a row are left out.
+        """Refuse misspelt names, and inputs of a batch that the forward doesn't take; rows may have other columns.
 
         Raises:
-            OptionError: names the input, and the one that was meant.
+            OptionError: there is such an input; the message names it, and the input that was meant.
         """
         kind = type(self.model).__name__
-        # a row's "label" is no input, and nobody's misspelt "labels"
+        # a row's "label" is not an input, nor a misspelt "labels"
         known = self.takes - {"labels"} if of_row else self.takes
         for name in columns:
             meant = None if name in self.takes else nearest(name, known, cutoff=0.85)
@@ -284,11 +284,11 @@ class _Reader:
                 raise OptionError(f"{place} has {name!r}, which {kind}.forward doesn't take. {hint}")
         if columns and not of_row and not set(columns) & self.takes:
             names = ", ".join(map(repr, columns))
-            raise OptionError(f"{place} has {names}, none of which {kind} takes; it reads {self.main}.")
+            raise OptionError(f"{place} has {names}, and {kind} takes none of these; it reads {self.main}.")
 
 
 def _texts(value: Any) -> list[str] | None:
-    """One text or a list of them; None of anything else."""
+    """A text or a list of texts, as a list; None for anything else."""
     if isinstance(value, str):
         return [value]
     several = isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value)
@@ -296,7 +296,7 @@ def _texts(value: Any) -> list[str] | None:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a column is of strings, or of nothing, as missing values are."""
+    """Whether a value is a string, or None as missing values are."""
     return value is None or _texts(value) is not None
 
 
@@ -312,7 +312,7 @@ def _count_axes(value: Any) -> int:
 
 
 def _require_values(batch: Batch, place: str, model: PreTrainedModel) -> None:
-    """Refuse what is empty or masked throughout, and tokens that the model's embedding has no row for."""
+    """Refuse inputs that are empty or masked throughout, and tokens for which the model's embedding has no row."""
     for name, value in batch.items():
         if isinstance(value, Tensor) and not value.numel():
             raise OptionError(f"{place}: {name} is empty, shape {tuple(value.shape)}.")

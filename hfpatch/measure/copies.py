@@ -38,17 +38,17 @@ def copy_of(
 ) -> Any:
     """Return a copy of a model or module in eval mode, whose Parameters require no gradients.
 
-    Hooks are the original's own, and what is tied in the original is tied in the copy. The random state is kept.
+    The copy has the original's own hooks, and Parameters tied in the original are tied in it. The random state is kept.
 
     Args:
-        module: isn't changed. It may be on "meta": what has no values is left uninitialised on another device.
-        size: "same" copies values. "shallow" (few layers, of each kind) and "small" (narrow ones, too) build the class
-            anew from its config, with the values that the class gives.
+        module: isn't changed. It may be on "meta": tensors without values are left uninitialised on another device.
+        size: "same" copies values. "shallow" (few layers, of each kind) and "small" (also narrow) build the class anew
+            from its config, with the class's initial values.
         config: builds the class anew from this config, which isn't copied; the host's class unless it has the record of
             a patch.
-        dtype: of floating-point Parameters and buffers; rotary frequencies stay in float32 at least, as they do when
-            transformers loads half precision. None keeps each one's own.
-        device: None keeps each tensor's; on "meta" the copy takes neither memory nor time.
+        dtype: dtype of floating-point Parameters and buffers; rotary frequencies stay in float32 at least, as they do
+            when transformers loads half precision. None keeps each tensor's dtype.
+        device: None keeps each tensor's device; on "meta" the copy takes neither memory nor time.
         share: Parameters, and buffers of several axes, lie in the original's memory, if dtype and device are the same.
             Code that gives the original new values (as patches do) doesn't change the copy; code that writes into its
             memory does. transformers' scaled rotations write their frequencies in place, so those are always copied.
@@ -76,10 +76,10 @@ def copy_of(
 
 
 def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None, share: bool) -> Any:
-    known: dict[int, Any] = {id(vars(module).get(UNDO_STATE)): None}  # what to copy -> what stands for it
+    known: dict[int, Any] = {id(vars(module).get(UNDO_STATE)): None}  # id of an object -> its replacement in the copy
     for part in module.modules():
         for name, hooks in vars(part).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold what can't be copied
+            if name.endswith("_hooks") and isinstance(hooks, dict):  # a hook may hold objects that can't be copied
                 known[id(hooks)] = OrderedDict(hooks)
     for name, parameter in module.named_parameters():
         value = _convert(name, parameter, dtype, device, share)
@@ -95,7 +95,7 @@ def _deep_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.devic
 def _convert(
     name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, share: bool
 ) -> Tensor | None:
-    """What stands for a tensor in a copy; None for what any copy of it is."""
+    """The replacement of a tensor in a copy; None if deepcopy's own copy will do."""
     place, target = device or tensor.device, dtype or tensor.dtype
     is_kept = name.endswith("inv_freq") and target.is_floating_point and torch.finfo(target).bits < 32
     if is_kept or not tensor.is_floating_point():
@@ -104,5 +104,5 @@ def _convert(
         return tensor.detach() if share else None
     if place.type == "meta" or tensor.is_meta:
         return torch.empty(tensor.shape, dtype=target, device=place)
-    # one after the other, since a device may not have the dtype; a torch mode may leave the dtype as it is
+    # first device, then dtype, since a device may lack the dtype; a torch mode may leave the dtype as it is
     return tensor.detach().to(place).to(target, copy=place == tensor.device)

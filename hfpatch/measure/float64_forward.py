@@ -23,8 +23,8 @@ _FACTORIES = {torch.tensor, torch.full}
 class Float64(TorchFunctionMode):
     """Torch mode that computes everything narrower than float64 in float64.
 
-    Many families widen or narrow to float32 inside whatever the model's dtype is; rounding would then hide the
-    difference between what is invariant and what nearly is. Only code inside the `with`, on this thread, is concerned.
+    Many families widen or narrow to float32 inside, whatever the model's dtype is; rounding would then hide the
+    difference between invariant and nearly invariant outputs. Only code inside the `with`, on this thread, is affected.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,7 @@ class Float64(TorchFunctionMode):
         if _is_narrow(kwargs.get("dtype")):
             kwargs = {**kwargs, "dtype": torch.float64}
         elif func in _FACTORIES and kwargs.get("dtype") is None and _is_float(args):
-            kwargs = {**kwargs, "dtype": torch.float64}  # the least float64 doesn't fit into the default dtype
+            kwargs = {**kwargs, "dtype": torch.float64}  # float64's least number doesn't fit into the default dtype
         result = func(*args, **kwargs)
         return result.double() if type(result) is Tensor and result.dtype in _NARROW else result
 

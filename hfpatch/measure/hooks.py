@@ -16,7 +16,7 @@ class CallArguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-# of a module's name and its call, or its result; what it returns, if not None, takes that one's place
+# functions of a module's name and its call or result; they return None, or a replacement of the call or result
 OnCall = Callable[[str, CallArguments], CallArguments | None]
 OnResult = Callable[[str, Any], Any]
 

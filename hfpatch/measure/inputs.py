@@ -19,10 +19,10 @@ from .shrink import BATCH, IMAGE_SIZE, TOKENS, parts_of
 
 MEL_BINS = ("num_mel_bins", "feature_size", "n_mels")
 GRID = (1, 4, 4)  # frames, rows and columns of patches
-_FIRST = 3  # token: most vocabularies begin with special ones
-_UNSAID = 100  # tokens, if a config doesn't say how many there are (Canine reads characters)
+_FIRST = 3  # first ordinary token: most vocabularies begin with special tokens
+_UNSAID = 100  # tokens, if a config doesn't say the size of the vocabulary (Canine reads characters)
 _SPECIAL = r".*_(id|index|idx)s?"  # names of special tokens in configs: eos_token_id, pad_index, im_start_id
-# Names of where the ordinary tokens end, if a vocabulary has more: padding, or rows for images and sounds
+# Config attributes for the end of the ordinary tokens, if more rows follow: padding, or rows for images and sounds
 _ENDS = (
     *("unpadded_vocab_size", "org_vocab_size", "vocab_size_per_layer_input"),
     *("vocab_offset", "image_token_offset", "audio_token_offset"),
@@ -35,14 +35,14 @@ def example_inputs(model: nn.Module, seed: int = 0, *, tokens: int | None = None
     Args:
         model: isn't run; its device doesn't matter, the inputs are on the CPU.
         seed: equal seeds give equal inputs; torch's global generator is left as it was.
-        tokens: of a text; None for a few, as many as the config allows.
-        batch: texts, images or sounds.
+        tokens: number of tokens in a text; None for a few, if the config allows as many.
+        batch: number of texts, images or sounds.
 
     Returns:
-        Keyword arguments of `model.forward`, float ones in float32.
+        Keyword arguments of `model.forward`, floats in float32.
 
     Raises:
-        UnsupportedError: the forward requires something that no general rule makes.
+        UnsupportedError: the forward requires an input that no general rule makes.
     """
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise UnsupportedError(f"{type(model).__name__} has no transformers config. Pass example_inputs={{...}}.")
@@ -61,8 +61,8 @@ def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0) 
     """Return token ids (N, T) drawn uniformly from a model's whole vocabulary, without its special tokens.
 
     Args:
-        model: isn't run; its config says how large the vocabulary is and which tokens are special: those that mark
-            begins, ends, padding, masks, images or sounds.
+        model: isn't run; its config says how large the vocabulary is and which tokens are special: tokens that mark
+            beginnings, ends, padding, masks, images or sounds.
         sequences, length: N and T.
         seed: equal seeds give equal ids, on the CPU; torch's global generator is left as it was.
     """
@@ -71,14 +71,14 @@ def random_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0) 
 
 
 def redrawn_tokens(model: nn.Module, ids: Tensor, seed: int = 0, *, decoder: bool = False) -> Tensor:
-    """Return token ids in which each ordinary token is another one, as in `random_tokens`; special ones stay."""
+    """Return token ids in which each ordinary token is drawn anew as in `random_tokens`; special tokens stay."""
     with seed_deterministically(seed), torch.device("cpu"):
         make, ids = Inputs(model), ids.cpu()
         return torch.where(torch.isin(ids, make.ordinary_tokens(decoder)), make.ids(*ids.shape, decoder=decoder), ids)
 
 
 def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs changed as some heads want them: several choices, or an end-of-sequence token to read the answer from."""
+    """Inputs as some heads need them: with several choices, or an end-of-sequence token to read the answer from."""
     name, ids = type(model).__name__, inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         return inputs
@@ -95,13 +95,13 @@ def _for_head(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     end = end[0] if isinstance(end, list) else end
     if isinstance(end, int) and end < find("vocab_size", default=end + 1):  # GPT-2's default lies beyond a small one
         ids[..., -1] = end
-    if classifies and find("pad_token_id") is None:  # the last token of several texts can't be told from padding then
+    if classifies and find("pad_token_id") is None:  # then the last token of several texts can't be told from padding
         return {key: value[:1] if isinstance(value, Tensor) else value for key, value in inputs.items()}
     return inputs
 
 
 def main_input(model: Any) -> str:
-    """Return the name of a model's main input, or of the first one (OneFormer has two)."""
+    """Return the name of a model's main input, or of the first main input (OneFormer has two)."""
     name = model.main_input_name
     return name if isinstance(name, str) else next(iter(name))
 
@@ -113,8 +113,8 @@ def make_inputs(
 
     Args:
         model: its forward's signature and its config are read.
-        overrides: by name `...` for the usual input of that name, None to leave one out, a function of the `Inputs`
-            that makes them, or a value.
+        overrides: by name `...` for the usual input of that name, None to leave it out, a function that makes it from
+            the `Inputs`, or a value.
         tokens, batch: as in `example_inputs`.
 
     Raises:
@@ -148,7 +148,7 @@ def make_inputs(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model's text; of two (MusicGen) the encoder's, which reads `input_ids`."""
+    """Return the config of a model's text; if there are two (MusicGen), the encoder's, which reads `input_ids`."""
     try:
         return config.get_text_config()
     except ValueError:  # ambiguous, as transformers says
@@ -158,7 +158,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def longest_text(model: PreTrainedModel) -> int | None:
     """Return a model's maximum number of text tokens; None if its config sets none.
 
-    RoBERTa and its like count positions from the row behind the padding's, so a text is shorter than their tables.
+    RoBERTa and similar models count positions from the row behind the padding's, so a text is shorter than the table.
     """
     most: int | None = getattr(text_config(model.config), "max_position_embeddings", None)
     for name, module in model.named_modules():
@@ -196,7 +196,7 @@ class Inputs:
     def ids(self, *shape: int, below: int | None = None, decoder: bool = False) -> Tensor:
         """Return ids drawn from a vocabulary, the decoder's or the other side's, without its special tokens.
 
-        Special are the tokens that one of its configs has a name for, and the first three.
+        Special tokens are those that a config names, and the first three.
         """
         tokens = self.ordinary_tokens(decoder)
         tokens = tokens if below is None else tokens[tokens < below]
@@ -258,13 +258,13 @@ def _states_or_patches(make: Inputs) -> Tensor:
 
 
 def cut_patches(make: Inputs, images: int | None = None) -> Tensor:
-    """Return images that come cut into patches on a grid, one after the other."""
+    """Return images that are already cut into patches on a grid, one image after another."""
     patch, frames = make.find("patch_size"), make.find("temporal_patch_size", default=1)
     return make.normal((images or make.batch) * math.prod(GRID), make.channels() * frames * patch**2)
 
 
 def spectrogram(make: Inputs) -> Tensor:
-    """Return a random spectrogram, with the axes in the order of most models of the config's attributes."""
+    """Return a random spectrogram, with its axes in the order that most models with the config's attributes have."""
     bins = make.find("input_feat_per_channel")
     if bins:  # frames first
         return make.normal(make.batch, 64, bins * make.find("input_channels", default=1))
@@ -299,6 +299,6 @@ def input_embedding(model: Any) -> nn.Embedding | None:
     """Return a model's token embedding; None for models of images and sound."""
     try:
         embedding = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # how models without one say so
+    except (NotImplementedError, AttributeError):  # errors of models without a token embedding
         return None
     return embedding if isinstance(embedding, nn.Embedding) else None

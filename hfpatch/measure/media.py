@@ -20,14 +20,14 @@ from .shrink import BATCH
 def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: int = BATCH) -> dict[str, Any] | None:
     """Return inputs with an image or a sound in front of each text, for a language model that reads them by tokens.
 
-    None for other models, and where they fill the text. Text alone would leave a tower of images out.
+    None for other models, and if the media fill the whole text. On text alone a tower of images wouldn't run.
 
     Args:
-        model: its towers run once, since they say how many tokens an image is.
+        model: its towers run once, to tell how many tokens an image takes.
         seed, tokens, batch: as in `example_inputs`; the tokens of images and sounds count.
 
     Raises:
-        UnsupportedError: its towers don't run on what a general rule makes.
+        UnsupportedError: its towers don't run on inputs that a general rule makes.
     """
     media = _media_of(model)
     if not media:
@@ -43,7 +43,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
             place, made, count = medium.make_for(model, make, seed)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of the host's own code: it takes more than is known here
+        except Exception as error:  # the host's code may need inputs that aren't known here
             failed = failed or error
             continue
         ids = torch.cat((torch.full((batch, count), place), ids), 1)
@@ -62,7 +62,7 @@ def with_media(model: Any, seed: int = 0, *, tokens: int | None = None, batch: i
 
 
 def missing_media(model: Any, inputs: Collection[str]) -> list[str]:
-    """Return which media a language model reads by tokens and a forward's arguments lack: "images", "sounds"."""
+    """Return the media that a language model reads by tokens but a forward's arguments lack: "images", "sounds"."""
     return [one.plural for one in _media_of(model) if one.argument not in inputs]
 
 
@@ -79,16 +79,16 @@ def _media_of(model: Any) -> list[_Medium]:
 
 @dataclass(frozen=True)
 class _Medium:
-    """What a language model reads where a token stands for it.
+    """Medium (images or sounds) that a language model reads in place of a token.
 
     Attributes:
         plural: its name.
-        config: attribute of a config, None where the model was made without its tower.
-        method: of the model, which makes its embeddings.
-        argument: of that method and of the model's forward.
+        config: attribute of a config, None if the model was made without this medium's tower.
+        method: method of the model that makes the medium's embeddings.
+        argument: argument of that method and of the model's forward.
         tokens: names of its token in a config.
         kind: its number among `mm_token_type_ids`.
-        make: makes it.
+        make: function that makes it.
         forms: the forms in which models take it, tried in this order.
     """
 
@@ -102,7 +102,7 @@ class _Medium:
     forms: tuple[Callable[[Tensor, Inputs], Tensor], ...]
 
     def make_for(self, model: Any, make: Inputs, seed: int) -> tuple[int, dict[str, Any], int]:
-        """Return its token, the model's arguments, and how many tokens one is."""
+        """Return the medium's token, the model's arguments, and how many tokens an image or sound takes."""
         encode, token = getattr(model, self.method), make.find(*self.tokens)
         if not isinstance(token, int):
             raise ValueError(f"no token stands for {self.argument}")
@@ -112,7 +112,7 @@ class _Medium:
         for form in self.forms:
             with seed_deterministically(seed), torch.device("cpu"):
                 given: dict[str, Any]
-                if "image_grid_thw" in takes:  # images that come cut into patches
+                if "image_grid_thw" in takes:  # images are passed cut into patches
                     given = {self.argument: cut_patches(make), "image_grid_thw": torch.tensor([GRID] * make.batch)}
                 else:
                     given = {self.argument: form(self.make(make), make)}
@@ -135,12 +135,12 @@ def _as_made(medium: Tensor, make: Inputs) -> Tensor:
 
 
 def _turned(frames: Tensor, make: Inputs) -> Tensor:
-    """A spectrogram with frames and bins the other way round."""
+    """A spectrogram with the axes of frames and bins swapped."""
     return frames.transpose(1, 2)
 
 
 def _tiles(images: Tensor, make: Inputs) -> Tensor:
-    """Images cut into as many tiles as LLaVA-NeXT cuts one of this size; without its setting one tile each."""
+    """Images cut into as many tiles as LLaVA-NeXT cuts an image of this size; one tile each without its setting."""
     pinpoints, count = make.find("image_grid_pinpoints"), 1
     if pinpoints:
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
@@ -150,12 +150,12 @@ def _tiles(images: Tensor, make: Inputs) -> Tensor:
 
 
 def _frames_mask(sounds: Tensor, make: Inputs) -> Tensor:
-    """Which frames of spectrograms are no padding: all."""
+    """Mask of the frames that aren't padding: all frames."""
     frames = next((n for n in sounds.shape[1:] if n != make.find(*MEL_BINS)), sounds.shape[1])
     return torch.ones(len(sounds), frames, dtype=torch.long)
 
 
-# what some encoders want with images or sounds, by its name
+# further inputs that some encoders need with images or sounds, by name
 _MORE: dict[str, Callable[[Tensor, Inputs], Tensor]] = {
     "input_features_mask": _frames_mask,
     "image_sizes": lambda images, make: torch.tensor([images.shape[-2:]] * len(images)),  # heights and widths

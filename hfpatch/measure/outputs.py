@@ -18,15 +18,15 @@ from ..runtime.float64 import in_float64
 from .hooks import observe_calls
 from .quiet_forward import inference_state
 
-# Names of collections that other forwards or readers take; their coordinates may change while the function stays
+# Collections for other forwards or readers; their coordinates may change while the function stays the same
 _CACHES = re.compile(r"(.*_)?(past_key_values|cache(_params)?|mems|attentions|hidden_states)|state")
 _SPANS = ("start_logits", "end_logits")  # (B, T): one value per token
-_OF_MEDIA = re.compile(r".*(vision|image|video|audio|qformer).*")  # outputs of models whose mask is a text's
+_OF_MEDIA = re.compile(r".*(vision|image|video|audio|qformer).*")  # outputs that a text's mask doesn't fit
 _SOUNDS = ("input_values", "input_features")
 _PIECE = 2**18  # numbers that are compared at once: float64 copies of all logits would be large
 _INFINITE = 1e30  # masked logits are -inf in some models and the dtype's lowest number in others
-DRAWS = 2  # of noise, whose larger effect is the noise floor
-FACTOR = 10.0  # of a noise floor: what rounding may explain
+DRAWS = 2  # draws of noise; the larger effect is the noise floor
+FACTOR = 10.0  # rounding may explain a difference of so many noise floors
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Outputs:
     """Output tensors of one forward by name: "logits", "text_model_output.last_hidden_state", "parts[0]".
 
     Attributes:
-        tensors: outputs; collections of caches, attentions and hidden states aside, and tensors without numbers.
+        tensors: outputs, without tensors of no numbers, and collections of caches, attentions and hidden states.
         streams: the residual stream after the embedding and after each layer, by name ("hidden_states", ...).
     """
 
@@ -65,7 +65,7 @@ class Outputs:
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """The floating-point ones of the outputs."""
+        """The floating-point outputs."""
         return {name: value for name, value in self.tensors.items() if value.is_floating_point()}
 
 
@@ -75,9 +75,9 @@ def outputs_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str
 
 
 def without_padding(outputs: Mapping[str, Tensor], model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a model's outputs (B, T, ...), those with padding as (N, ...): nobody reads what is computed there.
+    """Return a model's outputs (B, T, ...), with positions of padding removed as (N, ...), since nobody reads these.
 
-    So what is exact may differ there, also by NaN, and numbers there don't count for the size of an output.
+    So exact models may differ there, also by NaN, and numbers there don't count for the size of an output.
     """
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     found = dict[str, Tensor]()
@@ -90,13 +90,13 @@ def without_padding(outputs: Mapping[str, Tensor], model: Any, inputs: Mapping[s
 def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
     """Return which positions (B, T) of an output aren't padding; None if all count.
 
-    That is, if it has no axis of tokens, or no mask of that length: a mask (B, 1, T, T) says who reads whom. Of sounds,
-    an encoder's fewer steps count if all that they are made of isn't padding.
+    All count if the output has no axis of tokens, or no mask has that length (a mask (B, 1, T, T) says which position
+    reads which). An encoder of sounds has fewer steps: a step counts if nothing that it is made of is padding.
 
     Args:
-        name, shape: of the output.
+        name, shape: the output's name and shape.
         inputs: keyword arguments of the forward.
-        encoder_decoder: whether the model is one.
+        encoder_decoder: whether the model is an encoder-decoder.
     """
     mask, last = padding_mask(name, inputs, encoder_decoder), name.rpartition(".")[2]
     if mask is None or mask.dim() not in (2, 3) or not (len(shape) > 2 or last in _SPANS):
@@ -108,9 +108,9 @@ def mask_of(name: str, shape: torch.Size, inputs: Mapping[str, Any], encoder_dec
 
 
 def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) -> Tensor | None:
-    """Return the attention mask of an output's side, images and sounds aside that a model reads next to text.
+    """Return the attention mask for an output of encoder or decoder; None for images and sounds next to text.
 
-    A decoder's default is where there are labels; BART's reads the encoder's text if it isn't given one.
+    A decoder's default mask is where there are labels; BART's decoder reads the encoder's text if it gets none itself.
     """
     mask = None if _OF_MEDIA.match(name) else inputs.get("attention_mask")
     if encoder_decoder and re.findall("encoder|decoder", name)[:1] != ["encoder"]:
@@ -122,9 +122,9 @@ def padding_mask(name: str, inputs: Mapping[str, Any], encoder_decoder: bool) ->
 
 @contextmanager
 def outputs_inside(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, list[Tensor]]]:
-    """Context that collects what models inside return in each call: "LlamaModel's last_hidden_state"; outer ones last.
+    """Context that collects outputs of models inside in each call: "LlamaModel's last_hidden_state"; outer models last.
 
-    Other classes that open the checkpoint return it as their own.
+    Other classes that open the checkpoint return these as their own outputs.
     """
     found: dict[str, list[Tensor]] = {}
     inside = {name: one for name, one in model.named_modules() if name and isinstance(one, PreTrainedModel)}
@@ -153,8 +153,8 @@ class Deviation:
 
     Attributes:
         equal_nan: NaN in both counts as equal.
-        incomparable: how many numbers are NaN or infinite in one of the two and not the same in the other, or integers
-            that differ; with any, all errors are infinite.
+        incomparable: how many numbers are NaN or infinite in one tensor and not the same in the other, or are integers
+            that differ; if there are any, all errors are infinite.
         largest: max|y - t|.
         squares: sum of (y - t)^2.
         count, mean, scatter: of the finite numbers of the truth; scatter is the sum of (t - mean)^2.
@@ -208,7 +208,7 @@ class Deviation:
 
     @property
     def spread_error(self) -> float:
-        """max|y - t| / std(t); by rms(t) where all numbers are equal."""
+        """max|y - t| / std(t); divided by rms(t) if all numbers are equal."""
         return self._by(self.largest, math.sqrt(self.scatter / max(self.count, 1)) or self._rms)
 
     @property
@@ -235,7 +235,7 @@ def deviations(truth: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor]) -> li
 
 
 def not_a_number(outputs: Mapping[str, Tensor]) -> str | None:
-    """Return the first output with NaN and no finite number, which can't be compared; None if there is none."""
+    """Return the first output with NaN and no finite number, which can't be compared; None if no output is so."""
     broken = (name for name, x in outputs.items() if bool(x.isnan().any()) and not bool(x.isfinite().any()))
     return next(broken, None)
 
@@ -259,7 +259,7 @@ def pieces(mask: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
 
 
 def to_comparable(truth: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in float64 on the first one's device; numbers beyond 1e30 become infinite."""
+    """Return both tensors in float64 on the first tensor's device; numbers beyond 1e30 become infinite."""
     pair = (in_float64(x.detach().to(truth.device)) for x in (truth, output))
     t, y = (torch.where(x.abs() > _INFINITE, x.sign() * math.inf, x) for x in pair)
     return t, y
@@ -295,7 +295,7 @@ def add_rounding_noise(model: nn.Module, noise: float, seed: int) -> Iterator[No
         wide = in_float64(output)
         return (wide * (1 + noise * (2 * torch.rand_like(wide) - 1))).to(output.dtype).to(output.device)
 
-    with inference_state(model):  # which takes the hooks off again and puts the random stream back
+    with inference_state(model):  # removes the hooks at its end
         if noise:
             torch.manual_seed(seed)
             for module in model.modules():

@@ -18,16 +18,16 @@ from .randomness import keep_random_state, process_state
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_HOOKED = "_output_capturing_hooks_installed"  # of a model where transformers has put those that collect its outputs
-_AUTOCAST = "_original_forward"  # where accelerate keeps the forward around which it puts an autocast
+_HOOKED = "_output_capturing_hooks_installed"  # set on a model with hooks of transformers that collect its outputs
+_AUTOCAST = "_original_forward"  # attribute in which accelerate keeps the forward that it wraps in an autocast
 
 
 @contextmanager
 def inference_state(model: nn.Module) -> Iterator[None]:
     """Context of eval mode without gradients, compiled code and user hooks, on the model's device.
 
-    In the weights' own precision: neither under an autocast around it nor under the one that `accelerator.prepare` puts
-    into a model's forward. Hooks that are registered inside are gone afterwards.
+    Computes in the weights' own precision, without an autocast around it, and without the autocast of
+    `accelerator.prepare` in a model's forward. Hooks that are registered inside are removed afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     compiled = [(module, call) for module in model.modules() if (call := module._compiled_call_impl) is not None]
@@ -80,14 +80,14 @@ def use_attention(implementation: str, model: nn.Module) -> Iterator[None]:
 def free_unused_memory() -> None:
     """Return freed memory of C's allocator to the system (glibc only).
 
-    It keeps blocks of up to 32 MiB, the size of activations, and can't use them for the larger ones of wide layers.
+    It keeps blocks of up to 32 MiB, the size of activations, and can't use them for the larger blocks of wide layers.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model computes on, also if accelerate offloads its weights elsewhere."""
+    """Return the device that a model computes on, even if accelerate offloads its weights to another device."""
     hooks = (module.__dict__.get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((device for device in devices if device is not None), None)
@@ -97,14 +97,14 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def default_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context that creates new tensors on a device; a no-op if that is the default, since torch's context is slow."""
+    """Context that creates new tensors on a device; does nothing on the default device, since torch's is slow."""
     return nullcontext() if torch.get_default_device() == device else device
 
 
 def is_library_hook(hook: Any) -> bool:
     """Return whether a hook belongs to torch or transformers, as part of a module's computation."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.partition(".")[0] in ("torch", "transformers")  # weight norm and its like compute weights in a hook
+    return home.partition(".")[0] in ("torch", "transformers")  # weight norm, for example, computes weights in a hook
 
 
 def cast_for_model(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

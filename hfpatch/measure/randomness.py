@@ -17,11 +17,11 @@ from .shrink import SPREAD
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Generators, deterministic algorithms and the default dtype are of the whole process. A thread that put them back while
-# another one has changed them would leave them at that one's values; and two patches of one model at once gave models
-# that were called exact and weren't.
+# Generators, deterministic algorithms and the default dtype belong to the whole process. A thread that restores them
+# while another thread has them changed would leave them at the other's values. Two simultaneous patches of one model
+# gave models that were called exact and weren't.
 process_state = threading.RLock()
-_WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # which `fork_rng` keeps in any case, or can't keep
+_WITHOUT_A_STREAM = ("cpu", "meta", "mps")  # devices that `fork_rng` keeps in any case, or can't keep
 
 
 def exclusive(function: F) -> F:
@@ -108,6 +108,6 @@ def _fresh(module: nn.Module, name: str, value: Tensor, noise: Tensor) -> Tensor
         if gain or (name == "weight" and constant):
             return 1.1 + noise
         return 0.2 + noise if constant or name == "bias" else None
-    if name in ("embed", "codebook") and constant:  # a quantiser whose entries are equal always gives one answer
+    if name in ("embed", "codebook") and constant:  # a quantiser with equal entries always gives the same answer
         return noise
     return {"running_mean": 0.1 + noise, "running_var": 1.0 + noise}.get(name)

@@ -11,7 +11,7 @@ from torch import nn
 def repeated_blocks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that a model repeats, by name: elements of the outermost lists that hold several of one class.
 
-    Where no two elements have the same shapes and they hold such lists themselves (stages of a vision model), theirs.
+    If no two elements have the same shapes and they hold such lists (stages of a vision model), the inner elements.
     """
     for name, child in model.named_children():
         path = f"{prefix}{name}"
@@ -38,6 +38,6 @@ def listed_modules(model: nn.Module) -> dict[str, str]:
 
 
 def same_layer(outer: str, inner: str) -> bool:
-    """Return whether the numbers in a module's name are the first ones in another's, as in h.0.ln and h.0.experts.3."""
+    """Return whether another module's name begins with the numbers in a module's, as in h.0.ln and h.0.experts.3."""
     own, others = ([piece for piece in name.split(".") if piece.isdigit()] for name in (outer, inner))
     return others[: len(own)] == own

@@ -19,11 +19,11 @@ DEPTHS = (
     rf"{DEPTH}|(encoder|decoder)_num_(hidden_)?layers|.*_num_hidden_layers|depths|attention_types"
     r"|(speech_|t2u_)(encoder|decoder)_layers|num_layers_per_stage|block_depths|.*layer_types|layers_block_type"
 )
-# Lists over the stages of a hierarchy: a single width is then one stage's, and is derived from them.
+# Lists over the stages of a hierarchy: if there are any, a single width belongs to one stage, and is derived from them.
 HIERARCHY = ("depths", "hidden_sizes", "num_block_repeats", "embed_dim_per_stage")
 
-# The size that an attribute shrinks to, by its name: expressions that must match all of it, first match wins.
-# A list shrinks element by element. What is smaller already stays.
+# The size that an attribute shrinks to: expressions that must match its whole name; the first match counts.
+# A list shrinks element by element. Smaller values stay.
 SIZES: list[tuple[int, str]] = [
     (
         WIDTH,
@@ -79,7 +79,7 @@ def shrink(
 
     Args:
         config: isn't changed.
-        changes: values that the small one takes; a dotted key reaches a sub-configuration.
+        changes: values that the small config takes; a dotted key reaches a sub-configuration.
         of_types: changes by model type, for sub-configurations.
     """
     return _shrink(config, _small_ids(config), changes or {}, of_types or {})
@@ -143,7 +143,7 @@ def _shrink(
 def _default_of(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     try:
         return vars(kind())
-    except Exception:  # the defaults of a few types contradict one another: then nothing is known to be derived
+    except Exception:  # defaults of a few types contradict one another; then no value counts as derived
         return {}
 
 
@@ -159,7 +159,7 @@ def _small(name: str, value: Any, layers: int, ids: dict[int, int]) -> Any:
         return _map_ints(value, lambda one: ids.get(one, one))
     if name.endswith(("layer_types", "layers_block_type")):
         return _some_of_each(value, layers)
-    if name == "attention_types":  # GPT-Neo: [[kinds, how often]]
+    if name == "attention_types":  # GPT-Neo's [[kinds, repetitions]]
         return [[_some_of_each(value[0][0], layers), 1]]
     if _counts_layers(name, value):
         return type(value)(dict.fromkeys(min(one, layers - 1) for one in value))
@@ -176,7 +176,7 @@ def _small(name: str, value: Any, layers: int, ids: dict[int, int]) -> Any:
 
 
 def _counts_layers(name: str, value: Any) -> bool:
-    """Whether it is a list of layers' numbers."""
+    """Whether an attribute is a list of layers' numbers."""
     listed = re.fullmatch(r".*(indexes|indices)|mlp_only_layers|cross_attention_layers", name)
     return bool(listed) and _is_list_of(value, int)
 
@@ -187,7 +187,7 @@ def _size_of(name: str) -> int | None:
 
 
 def _map_ints(value: Any, function: Any) -> Any:
-    """`function` of an int, of every int of a (nested) list, or of every value of a dict; others stay."""
+    """`function` of an int, of every int of a (nested) list, or of every value of a dict; other values stay."""
     if isinstance(value, dict):
         return {key: _map_ints(one, function) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -200,13 +200,13 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _some_of_each(kinds: list[str], count: int) -> list[str]:
-    """`count` entries with every distinct kind at least once, kinds in their first order."""
+    """`count` entries with every distinct kind at least once, in the order in which kinds first occur."""
     distinct = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
     return (distinct + [distinct[-1]] * count)[: max(count, len(distinct))]
 
 
 def _small_ids(config: PreTrainedConfig) -> dict[int, int]:
-    """Where special tokens beyond the small vocabulary go: to its end, distinct ones staying distinct."""
+    """New ids of special tokens beyond the small vocabulary: at its end; distinct tokens stay distinct."""
     large = set()
     for part in parts_of(config):
         for name, value in vars(part).items():

@@ -32,8 +32,8 @@ from .outputs import (
 )
 from .quiet_forward import cast_for_model
 
-MakeInputs = Callable[[], Mapping[str, Any] | None]  # keyword arguments of a forward, or None where there are none
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # no fault of the model's, nor of its inputs
+MakeInputs = Callable[[], Mapping[str, Any] | None]  # keyword arguments of a forward; None if they can't be made
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # not the fault of the model or its inputs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NormInput:
 class Forward:
     """Results of one forward: outputs, also of models inside, and mean / standard deviation at norm inputs by position.
 
-    And the widths of these norms.
+    It also holds the widths of these norms.
     """
 
     outputs: dict[str, Tensor]
@@ -86,13 +86,13 @@ def run(
 
 
 def attempt(model: nn.Module, make: MakeInputs) -> dict[str, Tensor] | Exception:
-    """Return the outputs of one forward of a copy on new inputs, or the reason why there are none.
+    """Return the outputs of one forward of a copy on new inputs, or the error that prevented it.
 
-    A copy, since some models change their own settings in a forward.
+    The forward runs on a copy, since some models change their own settings in a forward.
 
     Args:
         model: isn't changed.
-        make: makes the keyword arguments of the forward; no outputs where it returns None.
+        make: makes the keyword arguments of the forward; if it returns None, there are no outputs.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is too little memory.
@@ -102,14 +102,14 @@ def attempt(model: nn.Module, make: MakeInputs) -> dict[str, Tensor] | Exception
         return {} if made is None else run(copy_of(model, share=True), cast_for_model(model, made), {}).outputs
     except OUT_OF_MEMORY:
         raise
-    except Exception as error:  # whatever a forward may raise
+    except Exception as error:  # a forward may raise anything
         return error
 
 
 def media_inputs(model: Any, seed: int = 0) -> dict[str, Any] | None:
     """Return `with_media`'s inputs of one forward if a model runs on them, else None.
 
-    On text alone a language model's towers of images and sounds don't run, and nothing could be said of them.
+    On text alone a language model's towers of images and sounds don't run, so they would not be measured.
     """
     try:
         made = with_media(model, seed)
@@ -126,7 +126,7 @@ class Verdict:
         error, tolerance: largest difference of an output, divided by the output's root mean square.
         mean, mean_tolerance: largest |mean| at an exact norm's input, divided by the input's standard deviation plus
             the |mean| at that place in the original.
-        elsewhere: what models inside return otherwise than before: "LlamaModel's last_hidden_state"; "" for nothing.
+        elsewhere: changed outputs of models inside: "LlamaModel's last_hidden_state"; "" for none.
     """
 
     error: float
@@ -153,26 +153,26 @@ class Verdict:
 
 
 class Snapshot:
-    """Inputs and outputs of a model before a patch, with `norms` also the effect of rounding on them.
+    """Inputs and outputs of a model before a patch, and with `norms` also the effect of rounding on them.
 
-    `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms;
-    what is exact may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the error
-    of a mean of d channels that each have an error in the last bit, and, since outputs may be centred in every forward,
-    by ten times float32's last bit.
+    `add_rounding_noise` in the last bit (eps) of every module's output moves the outputs and the means at the norms.
+    An exact patch may change either by ten times as much. A mean may always be off by ten times eps / sqrt(d), the
+    error of a mean of d channels that each have an error in the last bit. It may also be off by ten times float32's
+    last bit, since outputs may be centred in every forward.
 
     Forwards run on copies that share the weights: some models change their own settings in a forward.
 
     Args:
-        model: as it is before.
+        model: the model before the patch.
         makers: each makes keyword arguments of one forward, or None; the first with which the model runs are taken.
-        norms: inputs of the norms that are to be exact, by name; with them the noise floors are measured. None where
+        norms: inputs of the norms that are to be exact, by name; with them the noise floors are measured. None if
             nothing is checked.
 
     Attributes:
         inputs: keyword arguments of the forward, on the model's device.
-        forward: the forward; None where there is none.
-        why_not: why there is none, in words; "" if there is one.
-        error: the exception behind that, if there is one.
+        forward: the results of the forward; None if it didn't run.
+        why_not: why it didn't run, in words; "" if it ran.
+        error: the exception behind `why_not`, if there was one.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is too little memory to run the model as it is.
@@ -198,7 +198,7 @@ class Snapshot:
                 forward = run(copied, self.inputs, self.norms)
             except OUT_OF_MEMORY:
                 raise
-            except Exception as error:  # whatever a forward on generated inputs may raise
+            except Exception as error:  # a forward on generated inputs may raise anything
                 self.why_not, self.error = describe_error(error), error
                 continue
             self.why_not, self.error = "", None
@@ -230,7 +230,7 @@ class Snapshot:
         """Return the verdict on a model whose function should be the same, with the means at its exact norms.
 
         Raises:
-            Exception: whatever the model's forward raises.
+            Exception: the model's forward raises it.
         """
         assert self.forward is not None
         assert self.floor is not None
@@ -256,7 +256,7 @@ class Snapshot:
         return attempt(model, lambda: self.inputs)
 
     def deviations(self, outputs: Mapping[str, Tensor]) -> list[Deviation]:
-        """Return how far outputs are from those of before, one deviation an output."""
+        """Return how far outputs are from the outputs before the patch, one deviation an output."""
         assert self.forward is not None
         return deviations(self.forward.outputs, outputs)
 
@@ -269,7 +269,7 @@ class Snapshot:
 
 
 def _largest_mean(original: dict[str, Tensor], converted: dict[str, Tensor]) -> float:
-    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions, but for NaN in the original."""
+    """Largest |ratio| / (1 + |ratio in the original|) over all norms and positions, except for NaN in the original."""
     if original.keys() != converted.keys() or any(original[n].shape != converted[n].shape for n in original):
         return float("inf")
     known = {name: ~ratio.isnan() for name, ratio in original.items()}  # padding may be NaN

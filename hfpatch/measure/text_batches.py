@@ -15,16 +15,16 @@ _WORD_START = "\u2581"  # of SentencePiece; an invented Unigram tokenizer knows 
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """Return the tokenizer itself, or the one inside a processor; None if there is none."""
+    """Return a tokenizer itself, or the tokenizer inside a processor; None if there is none."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return tokenizer if hasattr(tokenizer, "get_vocab") else None
 
 
 def processor_of(checkpoint: str, trust_remote_code: bool = False) -> Any:
-    """Return a checkpoint's tokenizer or processor; None if none opens."""
+    """Return a checkpoint's tokenizer or processor; None if neither opens."""
     try:
         processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except Exception:  # they fail in many ways (missing files, missing packages); none spoils the model
+    except Exception:  # tokenizers fail in many ways (missing files or packages); the model is still usable
         return None
     tokenizer = tokenizer_of(processor)
     if tokenizer is not None and tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, _WORD_START}:
@@ -36,7 +36,7 @@ def copy_tokenizer(processor: Any, option: str) -> Any:
     """Return a copy of the tokenizer, since calls change what it would save.
 
     Raises:
-        OptionError: there is none.
+        OptionError: there is no tokenizer.
     """
     if processor is None:
         raise OptionError(f"{option} holds text: pass tokenizer=, the model's tokenizer or processor.")

@@ -17,7 +17,7 @@ from .inputs import example_inputs as make_example_inputs
 from .quiet_forward import cast, default_device
 from .randomness import randomise, seed_deterministically
 
-_SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep the scale of their input or widen it
+_SPREAD = 2.0  # of a matrix, times the root of its smaller side: products keep their input's scale or increase it
 
 
 def twin(
@@ -25,17 +25,17 @@ def twin(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a small random float64 model of the same class on the CPU, and inputs for its forward.
 
-    The first of these that runs and is built of the same modules and Parameters, tied in the same way (their names
-    with `*` for every number): the config with few narrow layers, with few layers, and a copy of the model itself.
+    Candidates are the config with few narrow layers, the config with few layers, and a copy of the model. The first is
+    taken that runs and has the same modules and Parameters, tied in the same way (names with `*` for every number).
 
     Args:
-        model: isn't changed; may be on any device, and on "meta" where one of the small ones will do.
-        example_inputs: keyword arguments of one forward, for models that none can be made for. They fit the model's own
-            widths, so the narrow one isn't tried.
-        seed: of weights and inputs; all global generators are left as they were.
+        model: isn't changed; may be on any device, and on "meta" if a small candidate will do.
+        example_inputs: keyword arguments of one forward, if they can't be generated. They fit the model's own widths,
+            so narrow layers aren't tried.
+        seed: seed of weights and inputs; all global generators are left as they were.
 
     Raises:
-        UnsupportedError: none of them runs, or is built like the model.
+        UnsupportedError: no candidate runs, or none is built like the model.
     """
     structure, failures = _structure(model), []
     for what, size in _candidates(model, example_inputs is None):
@@ -52,7 +52,7 @@ def twin(
                     odd = next((name for name, value in outputs.items() if value.isnan().any()), None)
                     reason = "it returns no tensors" if not outputs else odd and f"its {odd} isn't a number"
         except (UnsupportedError, CheckpointError) as error:
-            reason = str(error)  # configs that their class never saw; a record that names layers which few layers lack
+            reason = str(error)  # classes may not support the small config; the record may name layers that are missing
         if reason is None:
             return small, inputs
         failures.append(f"{what}: {reason}")
@@ -87,7 +87,7 @@ def _structure(model: nn.Module) -> dict[str, set[Any]]:
 
 
 def _difference(structure: dict[str, set[Any]], other: dict[str, set[Any]]) -> str | None:
-    """In what two structures differ, for a message; None if they are the same."""
+    """The difference of two structures, for a message; None if they are the same."""
     for what, parts in structure.items():
         if odd := sorted(map(str, parts ^ other[what])):
             return f"its {what} differ, as in {odd[0]}"
@@ -101,7 +101,7 @@ def _draw(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.numel() == 1 and parameter.is_floating_point() and float(parameter) == 0.0:
-                parameter.fill_(0.5)  # a gate that starts closed would hide what it gates
+                parameter.fill_(0.5)  # a gate that starts closed would hide its branch
             if parameter.dim() > 1 and parameter.numel() > 1 and parameter.is_floating_point():
                 spread = float(parameter.std())
                 least = _SPREAD / min(parameter.shape[-2:]) ** 0.5

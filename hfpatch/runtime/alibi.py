@@ -24,7 +24,7 @@ class LinearBias(nn.Module):
     def __init__(self, num_heads: int, max_bias: float = 8.0):
         super().__init__()
         self.num_heads, self.max_bias = num_heads, max_bias
-        self.key = str((num_heads, max_bias))  # equal for equal biases
+        self.key = str((num_heads, max_bias))
         self.register_buffer("slopes", self._slopes(), persistent=False)
 
     def _slopes(self) -> Tensor:

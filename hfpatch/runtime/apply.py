@@ -14,7 +14,7 @@ from .lens import CENTRED, LENS, SCALE, SCALED, host_class, lensed_class, prepar
 from .patch_errors import CheckpointError, PatchError, first_line
 from .record import KEY, saved_from
 
-# what an edit raises that doesn't fit the model
+# errors of an edit that doesn't fit the model
 MISFITS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
@@ -85,7 +85,7 @@ def _apply(edit: Edit, tree: Tree, changes: Any) -> int:
         raise CheckpointError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(sorted(missing))}, "
             "which its patch record changes. Open it without overriding its settings, and with the versions of hfpatch "
-            "and transformers that it was made with."
+            "and transformers that made it."
         )
     return count
 
@@ -102,7 +102,7 @@ class Tree:
         self.model, self.fresh = model, fresh
         base = getattr(model, "base_model_prefix", "")
         self.base = base if base and base in model._modules else ""
-        self.own = base if not self.base else ""  # what a head may hold it by that gives its own base another name
+        self.own = base if not self.base else ""  # a head may hold it by this name, and call its own base otherwise
         self._holders: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {}  # the places that hold a module
 
     def inside(self, name: str) -> str:
@@ -160,8 +160,8 @@ class Tree:
         if new is not None:
             for parent, name in places:
                 self._hold(parent, name, new)
-        if old not in self._holders:  # unless the new module holds it
-            self._drop_children(old)  # last: children may have moved from one to the other
+        if old not in self._holders:  # the new module may hold the old one
+            self._drop_children(old)  # last, since children may have moved to the new module
 
     def _hold(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         places = self._holders.setdefault(module, {})
@@ -175,7 +175,7 @@ class Tree:
                 self._hold(module, name, child)
 
     def _drop_children(self, module: nn.Module) -> None:
-        """Drop the places inside a module that nothing holds any more, and inside the children that were its alone."""
+        """Drop the places inside a module that nothing holds any more, and inside children that only it held."""
         for name, child in module._modules.items():
             if child is not None and (places := self._holders.get(child)):
                 places.pop((module, name), None)
@@ -191,7 +191,7 @@ def _has(module: nn.Module, name: str) -> bool:
 def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, done: dict[Any, Any]) -> bool | None:
     """Assign one place; True if it was changed, False if it already was, None if there is no such place to change.
 
-    `done` are places that this edit has assigned and modules that it has replaced; extended here.
+    `done` holds the places that this edit has assigned and the modules that it has replaced; they are added here.
     """
     old, place = owner._modules.get(leaf), (id(owner), leaf)
     if place in done or (leaf not in SLOTS and old is not None and id(old) in done):
@@ -201,7 +201,7 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
     done[place] = owner
     if leaf in SLOTS:
         _fill_slot(owner, leaf, value, changes)
-        if owner is not tree.model:  # whose own class does it already: that of a patched model
+        if owner is not tree.model:  # a patched model's own class runs lenses already
             changes.set_class(owner, lensed_class(host_class(type(owner))))
     elif old is not None:
         new = _replace(old, owner, leaf, value, tree, changes)
@@ -215,12 +215,12 @@ def _assign(owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any, d
     elif hasattr(owner, leaf) or leaf.startswith("_hfpatch"):  # else skipped: not every head has every place
         changes.set_attribute(owner, leaf, value.make(getattr(owner, leaf, None)) if isinstance(value, Call) else value)
     else:
-        return False if value is None else None  # what a later patch drops needn't be there
+        return False if value is None else None  # a place that a later patch drops needn't exist
     return True
 
 
 def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree, changes: Any) -> nn.Module | None:
-    """Replace a module (None: remove it) in all its parents; its output centring is carried over to the new one."""
+    """Replace a module (None: remove it) in all its parents; its output centring is carried over to the new module."""
     new = value.make_module(old, owner) if isinstance(value, Call) else value
     if new is not None and CENTRED in vars(old):
         vars(new)[CENTRED] = vars(old)[CENTRED]
@@ -234,7 +234,7 @@ def _replace(old: nn.Module, owner: nn.Module, leaf: str, value: Any, tree: Tree
 
 
 def _set_parameter(owner: nn.Module, leaf: str, value: Any, changes: Any) -> bool:
-    """Replace a Parameter by the result of a call, or by None; False if it is None and the value a plain one."""
+    """Replace a Parameter by the result of a call, or by None; False if it is None and the value is plain."""
     present = owner._parameters[leaf]
     if present is None and value is not None and not isinstance(value, Call):
         return False
@@ -267,11 +267,11 @@ def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
     are joined in one edit.
 
     Args:
-        edits: each of one place, by its name in `model`. Of two edits of one place the later one counts.
-        model: as it is before the edits are applied.
+        edits: each of one place, by its name in `model`. Of two edits of one place the later edit counts.
+        model: the model before the edits are applied.
     """
     tree = Tree(model)
-    values: dict[tuple[str, str], Any] = {}  # by place, and by text where values of one place add up
+    values: dict[tuple[str, str], Any] = {}  # by place, and by text if values of one place add up
     for edit in edits:
         (path,) = edit.at
         above, _, leaf = path.rpartition(".")
@@ -295,10 +295,10 @@ def condense(edits: Iterable[Edit], model: nn.Module) -> list[Edit]:
 
 
 def _distinct_text(leaf: str, value: Any) -> str:
-    """What tells apart the values that one place may get one after another; "" if a later one overwrites."""
+    """Text that tells apart values that one place may get one after another; "" if a later value overwrites."""
     if leaf == LENS_SLOT and value is not None:  # lenses of different kinds, and joins, add up
         return str(value) if hasattr(find_component(value.name), "over") else value.name
-    if isinstance(value, Call) and value.is_module():  # each may be built from the one before it
+    if isinstance(value, Call) and value.is_module():  # each module may be built from the previous one
         return str(value)
     return ""
 

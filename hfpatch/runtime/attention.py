@@ -17,12 +17,12 @@ from .per_forward import ONCE, Once, key_of, once
 from .qk_layouts import Fused, Projections, channels_per_head, swap_token_axis
 from .rotary import RotaryEmbedding
 
-ROTARY = "rotary_emb"  # name of the child that a position scheme attaches to an attention
-BIAS = "score_bias"  # and of the one whose output is added to its scores
+ROTARY = "rotary_emb"  # name of the rotation that a position scheme attaches to an attention as a child
+BIAS = "score_bias"  # name of the child whose output is added to the attention's scores
 MASK = "attention_mask"  # argument of an attention that is added to its scores, (B, 1, T, S)
 # attention implementations that add a float mask (B or 1, H, T, S) to the scores
 TAKE_A_BIAS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
-NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes that say it
+NUMBER_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")  # attributes
 POSITION_IDS = "position_ids"  # argument of an attention, or of the module that owns a stack
 POSITIONS = "handed_positions"  # argument, or attribute of an attention's view, with positions: see handing_down.py
 
@@ -32,8 +32,8 @@ class Rotation:
 
     Args:
         rotary: the module that a scheme attached.
-        positions: of the tokens, (B or 1, T) or (B or 1, T, axes).
-        values: where cos and sin are kept for other attentions, if anywhere.
+        positions: positions of the tokens, (B or 1, T) or (B or 1, T, axes).
+        values: keeps cos and sin for other attentions; None if they aren't kept.
     """
 
     def __init__(self, rotary: Any, positions: Any, values: Once | None = None):
@@ -57,11 +57,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Window:
-    """A square causal mask buffer of the old maximum length, and the attributes that make it a local one.
+    """A square causal mask buffer of the old maximum length, and the attributes that make the mask local.
 
     Attributes:
         buffer: the buffer's name.
-        local: attribute of the attention that is "local" where the window applies, None where there is none.
+        local: attribute of the attention that is "local" if the window applies; None if there is no window.
         size: config attribute with the window's size.
     """
 
@@ -72,8 +72,8 @@ class Window:
     def mask(self, module: nn.Module, slots: Tensor, values: Once | None) -> StandIn:
         """Return the mask for any length, which answers `[:, :, rows, :columns]` as the buffer does.
 
-        The rows are the queries' own slots, whatever is asked for: right for static caches too, where hosts that count
-        rows from the end of the keys are not.
+        The rows are always the queries' own slots, whichever rows are asked for. This is right for static caches too,
+        for which hosts count rows wrongly, from the end of the keys.
         """
         local = self.local is not None and getattr(module, self.local) == "local"
         size = getattr(module.config, self.size) if local else None
@@ -102,7 +102,7 @@ def score_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def attention_implementation(module: nn.Module) -> str:
-    """Return transformers' name of what computes an attention's scores; "eager" if the module computes them itself."""
+    """Return transformers' name of the attention implementation; "eager" if the module computes scores itself."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
 
 
@@ -113,7 +113,7 @@ def no_bias(where: str, kind: str) -> str:
         f"{where}: attention {kind!r} {reason}, so ALiBi's bias would be lost. Choose another first: "
         "model.set_attn_implementation('sdpa'), or 'eager'. Continuous batching switches to flash attention by itself: "
         "generate_batch(..., continuous_batching_config=ContinuousBatchingConfig(auto_switch_to_flash=False)), or "
-        "choose 'paged|sdpa' where transformers has no such setting (5.17)."
+        "choose 'paged|sdpa' if transformers has no such setting (5.17)."
     )
 
 
@@ -121,7 +121,7 @@ def require_bias_kept(model: nn.Module) -> None:
     """Refuse an attention implementation under which ALiBi's bias would be lost.
 
     Raises:
-        PositionError: says which implementations take it.
+        PositionError: the bias would be lost; the message says which implementations take a bias.
     """
     for module in model.modules():
         if BIAS in module._modules and (kind := attention_implementation(module)) not in TAKE_A_BIAS:
@@ -131,13 +131,13 @@ def require_bias_kept(model: nn.Module) -> None:
 def packed_slots(
     module: nn.Module, layer_index: str, tokens: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor] | None:
-    """Positions (1, T) of queries and (S,) of keys that several requests share one row of, as continuous batching
-    packs them; None for other calls.
+    """Positions (1, T) of queries and (S,) of keys of several requests in one row, as continuous batching packs them;
+    None for other calls.
 
     `cu_seq_lens_q` and `cu_seq_lens_k` (by type of layer) are where each request's tokens begin. A request's last query
-    is its last key, so both are counted from its first key, which with a sliding window isn't its first token.
-    In transformers 5.17 a model with one type of layer gets a tensor in place of the dict; where the attention isn't a
-    paged one, a tensor is a packed batch of training.
+    is its last key, so both are counted from its first key, which isn't its first token if there is a sliding window.
+    In transformers 5.17 a model with one type of layer gets a tensor in place of the dict. If the attention isn't
+    paged, a tensor is a packed batch of training.
     """
     ends_q, ends_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     if isinstance(ends_k, Tensor) and attention_implementation(module).startswith("paged|"):
@@ -153,7 +153,7 @@ def packed_slots(
 
 
 def _places(ends: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Of so many tokens in a row: the request that each is of, and its place there; padding counts to the last one."""
+    """For each of so many tokens in a row its request, and its place there; padding counts to the last request."""
     index = torch.arange(number, device=ends.device)
     request = torch.searchsorted(ends[1:].contiguous(), index, right=True).clamp(max=len(ends) - 2)
     return request, index - ends[request]
@@ -161,12 +161,11 @@ def _places(ends: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionLens:
-    """Queries and keys are rotated by their positions, if a scheme attached a rotation; scores get a bias, if it
-    attached one; masks are made at any length.
+    """Lens on an attention: rotates queries and keys, if a scheme attached a rotation; adds a bias to the scores, if a
+    scheme attached a bias; makes masks at any length.
 
-    Positions are the caller's `position_ids`, else the slots in the cache: rotation is relative, so both are right as
-    long as calls that share a cache don't mix them. A bias counts in slots, since keys in the cache have no other
-    positions.
+    Positions are the caller's `position_ids`, else the slots in the cache. Rotation is relative, so both are right if
+    calls that share a cache don't mix them. A bias counts in slots, since keys in the cache have no other positions.
 
     Attributes:
         projections: how q and k leave the input.
@@ -211,10 +210,10 @@ class AttentionLens:
     def _positions(
         self, module: nn.Module, rotary: Any, tokens: Tensor, arguments: Arguments, values: Once | None
     ) -> Tensor | None:
-        """The tokens' positions, as a stack's owner or the caller says them; None where nobody does.
+        """The tokens' positions, as passed by a stack's owner or the caller; None if they weren't passed.
 
         Raises:
-            PositionError: they are of another number of tokens; or of several axes, and nobody says them.
+            PositionError: they are for another number of tokens; or positions have several axes and weren't passed.
         """
         axes = getattr(rotary, "axes", 1)
         handed = arguments.get(POSITIONS) or module.__dict__.get(POSITIONS) or ()
@@ -235,10 +234,10 @@ class AttentionLens:
         return once(values, ("positions",), (given, number), lambda: self._of_all_tokens(module, given, number))
 
     def _of_all_tokens(self, module: nn.Module, positions: Tensor, number: int) -> Tensor:
-        """Positions (B or 1, T) of so many tokens, from those (T',) or (B or 1, T') that are known.
+        """Positions (B or 1, T) of so many tokens, from the known positions (T',) or (B or 1, T').
 
         Raises:
-            PositionError: others than those of the known are among them, and where isn't known.
+            PositionError: there are further tokens, and their places aren't known.
         """
         positions = positions[None] if positions.dim() == 1 else positions
         others = number - positions.shape[1]
@@ -250,9 +249,9 @@ class AttentionLens:
             return torch.cat((positions, positions[:, -1:] + after), dim=1)
         if others:
             raise PositionError(
-                f"{module._get_name()} was given {number} tokens and {positions.shape[1]} positions: some "
-                "were dropped or added on the way, and which isn't known here. Pass one of position_ids per token of "
-                "this call, or none."
+                f"{module._get_name()} was given {number} tokens and {positions.shape[1]} positions: some tokens "
+                "were dropped or added on the way, and hfpatch doesn't know which. Pass one position in position_ids "
+                "per token of this call, or no position_ids."
             )
         return positions
 
@@ -265,7 +264,7 @@ class AttentionLens:
         arguments: Arguments,
         values: Once | None,
     ) -> Tensor:
-        """The float mask (B or 1, H, T, S) that does what the host's own would, and adds the bias to the scores."""
+        """The float mask (B or 1, H, T, S) that masks like the host's own mask, and adds the bias to the scores."""
         kind = attention_implementation(module)
         if kind not in TAKE_A_BIAS:
             raise PositionError(no_bias(module._get_name(), kind))
@@ -283,7 +282,7 @@ class AttentionLens:
             length = mask.shape[-1]  # a host may have cut it
         packed = packed_slots(module, self.layer_index, tokens, arguments)
         causal = False
-        if mask is None and kind == "sdpa" and number > 1:  # eager attentions are always given their mask
+        if mask is None and kind == "sdpa" and number > 1:  # eager attentions always get a mask
             said = arguments.get("is_causal")
             causal = getattr(module, "is_causal", True) if said is None else said
         dtype = score_dtype(tokens.device.type, tokens.dtype)
@@ -314,7 +313,7 @@ class AttentionLens:
                     "cache are unknown. Pass position_ids, or use_cache=False."
                 )
             start = cache.get_seq_length(layer)
-        if isinstance(start, Tensor):  # a static cache counts in place, so that another value may be in it by then
+        if isinstance(start, Tensor):  # a static cache counts in place, so the value may change before it is used
             values = None
 
         def slots() -> Tensor:
@@ -324,7 +323,7 @@ class AttentionLens:
         return once(values, ("slots",), (number, start, device), slots)
 
     def _cache(self, arguments: Arguments) -> Cache | None:
-        """The call's key-value cache: by its type, since versions of transformers name the argument differently."""
+        """The call's key-value cache, found by its type: versions of transformers name the argument differently."""
         return next((value for value in arguments.values() if isinstance(value, Cache)), None) if self.cache else None
 
 

@@ -1,6 +1,6 @@
 """Batch normalisation of sequences without padding (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2).
 
-The norm needs the attention mask for that: a lens on the module around it passes the mask on.
+To leave padding out, the norm needs the attention mask: a lens on the module around it passes the mask on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MASK = "attention_mask"  # the argument's name, in blocks and models
 class MaskedBatchNorm(AffineNorm):
     """y = (x - mean_c) / sqrt(var_c + eps) * gain + shift, statistics per channel c over batch and positions.
 
-    In training mode they are those of the batch, var biased, and running averages of them (var unbiased, as in
-    `nn.BatchNorm1d`) are kept in buffers, which eval mode uses. Under gradient checkpointing a forward runs twice, and
+    Training mode uses the statistics of the batch, var biased, and keeps running averages of them (var unbiased, as in
+    `nn.BatchNorm1d`) in buffers. Eval mode uses these buffers. Under gradient checkpointing a forward runs twice, so
     the averages move twice.
 
     Args:
@@ -97,13 +97,13 @@ class Padded:
 
 
 def _is_batch_norm(norm: Any) -> bool:
-    """Whether a module is one, or PEFT's wrapper of one, which passes on what it is called with."""
+    """Whether a module is a `MaskedBatchNorm`, or PEFT's wrapper of one, which passes its arguments on."""
     wrapped = getattr(norm, "base_layer", None) or getattr(norm, "original_module", None)
     return isinstance(norm, MaskedBatchNorm) or (wrapped is not None and _is_batch_norm(wrapped))
 
 
 def _with_padding(norm: nn.Module, keep: Tensor) -> StandIn:
-    """The norm, which is called with the mask as well."""
+    """Stand-in for the norm that calls it with the mask as well."""
 
     def call(norm: Any, hidden_states: Tensor) -> Tensor:
         if hidden_states.shape[:-1].numel() != keep.numel():
@@ -120,11 +120,11 @@ def kept_positions(mask: Any) -> Tensor | None:
     """Return which positions (B, T) aren't padding; None if unknown.
 
     Args:
-        mask: (B, T) with 0 for padding, or (B, H, T, T) that is True, an integer other than 0, or (added to logits)
-            about 0 where a query may see a key: padding is what no query sees.
+        mask: (B, T) with 0 for padding; or (B, H, T, T) that is True, an integer other than 0, or (added to logits)
+            about 0 where a query may see a key. Keys that no query sees are padding.
 
     Raises:
-        PositionError: it is something else.
+        PositionError: the mask has another form.
     """
     if mask is None:
         return None

@@ -1,10 +1,10 @@
 """Base classes of patched configs and models: a record in the config, applied when the model is built.
 
-In memory they are called as the host's are and have its `model_type`, since PEFT, pipelines and tokenizers go by that.
-On disk the model type is a sentence that starts with "hfpatch" (in an export with code of its own just that) and the
-architecture "Hfpatch..." in front of the host's name: what goes by either (a process without hfpatch, a converter, a
-server's registry) finds nothing that it knows, rather than half a model. A config that was read keeps that name of its
-architecture: vLLM and SGLang look it up in their registries, whose own classes would run the weights unpatched.
+In memory they have the host's class names and `model_type`, since PEFT, pipelines and tokenizers look these up. On disk
+the model type is a sentence that starts with "hfpatch" (just "hfpatch" in an export with code of its own), and the
+architecture is "Hfpatch..." in front of the host's name. So a process without hfpatch, a converter or a server's
+registry finds no name that it knows, rather than half a model. A config that was read keeps this architecture: vLLM and
+SGLang look it up in their registries, and their own classes for the host's name would run the weights unpatched.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .refuse_host import WeightFileGuard, add_guard, loading_patched, parts, rem
 from .rotary import LENGTH, RotaryEmbedding
 from .tables import ComputedPositions
 
-_ROUNDING = 0.05  # share of a random row's mean that rounding to bfloat16 leaves; it leaves .003
+_ROUNDING = 0.05  # share of a random row's mean that may be left by rounding; bfloat16 leaves .003
 SERVERS = ("vllm", "vllm_mla", "sglang")  # attention implementations of servers that replace a model's linear layers
 _ATTENTION = "_attn_implementation_internal"  # attribute of a config
-AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without those that were passed
-CODE = "modeling_hfpatch"  # module of an export's code, which opens its checkpoint where hfpatch isn't installed
+AS_SAVED = "_hfpatch_as_saved"  # attribute of a config read from disk: its settings without overrides by the caller
+CODE = "modeling_hfpatch"  # module of an export's code, which opens the checkpoint without hfpatch installed
 
 
 class PatchedConfig:
@@ -57,7 +57,7 @@ class PatchedConfig:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """As the host's: in configs of others' own code transformers 5.17 renames the types of layers."""
+        """Return the host's answer: transformers 5.17 renames the types of layers in configs of custom code."""
         return next(base for base in cls.__mro__ if not issubclass(base, PatchedConfig)).is_custom_code()  # type: ignore[attr-defined]
 
     @classmethod
@@ -71,12 +71,12 @@ class PatchedConfig:
         where = str(config_dict.get("_name_or_path") or "this checkpoint's config.json")
         settings: Any = copy.deepcopy(remove_guard(config_dict))
         record = settings.get(KEY)
-        # of the checkpoint, not of the class: EXAONE's model is Llama's class, and its weights go by other names
+        # the checkpoint's, not the class's: EXAONE's model is Llama's class, but its weights have other names
         base = record.get("base_model_type") if isinstance(record, dict) else None
         settings = {**settings, "model_type": base or cls.model_type}  # type: ignore[attr-defined]
-        if architectures := settings.get("architectures"):  # a config of no saved model has none
+        if architectures := settings.get("architectures"):  # a config without a saved model has none
             if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-                raise CheckpointError(f"{where}: its architectures are {architectures!r:.80}, not a list of names.")
+                raise CheckpointError(f"{where}: architectures is {architectures!r:.80}, not a list of names.")
             settings["architectures"] = names_on_disk(architectures)
         found = super().from_dict(copy.deepcopy(settings), **kwargs)  # type: ignore[misc]  # some hosts empty it
         config = found[0] if isinstance(found, tuple) else found
@@ -133,7 +133,7 @@ class UnlimitedGeneration:
 class PatchedModel(UnlimitedGeneration):
     """Mixin of patched model classes: builds the host, then applies the edits in its config.
 
-    A class whose own forward sees something else (one with a lens on itself) is made with `lensed=True`.
+    `lensed=True` makes a class whose own forward runs through a lens: a lens on the model itself.
     """
 
     hfpatch_model = True
@@ -149,7 +149,7 @@ class PatchedModel(UnlimitedGeneration):
 
     @property
     def _keys_to_ignore_on_save(self) -> Any:
-        """As the host's, but what the patch put in the place of a Parameter that the host computes anew is saved."""
+        """As the host's, without names that the patch assigned: they are saved, though the host computes them anew."""
         ignored = vars(self).get("_keys_to_ignore_on_save", getattr(self.hfpatch_host, "_keys_to_ignore_on_save", None))
         return {*ignored} - assigned_names(self) if ignored else ignored
 
@@ -164,7 +164,7 @@ class PatchedModel(UnlimitedGeneration):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the host's; it warns of an overridden setting that modules of the patch don't read."""
+        """Open it as the host does; warn of an overridden setting that modules of the patch don't read."""
         with loading_patched():
             opened = super().from_pretrained(name, *args, **kwargs)  # type: ignore[misc]
         model = opened[0] if isinstance(opened, tuple) else opened  # the loading info is beside it
@@ -178,7 +178,7 @@ class PatchedModel(UnlimitedGeneration):
         """Set it as the host does, but refuse an implementation under which ALiBi's bias would be lost.
 
         Raises:
-            PositionError: it is one.
+            PositionError: the bias would be lost.
         """
         before = [(part, vars(part).get(_ATTENTION)) for _, part in parts(self.config)]  # type: ignore[attr-defined]
         found = super().set_attn_implementation(*args, **kwargs)  # type: ignore[misc]
@@ -191,18 +191,18 @@ class PatchedModel(UnlimitedGeneration):
         return found
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set them as the host does, but keep centred or scaled embedding modules, with the new weights.
+        """Set the embeddings as the host does, but keep centred or scaled embedding modules, with the new weights.
 
         `resize_token_embeddings` calls it; hosts with an encoder and a decoder put one shared embedding into both.
 
         Raises:
-            UnsupportedError: the new one isn't an `nn.Embedding`, and there are such embeddings.
+            UnsupportedError: the new module isn't an `nn.Embedding`, and there are centred or scaled embeddings.
         """
         changed = {name: one for name, one in self.named_modules() if isinstance(one, nn.Embedding) and _is_marked(one)}  # type: ignore[attr-defined]
         if changed and not isinstance(value, nn.Embedding):
             raise UnsupportedError(
-                f"{type(self).__name__}: {next(iter(changed))} is centred or scaled in every forward, which "
-                f"{type(value).__name__} in its place wouldn't be. Set it on the original, then patch that."
+                f"{type(self).__name__}: {next(iter(changed))} is centred or scaled in every forward, and "
+                f"{type(value).__name__} in its place wouldn't be. Set it on the original model, then patch that model."
             )
         super().set_input_embeddings(value)  # type: ignore[misc]
         for name, module in changed.items():
@@ -215,7 +215,7 @@ class PatchedModel(UnlimitedGeneration):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Resize as the host does; new rows are zero-mean if the patch centred the embeddings.
 
-        An exact swap to RMSNorm does that; with `mean_resizing=False` the host's own initial values have one.
+        An exact swap to RMSNorm centres them; with `mean_resizing=False` the host's initial values have a mean.
         """
         tables = {name: one for name, one in self.named_modules() if isinstance(one, nn.Embedding)}  # type: ignore[attr-defined]
         centred = {name: len(one.weight) for name, one in tables.items() if _is_centred(one.weight)}
@@ -226,19 +226,19 @@ class PatchedModel(UnlimitedGeneration):
         return resized
 
     def resize_position_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to resize.
+        """Refuse to resize the position table.
 
         Raises:
-            UnsupportedError: always. The host would put a new table in the place of one that was removed or centred.
+            UnsupportedError: always. The host would put a new table in place of the removed or centred table.
         """
         raise UnsupportedError(
-            f"{type(self).__name__} is patched: its table of positions can't be resized. Resize the original's, then "
-            "patch that; or patch it with pos='rope' or 'learned:max_positions=...'."
+            f"{type(self).__name__} is patched: its table of positions can't be resized. Resize the original's table, "
+            "then patch the original; or patch it with pos='rope' or 'learned:max_positions=...'."
         )
 
     def initialize_weights(self) -> None:
         for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, AffineNorm):  # some hosts fill what an nn.LayerNorm has, which this one may not have
+            if isinstance(module, AffineNorm):  # some hosts fill attributes of nn.LayerNorm that it may not have
                 vars(module)["_is_hf_initialized"] = True
         super().initialize_weights()  # type: ignore[misc]
         start_values(self)  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ def _without_host_code(auto_map: dict[str, Any]) -> dict[str, str]:
 def own_code(reference: str | Sequence[str | None]) -> str | None:
     """Return the class in an export's code that an `auto_map` entry names; None for other code.
 
-    The entry is a pair where the class has "Tokenizer" in its name.
+    The entry is a pair if the class has "Tokenizer" in its name.
     """
     named = [reference] if isinstance(reference, str) else reference
     return next((one for one in named if one and one.rpartition("--")[2].startswith(f"{CODE}.")), None)
@@ -281,12 +281,12 @@ def patch_built(model: Any) -> None:
     """Patch a freshly built model of a host's class as its config's record says.
 
     Raises:
-        CheckpointError: the config carries no usable record, or its edits name what the class doesn't have.
+        CheckpointError: the config has no usable record, or its edits name places that the class doesn't have.
     """
     apply(edits_of(model.config, type(model).__name__), model, fresh=True)
     initialise_fresh(model)
     if model.all_tied_weights_keys.keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
-        # what the host ties goes by other names now (zamba2's norms)
+        # tied Parameters of the host have other names now (zamba2's norms)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
@@ -302,14 +302,14 @@ def require_plain_linears(model: Any) -> None:
     """Refuse a server or quantizer whose own linear layers would take the places of patched ones.
 
     Raises:
-        CheckpointError: it is one, and a linear layer that it replaces does more than multiply.
+        CheckpointError: a linear layer that the server or quantizer replaces does more than multiply.
     """
     by, replaced = _replacing_linears(model.config)
     for name, module in model.named_modules() if replaced else ():
         if isinstance(module, replaced) and _is_marked(module):
             raise CheckpointError(
-                f"{type(model).__name__}: {name} is centred in every forward, and {by} puts linear layers of "
-                "its own in the place of all. Patch the original with norm='rms', which centres the weights instead."
+                f"{type(model).__name__}: {name} is centred in every forward, and {by} replaces all linear layers "
+                "by its own. Patch the original with norm='rms', which centres the weights instead."
             )
 
 
@@ -321,7 +321,7 @@ def _is_marked(module: Any) -> bool:
 def _is_centred(weight: Tensor) -> bool:
     """Whether the rows' means are nothing but rounding, also of weights that were saved in half precision.
 
-    Rows of random numbers have a mean of about their spread by the square root of their length, far more than that.
+    Rows of random numbers have far larger means: about their spread divided by the square root of their length.
     """
     if weight.is_meta or weight.numel() == 0:
         return False
@@ -331,14 +331,14 @@ def _is_centred(weight: Tensor) -> bool:
 
 
 def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
-    """What replaces linear layers in a model of this config, and those of which classes."""
+    """The server or quantizer that replaces linear layers in a model of this config, and the classes it replaces."""
     attentions = [getattr(part, "_attn_implementation", None) for _, part in parts(config)]
     if by := next((name for name in SERVERS if name in attentions), None):
         return by, (nn.Linear,)
     quantization = getattr(config, "quantization_config", None) or {}
     settings = quantization if isinstance(quantization, dict) else vars(quantization)
     method = settings.get("quant_method")
-    if method in (None, "torchao"):  # which replaces the weights alone
+    if method in (None, "torchao"):  # torchao replaces only the weights
         return None, ()
     # bitsandbytes leaves subclasses of nn.Linear as they are
     return getattr(method, "value", method), (Conv1D,) if method == "bitsandbytes" else (nn.Linear, Conv1D)
@@ -346,7 +346,7 @@ def _replacing_linears(config: Any) -> tuple[Any, tuple[type, ...]]:
 
 @torch.no_grad()
 def start_values(model: nn.Module) -> None:
-    """Initialise what a patch added and no checkpoint filled; transformers calls this after loading."""
+    """Initialise modules that a patch added and no checkpoint filled; transformers calls this after loading."""
     for module in model.modules():
         if isinstance(module, (ComputedPositions, LinearBias, RotaryEmbedding)):
             module.reset()
@@ -363,11 +363,11 @@ def start_values(model: nn.Module) -> None:
 def register(config: type, models: dict[str, type]) -> None:
     """Register a config with the Auto classes, which would otherwise build the host's model from its name.
 
-    Each class is an attribute of transformers too, under its name on disk: TRL looks it up there.
+    Each class is also an attribute of transformers, under its name on disk: TRL looks it up there.
 
     Args:
         config: a patched config's class.
-        models: by an Auto class's name the class that it builds.
+        models: name of an Auto class -> the class that it builds.
     """
     import transformers
 

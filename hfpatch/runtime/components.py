@@ -1,6 +1,6 @@
 """Registers every class of this folder that an edit may name."""
 
-# "from . import x" is no import to transformers, which copies what a file of remote code imports
+# transformers copies the files that remote code imports, and doesn't see "from . import x"
 from .alibi import LinearBias
 from .attention import AttentionLens, Window
 from .batch_norm import MaskedBatchNorm, Padded

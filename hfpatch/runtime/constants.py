@@ -12,20 +12,20 @@ from .float64 import float64_device
 from .lens import Arguments
 
 Answer = Literal["zeros", "input", "nothing", "rows"]
-ZERO_MEAN_ROW = "_hfpatch_no_row"  # of a module whose buffer of positions counts for nothing: training starts from zero
+ZERO_MEAN_ROW = "_hfpatch_no_row"  # marks a module whose position buffer counts as zeros: training starts from zero
 
 
 class ConstantPositions(nn.Module):
     """Replacement of a position table: returns one constant row for all positions.
 
-    The row starts as the mean of the table's: what every position had in common isn't about position.
+    The row starts as the mean of the table's rows: the part that all positions share doesn't encode position.
 
     Args:
         table: the removed table (rows, width).
         first: its first row that holds a position.
-        by_token: give a row of its own to each token, which hosts may reshape or add to in place.
+        by_token: return a row for each token, which hosts may reshape or add to in place.
         more: how many values are returned besides, each None.
-        padding_idx: the removed module's own.
+        padding_idx: the removed module's.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class ConstantPositions(nn.Module):
     def replacing(
         cls, old: nn.Module | None, parent: nn.Module, first: int = 0, by_token: bool = False, more: int = 0
     ) -> ConstantPositions:
-        """Return the replacement of a table; after a padding index if it has one."""
+        """Return the replacement of a table; if the table has a padding index, positions start after it."""
         assert old is not None
         padding: Any = getattr(old, "padding_idx", None)
         return cls(rows_of(old), first if padding is None else padding + 1, by_token, more, padding)
 
     @property
     def weight(self) -> Tensor:
-        """The constant in each row of the removed table's shape, for hosts that read it; what fills it is lost."""
+        """The constant in each row of the removed table's shape, for hosts that read it; writes to it are lost."""
         return self.constant.expand(self.num_embeddings, self.embedding_dim).clone()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +67,9 @@ class NoPositions(nn.Module):
     """Replacement of computed positions or bias look-ups that returns as if there were none.
 
     Args:
-        answer: "zeros" of its input's shape, its "input" itself (where the host had it add positions to that),
+        answer: "zeros" of its input's shape, its "input" itself (if the replaced module added positions to it),
             "nothing" (None), or "rows" of zeros for indices (...): (..., embedding_dim).
-        num_embeddings, embedding_dim: the size of the table that stood there, if one did.
+        num_embeddings, embedding_dim: the size of the replaced table, if it was a table.
     """
 
     def __init__(self, answer: Answer, num_embeddings: int = 0, embedding_dim: int = 0):
@@ -83,7 +83,7 @@ class NoPositions(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it or that ask its device."""
+        """Scratch of the removed table's shape, for hosts whose `_init_weights` fills it or that read its device."""
         return torch.empty(self.num_embeddings, self.embedding_dim)
 
     def forward(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -114,7 +114,7 @@ def mean_rows(table: Tensor, first: int = 0) -> Tensor:
 
 
 def rows_of(table: nn.Module | Tensor) -> Tensor:
-    """Return the rows (..., rows, width) of a table; sinusoidal ones keep them in a buffer."""
+    """Return the rows (..., rows, width) of a table; sinusoidal tables keep them in a buffer."""
     if isinstance(table, Tensor):
         return table
     stored = [value for value in (*table.parameters(), *table.buffers()) if value.dim() >= 2]
@@ -132,8 +132,8 @@ def MeanRow(table: Tensor, zero: bool = False) -> Tensor:  # noqa: N802  # a com
 def Rows(table: Tensor, *shape: int) -> nn.Parameter:  # noqa: N802
     """Return a Parameter for a table of another size, to be filled by a patch or checkpoint.
 
-    Until then it has a host's initial values: of a host that is built with the config's new length or size, which has a
-    table of this size, just those; otherwise random ones that are spread as the table's.
+    Until then it has a host's initial values: the table's own if the host was built with the config's new length or
+    size, so that its table has this size; otherwise random values with the table's spread.
     """
     old = table.detach()
     if old.shape == shape:
@@ -150,7 +150,7 @@ class FixedArguments:
     """Lens on an attention that fixes some of its arguments; "zeros" replaces a value by zeros.
 
     GPT-J's and CodeGen's attentions turn nothing at position 0. From transformers 5.24 on they don't look positions up
-    themselves: their model hands them (sin, cos) as `position_embeddings`, which is fixed to position 0's instead.
+    themselves: their model passes (sin, cos) as `position_embeddings`, which is fixed to that of position 0 instead.
     """
 
     arguments: tuple[tuple[str, Any], ...]

@@ -20,7 +20,7 @@ def declared_types(declaring: Any) -> dict[str, Any]:
 def is_of_type(value: Any, hint: Any) -> bool:
     """Return whether a value is of an annotated type; an integer is a float, and a list (as JSON has them) a tuple.
 
-    What stands for a value that is made later, such as an edit's `Call`, says by `result_type` which class that is of.
+    For an object that stands for a value made later, such as an edit's `Call`, `result_type` is the value's class.
     """
     origin, of = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
@@ -49,19 +49,19 @@ def type_name(hint: Any) -> str:
 def require_declared(component: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of a component that aren't of the types that it declares.
 
-    Names that it doesn't know, and arguments that are missing, are found where it is made.
+    Unknown names and missing arguments are found when the component is made.
 
     Args:
         component: a dataclass, a module's class or a function, as `edits.register_component` takes them.
-        args, kwargs: plain values, or what stands for values that are made later.
+        args, kwargs: plain values, or objects that stand for values that are made later.
 
     Raises:
         ValueError: names the argument, its type and the value.
     """
     function, before = component, 0  # what is called, and how many arguments it gets before those of the edit
-    if not isinstance(component, type):  # with what it replaces
+    if not isinstance(component, type):  # gets the replaced value first
         before = 1
-    elif hasattr(component, "replacing"):  # with what it replaces and the parent
+    elif hasattr(component, "replacing"):  # gets the replaced module and the parent first
         function, before = component.replacing, 2
     of_init = isinstance(component, type) and not is_dataclass(component)
     hints = declared_types(vars(component).get("__init__", object) if of_init else component)

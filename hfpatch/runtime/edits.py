@@ -4,7 +4,7 @@ The patch record of a checkpoint stores them as text; apply.py carries them out.
 
 An edit assigns a value to places of a model, and is written like an assignment:
 
-    h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)           put a module where another is
+    h.*.ln_1 | h.*.ln_2 | ln_f = RMSNorm(eps=1e-05)           replace a module
     h.*.attn.rotary_emb = RotaryEmbedding(8, theta=10000.0)   add a child
     encoder.rel_embeddings = None                             remove a child, or set a Parameter to None
     encoder.relative_attention = False                        set an attribute
@@ -38,7 +38,7 @@ HEAD = "<head>"  # the model around the base model; its other modules are called
 SLOTS = LENS_SLOT, CENTRE_SLOT, SCALE_SLOT = "@lens", "@centre", "@scale"
 _MAX_LENGTH, _MAX_EDITS, _MAX_AXES = 20_000, 10_000, 8  # of an edit, of a record, of a module's output
 _MAX_SCALE = 1e30  # float32 goes somewhat further
-_OTHERS = r"\s.*|=()\[\]{}'\""  # what no name holds here, though torch allows all but the dot
+_OTHERS = r"\s.*|=()\[\]{}'\""  # characters that no name holds here; torch forbids only the dot
 _NAME = re.compile(rf"@(lens|centre|scale)|<head>|\*|_hfpatch_\w+|_[a-z]\w*|[^@<_{_OTHERS}][^{_OTHERS}]*")
 _RESERVED = frozenset(dir(nn.Module())) | {"config"}  # forward, training, _modules, ...: an edit can't assign these
 _PLUGINS = ("hfpatch.norms", "hfpatch.positions", "hfpatch.mlps")  # entry point groups of other packages
@@ -83,8 +83,8 @@ def find_component(name: str) -> Any:
                     point.load()
     if name not in COMPONENTS:
         raise CheckpointError(
-            f"no component called {name!r:.80} is known here. If it comes from a package or file of its own, import "
-            "it first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch)."
+            f"no component called {name!r:.80} is known here. If it comes from another package or a file, import that "
+            "first; else the checkpoint is of a newer hfpatch (pip install -U hfpatch)."
         )
     return COMPONENTS[name]
 
@@ -137,12 +137,12 @@ class Call:
         return cls(name, tuple(map(as_data, args)), tuple((key, as_data(value)) for key, value in kwargs.items()))
 
     def __repr__(self) -> str:
-        """The call in the text format of edits, which that of plain values is as well."""
+        """The call in the text format of edits; plain values have their own repr there."""
         named = [f"{name}={value!r}" for name, value in self.kwargs]
         return f"{self.name}({', '.join([*map(repr, self.args), *named])})"
 
     def make(self, *first: Any) -> Any:
-        """Return the result of the call; `first` are passed before its own arguments."""
+        """Return the result of the call; the values of `first` are passed before its own arguments."""
         return find_component(self.name)(*first, *_instantiate(self.args), **_instantiate(dict(self.kwargs)))
 
     def make_module(self, old: nn.Module | None, parent: nn.Module) -> nn.Module:
@@ -158,7 +158,7 @@ class Call:
 
     @property
     def result_type(self) -> type | None:
-        """The class of its result, if this is known before the call."""
+        """The class of the call's result, if this is known before the call."""
         component = find_component(self.name)
         return component if isinstance(component, type) else None
 
@@ -180,7 +180,7 @@ def as_data(value: Any) -> Any:
     """Return a value in the form of edits: plain values unchanged, registered dataclasses as `Call`s.
 
     Raises:
-        UnsupportedError: it is, or holds, anything else.
+        UnsupportedError: it is, or holds, another kind of value.
     """
     if isinstance(value, tuple | list | dict):
         return _map_values(as_data, value)
@@ -260,9 +260,9 @@ class Edit:
             where: the checkpoint or record that it is from, for errors.
 
         Raises:
-            CheckpointError: it isn't such a text, is too long, names an unknown component or passes it values of other
-                types than it declares, or assigns a value to a slot that can't take it, or anything to a name that
-                every module has (`forward`, `_modules`).
+            CheckpointError: it isn't such a text or is too long; it names an unknown component, or passes a component
+                values of other types than it declares; or it assigns a value to a slot that can't take it, or to a
+                name that every module has (`forward`, `_modules`).
         """
         if not isinstance(text, str) or len(text) > _MAX_LENGTH:
             raise CheckpointError(
@@ -312,7 +312,7 @@ def _parse_value(node: ast.expr) -> Any:
     """The value of a syntax node: literals, and calls of components by their bare names.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the node is anything else.
     """
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value) if value not in (inf, -inf):

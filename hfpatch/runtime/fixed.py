@@ -1,4 +1,4 @@
-"""Norm modules whose scale doesn't look at the input, and what is left of a norm once it is folded."""
+"""Norm modules whose scale doesn't depend on the input, and modules that replace a folded norm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .norms import AffineNorm
 class FixedNorm(AffineNorm):
     """y = (x - mean(x)) * gain + shift over the last axis: LayerNorm with a constant 1/sigma, which is in the gain.
 
-    With a `bound` that holds for rows (tokens) whose size is at most `bound` times `size`. Larger ones, attention sinks
-    and outliers, are divided by their own size and multiplied by `size`: for them it is the norm that was replaced.
+    With a `bound` this holds for rows (tokens) whose size is at most `bound` times `size`. Larger rows, attention sinks
+    and outliers, are divided by their own size and multiplied by `size`: they get the norm that was replaced.
     Gain and shift aren't stored as weight and bias: the unpatched model would load them silently as a LayerNorm's.
 
     Args:
-        mean: subtract the mean; False where an RMSNorm was replaced: y = x * gain + shift.
-        bound: 1 or more; None for none. The rest as in `AffineNorm`.
+        mean: subtract the mean; False if an RMSNorm was replaced: y = x * gain + shift.
+        bound: 1 or more; None for no bound. The rest as in `AffineNorm`.
 
     Attributes:
         size: with a bound, the size (root mean square, after the mean is subtracted) of a usual row: a learned scalar.
@@ -70,7 +70,7 @@ class NoNorm(nn.Module):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module) -> NoNorm:
-        """Return one whose weight has the dtype and device of the norm that it replaces."""
+        """Return a `NoNorm` whose weight has the dtype and device of the norm that it replaces."""
         beside = parent.parameters() if old is None else old.parameters()
         return cls(next((one.detach() for one in beside if one.is_floating_point()), None))
 
@@ -79,11 +79,11 @@ class NoNorm(nn.Module):
 
 
 class BiasedLinear(nn.Linear):
-    """`nn.Linear` without a bias, with a new one: y = x W' + b, b = 0; the weight is the same Parameter."""
+    """`nn.Linear` that gets a new bias, y = x W' + b with b = 0; the weight is the same Parameter."""
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module) -> nn.Linear:
-        """Return a plain `nn.Linear` in place of the one without a bias; the old one if it has got one meanwhile."""
+        """Return a plain `nn.Linear` with a bias in place of `old`; `old` itself if it got a bias meanwhile."""
         if not isinstance(old, nn.Linear):
             raise TypeError(f"a bias can be added to nn.Linear, not to {type(old).__name__}")
         if old.bias is not None:

@@ -1,4 +1,4 @@
-"""float64 wherever a model is: on its device, or on the CPU for devices that have none (Apple's MPS)."""
+"""float64 for tensors on any device: on the device itself, or on the CPU if it has no float64 (Apple's MPS)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device for float64: the same one, or the CPU if it has no float64 (Apple's MPS)."""
+    """Return the device for float64: the same device, or the CPU if it has no float64 (Apple's MPS)."""
     return torch.device("cpu") if device.type == "mps" else device
 
 

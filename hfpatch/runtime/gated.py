@@ -12,19 +12,19 @@ from transformers.pytorch_utils import Conv1D
 from .edits import Call
 from .patch_errors import CheckpointError
 
-FRESH = "_hfpatch_fresh"  # of a new projection whose values are torch's
-TIMES = "_hfpatch_times"  # of a gate: what the values of the projection that it was are still to be multiplied by
+FRESH = "_hfpatch_fresh"  # marks a new projection whose values are torch's
+TIMES = "_hfpatch_times"  # attribute of a gate: factor by which the old projection's values are still to be multiplied
 
 
 class GatedLinear(nn.Module):
     """x -> (gate(x), up(x)), replacing an MLP's first projection; x is (..., d), each of the pair (..., d_ff).
 
-    Nothing but a `GatedActivation` takes the pair: a host that did anything else between the two would fail at once
-    rather than compute something else.
+    Only a `GatedActivation` takes the pair: a host that did anything between the two would fail at once rather than
+    compute something else.
 
     Args:
         kind: the registered name of the scheme.
-        gate, up: the projections, of the replaced one's class (`nn.Linear`, or transformers' transposed `Conv1D`).
+        gate, up: the projections, of the replaced module's class (`nn.Linear`, or transformers' transposed `Conv1D`).
     """
 
     def __init__(self, kind: str, gate: nn.Module, up: nn.Module):
@@ -48,12 +48,12 @@ class GatedLinear(nn.Module):
             kind: the registered name of the scheme.
             width: hidden channels, with fresh projections; None keeps the projection as the gate.
             biases: with a width, whether gate and up have a bias.
-            scale: without one, k of the start: W = k W1 (the same Parameters, multiplied later: `TIMES`), V = 0 with a
-                bias of 1 / k.
+            scale: without a width, k of the start: W = k W1 (the same Parameters, multiplied later: `TIMES`), V = 0
+                with a bias of 1 / k.
 
         Raises:
-            ValueError: the kind is no name, the width isn't positive, there aren't two biases with it, or the scale
-                isn't positive.
+            ValueError: the kind isn't a name, the width isn't positive or comes without two biases, or the scale isn't
+                positive.
         """
         assert old is not None
         sized = width is None or (type(width) is int and width > 0 and tuple(map(type, biases)) == (bool, bool))
@@ -108,9 +108,9 @@ class GatedActivation(nn.Module):
 
         Args:
             old, parent: the activation (a module or a function), and what it stands in.
-            act: name of the gate's in `torch.nn`; None for that which stands there.
+            act: name of the gate's activation in `torch.nn`; None for the present activation.
         """
-        replaced = bare_copy(old) if isinstance(old, nn.Module) else old  # its hooks go to the one that takes its place
+        replaced = bare_copy(old) if isinstance(old, nn.Module) else old  # its hooks go to the replacement
         return cls(replaced if act is None else activation(act), replaced)
 
     def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def activation(name: str) -> nn.Module:
     """Return an activation of torch, or a registered component that is made without arguments.
 
     Raises:
-        ValueError: there is none of that name. `apply` adds the edit.
+        ValueError: there is no activation of that name. `apply` adds the edit to the message.
     """
     found = getattr(nn.modules.activation, name, None) if isinstance(name, str) else None
     if isinstance(found, type) and issubclass(found, nn.Module):
@@ -186,5 +186,5 @@ def bare_copy(module: nn.Module) -> Any:
 
 
 def parameter_like(old: Any, value: Tensor) -> nn.Parameter:
-    """Return a Parameter of other values with the device, dtype and requires_grad of another one."""
+    """Return a Parameter of these values with the device, dtype and requires_grad of `old`."""
     return nn.Parameter(value.to(old.device, old.dtype), requires_grad=old.requires_grad)

@@ -18,18 +18,18 @@ class Grid:
     """Positions of image or video patches in the token sequence: row after row (and frame after frame).
 
     Attributes:
-        projection: path, from the owner, of the convolution that cuts the input into patches; "" where it comes cut
-            (B, patches, channels), None where hidden states keep their rows and columns, so that attentions see them.
+        projection: path, from the owner, of the convolution that cuts the input into patches; "" if it comes cut
+            (B, patches, channels); None if hidden states keep their rows and columns, so that attentions see them.
         before, after: how many other tokens (class, distillation, register, detection tokens) stand before and behind
-            the patches: numbers, and names of config attributes that hold one.
-        argument: the owner's argument that is cut; of a video (B, frames, channels, height, width).
-        transposed: whether rows are cut from its last dimension (AST: frequencies, of (B, time, frequencies)).
+            the patches: numbers, and names of config attributes that hold a number.
+        argument: the owner's argument that is cut; for a video (B, frames, channels, height, width).
+        transposed: whether rows are cut from its last dimension (AST: frequencies, in (B, time, frequencies)).
         interpolation: how the host fits its table to images of another size, as `schemes.learned.Learned` calls it.
         shapes: argument with the rows and columns (B, 2) of images that come cut; else their patches begin with their
             own row and column.
         mask: argument (B, patches), true for patches that are left out, as many in each input.
-        noise: argument (B, patches) by whose numbers patches are ranked, of which the last are left out: a share that
-            the config says. Drawn here, as the host would draw it, where it isn't passed.
+        noise: argument (B, patches) that ranks patches; a share of them that the config gives, the last ones, is left
+            out. If it isn't passed, it is drawn here as the host would draw it.
     """
 
     projection: str | None
@@ -95,7 +95,7 @@ class Grid:
         pixels = arguments.get(self.argument)
         if not isinstance(pixels, Tensor):
             raise PositionError(
-                f"{type(owner).__name__} was called without {self.argument}, which tells where its patches lie."
+                f"{type(owner).__name__} was called without {self.argument}, which its positions depend on. Pass it."
             )
         return pixels
 

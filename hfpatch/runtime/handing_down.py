@@ -1,10 +1,10 @@
-"""Passes position_ids to attention layers that the host doesn't pass them to, and a cache for what they compute once.
+"""Passes position_ids to attention layers that the host doesn't pass them to, and a cache for shared computations.
 
-Attentions see a line of tokens. So a lens on the owner, which is given `position_ids` or pixels, adds keyword arguments
-to its forward, which most hosts hand on to their attentions as they do all they don't know. For other hosts the owner's
-forward runs on a view in which each attention has them as attributes; a layer on the way that may be checkpointed is
-called with them, and shows its own attentions in the same way. Nothing is written to a module: two forwards of
-different sizes may wait for one backward, and torch.compile sees plain arguments.
+Attentions see a line of tokens. So a lens on the owner, which gets `position_ids` or pixels, adds keyword arguments to
+its forward. Most hosts pass these on to their attentions, as they do with all unknown arguments. For other hosts the
+owner's forward runs on a view in which each attention has them as attributes. A layer in between that may be
+checkpointed is called with them, and shows its own attentions in the same way. Nothing is written to a module, so two
+forwards of different sizes may wait for one backward, and torch.compile sees plain arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .lens import (
 )
 from .per_forward import ONCE, Once
 
-Positions = tuple[tuple[int, Tensor], ...]  # number of axes and positions, for each number that a rotation has
+Positions = tuple[tuple[int, Tensor], ...]  # (number of axes, positions) for each number of axes that a rotation has
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class HandedDown:
     """Passes position_ids to attention layers, as a lens on a stack's owner and on its checkpointed layers.
 
     Attributes:
-        children: paths of the attentions, or of such layers that they are in; none where the host hands arguments on.
-        grid: where the patches of an image or video are; None for a line of tokens, whose positions are the owner's
-            `position_ids`, where it is given some.
+        children: paths of the attentions, or of checkpointed layers around them; none if the host passes arguments on.
+        grid: positions of the patches of an image or video; None for a line of tokens, whose positions are the owner's
+            `position_ids`, if it gets any.
         attentions: paths of attentions that are on a grid, whose rotations say how many axes positions have.
     """
 
@@ -70,7 +70,7 @@ class HandedDown:
         handed: Arguments = {POSITIONS: positions} if positions else {}
         if not is_compiling():
             handed[ONCE] = arguments.get(ONCE) or Once()
-        if not (positions and self.children):  # a view costs a forward more than what is computed once saves it
+        if not (positions and self.children):  # a view would cost more time than computing once saves
             return {}, {**filled, **handed} if self.takes_more else filled
         if ONCE in arguments:
             filled[ONCE] = REMOVED_ARGUMENT
@@ -89,7 +89,7 @@ class HandedDown:
         if POSITIONS in arguments:
             return arguments[POSITIONS], {POSITIONS: REMOVED_ARGUMENT}
         if self.grid is None:
-            position_ids = arguments.get(POSITION_IDS) if self.children else None  # else the host hands them on
+            position_ids = arguments.get(POSITION_IDS) if self.children else None  # else the host passes them on
             return (() if position_ids is None else ((1, position_ids),)), {}
         filled = self.grid.fill_arguments(module, arguments)
         arguments = {**arguments, **filled}
@@ -107,5 +107,5 @@ def _call_with(handed: Arguments, layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _names_at(module: nn.Module, pattern: str) -> list[str]:
-    """The names that a pattern stands for; a name stands for itself, so that a wrong one is an error later."""
+    """The names that a pattern stands for; a name stands for itself, so that a wrong name is an error later."""
     return [name for name, _ in modules_at(module, pattern)] if "*" in pattern else [pattern]

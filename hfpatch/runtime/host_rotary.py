@@ -32,15 +32,15 @@ class HostRotary(nn.Module):
     ) -> nn.Module:
         """Return another instance of the host's class with these settings, with the same device, dtype and mode.
 
-        A type of layers that wasn't rotated is again; others stay as they are.
+        If this type of layers wasn't rotated, it is rotated again; other types stay as they are.
 
         Args:
             old, parent: the module, and what it stands in.
             settings: transformers' `rope_parameters`.
-            at: the attributes of the model's config that lead to the part it reads; None where there is none.
-            layer_type: the type of layer that they are for, None for all layers.
-            note: what a report says of it.
-            length: `max_position_embeddings`, by which some scalings go, if that changes.
+            at: the attributes of the model's config that lead to the part it reads; None if there is no such part.
+            layer_type: the type of layer that the settings are for; None for all layers.
+            note: text for reports.
+            length: the new `max_position_embeddings`, which some scalings read; None if it doesn't change.
         """
         assert old is not None
         present = next(value for name, value in old._buffers.items() if name.endswith("inv_freq") and value is not None)
@@ -56,7 +56,7 @@ class HostRotary(nn.Module):
         if note:
             vars(new)["hfpatch_note"] = note
         dropped = lens_of(old, Unrotated)
-        if dropped is not None and set(dropped.layer_types) != {layer_type}:  # other types of layers stay without
+        if dropped is not None and set(dropped.layer_types) != {layer_type}:  # other types of layers stay unrotated
             vars(new)[LENS] = Unrotated(tuple(one for one in dropped.layer_types if one != layer_type))
             new.__class__ = lensed_class(host_class(type(new)))
         return new
@@ -65,7 +65,7 @@ class HostRotary(nn.Module):
 def with_settings(
     rotary: nn.Module, settings: dict[str, Any], layer_type: str | None, length: int | None, device: str = "cpu"
 ) -> nn.Module:
-    """Return a new rotary module of the host with other settings; `length` is None if that of its config stays."""
+    """Return a new rotary module of the host with other settings; None as `length` keeps the config's length."""
     config: Any = copy.deepcopy(rotary.config)
     for name, value in settings_in(config, settings, layer_type, length).items():
         setattr(config, name, value)
@@ -78,7 +78,7 @@ def settings_in(
 ) -> dict[str, Any]:
     """Return the rotation settings in a config, by the attributes where transformers looks for them."""
     settings = copy.deepcopy(settings)
-    if not isinstance(getattr(config, "rope_parameters", None), dict):  # it reads nothing but theta
+    if not isinstance(getattr(config, "rope_parameters", None), dict):  # the host reads nothing but theta
         found = {"rope_theta": settings["rope_theta"]}
     elif layer_type is None:
         found = {"rope_parameters": settings}
@@ -94,7 +94,7 @@ class Unrotated:
     """Lens on a rotary module that makes it return no rotation: cos 1 and sin 0 (or the complex number 1).
 
     Attributes:
-        layer_types: the types of layers for which it does; None is that of modules which don't tell them apart.
+        layer_types: the types of layers that aren't rotated; None stands for modules that don't tell types apart.
     """
 
     layer_types: tuple[str | None, ...]
@@ -110,4 +110,4 @@ class Unrotated:
             return torch.ones_like(output)
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             return torch.ones_like(output[0]), torch.zeros_like(output[1])
-        raise PositionError(f"a rotary module returned {type(output).__name__}, and no cos and sin.")
+        raise PositionError(f"a rotary module returned {type(output).__name__}, not cos and sin.")

@@ -1,8 +1,8 @@
 """Lenses on a block that move the norm of a residual branch: pre, post, olmo2, sandwich, DeepNorm.
 
-A host that computes x + f(norm(x)) computes x + g(r(x)) for any r in the place of its norm and any g in the place of
-its branch's last module; one that computes norm(x + f(x)) does once its norm hands on what it is given, and r is what
-the first modules of the branch are given. With them every placement of norms can be had:
+A host that computes x + f(norm(x)) computes x + g(r(x)) if its norm is replaced by r and its branch's last module by g.
+So does a host that computes norm(x + f(x)) if its norm passes its input on, and r is what the branch's first modules
+are given. With r and g every placement of norms is possible:
 
     pre       x + f(LN(x))       r = LN   g = f
     post      LN(x + f(x))       r = id   g = LN(x + f) - x
@@ -71,13 +71,13 @@ class Join:
     """One branch of a block and how it is added to the stream. Names are relative to the block.
 
     Attributes:
-        form: one of the module docstring's, or "host": as it was, apart from where its dropout is applied.
+        form: a form of the module docstring, or "host": as it was, apart from where its dropout is applied.
         norm: the host's norm of this branch.
         outlet, call: the module in the place of g, and which of its calls in one forward of the block.
         dropout: attribute of the outlet's parent with the rate of the dropout that the host applies after it.
-        second: of a sandwich, the norm LN2.
-        readers: of a host that normalises the sum, the first modules of the branch.
-        alpha: of DeepNorm.
+        second: the norm LN2 of a sandwich.
+        readers: the first modules of the branch, if the host normalises the sum.
+        alpha: a of DeepNorm.
     """
 
     form: str
@@ -93,7 +93,7 @@ class Join:
         if self.form not in _FORMS:
             raise ValueError(f"form is {self.form!r:.40}, not one of {', '.join(_FORMS)}")
         if (self.form == "sandwich") != bool(self.second):
-            raise ValueError(f"a second norm ({self.second!r:.40}) is of a sandwich, and this is {self.form!r}")
+            raise ValueError(f"form={self.form!r}, second={self.second!r:.40}: a sandwich needs second=, no other form")
         if self.call < 0 or not 0 < self.alpha < inf:
             raise ValueError(f"no call of {self.outlet:.80} has number {self.call} and joins with alpha={self.alpha}")
 
@@ -148,7 +148,7 @@ def _require_there(module: nn.Module, paths: list[str]) -> None:
 
 
 class _RunningBranch:
-    """r and g of a branch in one forward of its block; r remembers the stream x for g."""
+    """r and g of a branch in one forward of its block; r keeps the stream x for g."""
 
     def __init__(self, join: Join, block: nn.Module):
         self.join, self.block = join, block
@@ -156,7 +156,7 @@ class _RunningBranch:
         self.of_stream: Tensor | None = None
 
     def read_stream(self, norm: Any, hidden_states: Tensor) -> Tensor:
-        """r, in the place of the norm that the branch reads through, given the stream; once for all that read it."""
+        """r, in place of the norm through which the branch reads the stream; computed once for all readers."""
         if self.of_stream is None or hidden_states is not self.stream:
             self.stream = hidden_states
             own = first_at(self.block, self.join.norm)  # as the block's lens before this one left it
@@ -177,14 +177,14 @@ class _RunningBranch:
         assert x is not None
         if x.shape != f.shape:
             raise UnsupportedError(
-                f"{join.outlet}: what it returns, {tuple(f.shape)}, isn't of the stream's shape {tuple(x.shape)} for "
+                f"{join.outlet}: its output {tuple(f.shape)} doesn't have the stream's shape {tuple(x.shape)} for "
                 "this input, so they can't be normalised together. Give inputs that need no padding inside the model."
             )
         return norm((x if join.form == "post" else join.alpha * x) + f) - x
 
 
 def _pass_sum(norm: Any, hidden_states: Tensor) -> Tensor:
-    """In the place of a norm of a sum: hands the sum on."""
+    """Replacement of a norm of a sum: returns the sum unchanged."""
     return hidden_states
 
 
@@ -201,7 +201,7 @@ def _reading(module: Any, branch: _RunningBranch) -> StandIn:
 
 
 def _by_call(module: Any, changes: dict[int, Callable[[Tensor], Tensor]]) -> StandIn:
-    """A module whose output, or the first of whose outputs, is changed, by the number of its call in one forward."""
+    """Stand-in for a module whose (first) output is changed, by the number of the call in one forward."""
     calls = 0
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Lenses that lift the length limit of a removed position table.
 
-Arguments are filled or refused, tables seen with other numbers of rows, lengths counted on the input, and methods that
-would fit a table to an image answer with the constant.
+They fill or refuse arguments, show tables with other numbers of rows, count lengths on the input, and replace methods
+that would fit a table to an image by the constant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .lens import Arguments, StandIn, View, first_at
 from .patch_errors import PositionError
 from .tables import ComputedPositions
 
-MEAN_ROW, NOTHING = "its mean row", "nothing"  # what a plan and a report say of a removed table
+MEAN_ROW, NOTHING = "its mean row", "nothing"  # what plans and reports call a removed table's replacement
 
-_ANY = 2**31  # rows enough for any length
+_ANY = 2**31  # rows, enough for any length
 
 
 class LengthLimit:
@@ -50,7 +50,7 @@ class FilledArguments(LengthLimit):
         if tokens is None and (embeds := arguments.get("inputs_embeds")) is not None:
             tokens = embeds[..., 0]
         if tokens is None:
-            return {}, {}  # the host says what it needs
+            return {}, {}  # the host's own error says what it needs
         missing = [name for name in self.names if arguments.get(name) is None]
         filled = {name: torch.zeros_like(tokens, dtype=torch.long) for name in missing}
         if self.counts and "position_ids" in filled:
@@ -74,7 +74,7 @@ class RefusedArguments(LengthLimit):
         for name in self.names:
             if arguments.get(name) is not None:
                 raise PositionError(
-                    f"{type(module).__name__} was given {name}, which stand at positions of their own: those can't be "
+                    f"{type(module).__name__} was given {name}, which have positions of their own that can't be "
                     "rotated. Leave them out, or leave this model's positions as they are."
                 )
         return {}, {}
@@ -85,8 +85,8 @@ class ExpandedRows(LengthLimit):
     """Shows constants (rows, width) and index buffers (1, rows) with as many rows as the host expects.
 
     Attributes:
-        rows: (path, number of rows): paths of tensors of the module, or of its children's. None is more than any
-            input needs; the name of an attribute is 1, or 2 where that is true.
+        rows: (path, number of rows), the paths of tensors of the module or of its children. None means more rows than
+            any input needs; the name of an attribute means 1, or 2 if the attribute is true.
     """
 
     rows: tuple[tuple[str, int | str | None], ...]
@@ -97,10 +97,10 @@ class ExpandedRows(LengthLimit):
             child, _, attribute = path.rpartition(".")
             holder: Any = getattr(module, child) if child else module
             if isinstance(holder, nn.Embedding) and not isinstance(holder, ComputedPositions):
-                continue  # a table that was resized
+                continue  # a resized table
             is_constant = isinstance(holder, ConstantPositions)
             tensor: Tensor | None = holder.constant[None] if is_constant else getattr(holder, attribute, None)
-            if tensor is None:  # this configuration has none
+            if tensor is None:  # this configuration has no such tensor
                 continue
             count = 1 + bool(getattr(module, number)) if isinstance(number, str) else number or _ANY
             first = tensor[..., :1, :] if tensor.is_floating_point() else tensor[..., :1, None]
@@ -124,7 +124,7 @@ class MeanOfBuffer(LengthLimit):
         table: Tensor = getattr(module, self.table)
         row = mean_rows(table)[0]
         row = torch.zeros_like(row) if ZERO_MEAN_ROW in module.__dict__ else row
-        # where the buffer is by then: some hosts cast it before they index it
+        # on the buffer's present device and in its dtype: some hosts cast it before they index it
         return {self.table: StandIn(table, lambda *_: row.to(getattr(module, self.table)))}, {}
 
 
@@ -133,11 +133,11 @@ class CountedLength(LengthLimit):
     """Shows the old length as the number of positions that convolutions produce from the input.
 
     Attributes:
-        argument: of the forward, cut along its last axes.
-        convolutions: whose strides lie between its sizes and positions; they have as many axes.
+        argument: argument of the forward, cut along its last axes.
+        convolutions: convolutions whose strides turn its sizes into positions; they have as many axes.
         places: paths of the numbers from the module, through children or its config.
-        more: tokens besides.
-        never_multiple_of: numbers of tokens that the host takes for others, see the error.
+        more: number of further tokens.
+        never_multiple_of: the host masks wrongly if the number of tokens is a multiple of this; see the error.
     """
 
     argument: str
@@ -149,7 +149,7 @@ class CountedLength(LengthLimit):
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         strides = [getattr(module, name).stride for name in self.convolutions]
         if not isinstance(arguments.get(self.argument), Tensor):
-            return {}, {}  # the host says what it needs
+            return {}, {}  # the host's own error says what it needs
         sizes = list(arguments[self.argument].shape[-len(strides[0]) :])
         for stride in strides:
             sizes = [size // step for size, step in zip(sizes, stride, strict=True)]
@@ -176,10 +176,10 @@ class AnyImageSize(LengthLimit):
     """Lets patch embeddings with a constant table take images of any size and aspect ratio.
 
     Attributes:
-        table: path of the constant, or several of which one is there ("a | b"); None where another module adds it.
-        resize: methods (or children) that would fit the table to an image; they answer with the constant.
-        flag: whether the forward takes `interpolate_pos_encoding`, without which it would insist on the old size.
-        rows: rows of the constant, where the host takes those of patches and of other tokens apart.
+        table: path of the constant, or several paths of which one exists ("a | b"); None if another module adds it.
+        resize: methods (or children) that would fit the table to an image; they return the constant instead.
+        flag: whether the forward takes `interpolate_pos_encoding`, without which it would require the old size.
+        rows: rows of the constant, if the host splits it into rows of patches and rows of other tokens.
         argument: the forward's argument with the pixels.
     """
 
@@ -191,7 +191,7 @@ class AnyImageSize(LengthLimit):
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> tuple[dict[str, Any], Arguments]:
         attributes: dict[str, Any] = {}
-        if isinstance(arguments.get(self.argument), Tensor):  # else the host says what it needs
+        if isinstance(arguments.get(self.argument), Tensor):  # else the host's own error says what it needs
             attributes["image_size"] = tuple(arguments[self.argument].shape[-2:])
         constant = first_at(module, *self.table.split(" | ")) if self.table is not None else None
         if constant is not None:
@@ -213,7 +213,7 @@ def limit_beside_table(limit: LengthLimit, reserved_rows: int) -> LengthLimit | 
         limit: the lens for a stack without a table.
         reserved_rows: as in `sites.architectures.architecture.Stack`.
     """
-    if isinstance(limit, FilledArguments):  # hosts with reserved rows count from their tokens, padding left out
+    if isinstance(limit, FilledArguments):  # hosts with reserved rows count positions themselves, without padding
         counted = "position_ids" in limit.names and not reserved_rows
         return FilledArguments(*(name for name in limit.names if counted or name != "position_ids"), counts=counted)
     if isinstance(limit, ExpandedRows):  # hosts that only compare their input with the number of rows can keep it

@@ -39,7 +39,7 @@ class Lens(Protocol):
     A lens may have three more methods:
 
         bind(module): the lens for one module, once its patterns of names are resolved.
-        over(present): joins it with a lens of the same kind that the module has; without it that one is replaced.
+        over(present): joins it with the module's present lens of the same kind; without `over`, it replaces that lens.
         finish(output, arguments): changes the output of the forward.
     """
 
@@ -64,7 +64,7 @@ class View:
         module = self.__dict__["_module"]
         method = getattr(type(module), name, None)
         value = getattr(module, name)
-        # the first condition because torch.compile says of a bound method that it is the function
+        # the first condition, because under torch.compile a bound method is the function
         static = not isinstance(value, MethodType) and value is method
         if isinstance(method, FunctionType) and not static and method is not getattr(nn.Module, name, None):
             return functools.partial(method, self)  # torch.compile of torch 2.11 can't trace making a bound method
@@ -76,7 +76,7 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._forward_hooks or self._forward_pre_hooks:
             return nn.Module._call_impl(self, *args, **kwargs)  # type: ignore[arg-type]
-        return type(self._module).forward(self, *args, **kwargs)  # self.forward is nothing that dynamo can trace
+        return type(self._module).forward(self, *args, **kwargs)  # dynamo can't trace self.forward
 
 
 class ListView:
@@ -129,7 +129,7 @@ def views(module: Any, tree: dict[str, Any]) -> dict[str, Any]:
     """Return view attributes for replacements of nested children; children with replacements become views.
 
     Args:
-        module: the module that the view is of, or a view of it that another lens has filled.
+        module: the module of the view, or a view of it that another lens has filled.
         tree: replacement, or dictionary of replacements inside the child, by the child's name; `put` builds it.
     """
     return {
@@ -149,9 +149,9 @@ def _proxy_of(child: Any, tree: dict[str, Any]) -> Any:
 
 
 def prepare_views(module: nn.Module) -> None:
-    """Make the classes of views of all models that a module contains, with the names of their own classes.
+    """Make the classes of views of all models that a module contains, with the names of these models' classes.
 
-    By a class's name transformers finds which outputs of its layers a model records.
+    transformers looks up by a class's name which outputs of its layers a model records.
     """
     for host in {host_class(type(part)) for part in module.modules() if isinstance(part, PreTrainedModel)}:
         if host not in _NAMED_VIEWS:
@@ -183,7 +183,7 @@ def first_at(module: Any, *paths: str) -> Any:
 
 
 def skip_inner_checkpointing(module: nn.Module) -> dict[str, bool]:
-    """Return view attributes that turn off checkpointing, which the layer itself already does."""
+    """Return view attributes that turn off gradient checkpointing inside: the layer itself already does it."""
     return {"gradient_checkpointing": False} if hasattr(module, "gradient_checkpointing") else {}
 
 
@@ -205,13 +205,13 @@ class Lenses:
 
 
 def lens_of(module: nn.Module, kind: type) -> Any:
-    """Return the module's lens of one kind, None if it has none."""
+    """Return the module's lens of one kind; None if it has no such lens."""
     lens = module.__dict__.get(LENS)
     return next((one for one in getattr(lens, "lenses", (lens,)) if isinstance(one, kind)), None)
 
 
 def with_lens(module: nn.Module, lens: Lens) -> Lens:
-    """Return the module's lens with this one added; one of the same kind is combined (`over`) or replaced."""
+    """Return the module's lens with another added; a lens of the same kind is combined (`over`) or replaced."""
     present = module.__dict__.get(LENS)
     same = lens_of(module, type(lens))
     if same is not None and hasattr(lens, "over"):
@@ -234,13 +234,13 @@ def subtract_mean(output: Any, axis: int) -> Any:
 class CentredArgument:
     """Lens: subtracts the mean over channels, x - mean(x), from an argument of a module.
 
-    An exact RMSNorm needs a residual stream of mean zero. No weight can be centred for one that begins with what no
-    module returns (convolutions and sinusoids that a forward adds up): then the first block centres what it receives.
-    Nor for `inputs_embeds` of a user (soft prompts, PEFT's prompt tuning), which don't pass the table of tokens.
+    An exact RMSNorm needs a residual stream of mean zero. If no module returns the beginning of the stream (a forward
+    adds up convolutions and sinusoids), no weight can be centred for it: the first block centres its input instead. So
+    are `inputs_embeds` of a user (soft prompts, PEFT's prompt tuning), which don't pass the table of tokens.
 
     Attributes:
-        name: of the argument.
-        axis: of its channels.
+        name: the argument's name.
+        axis: the axis of its channels.
     """
 
     name: str
@@ -265,7 +265,7 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [one for one in signature.parameters.values() if one.kind in by_place][1:]
     names, defaults = tuple(one.name for one in taken), {one.name: one.default for one in taken}
-    # apply_chunking_to_forward counts their parameters, which torch.compile can't do for methods of a view
+    # apply_chunking_to_forward counts parameters of these methods, which torch.compile can't do for methods of a view
     chunked = [name for name in dir(host) if name.endswith("_chunk") and _is_method(host, name)]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,8 +304,8 @@ def lensed_forward(host: type[nn.Module], named: type | None = None) -> Callable
         return output
 
     forward.__signature__ = signature  # type: ignore[attr-defined]  # callers inspect it for the arguments to pass
-    # vLLM looks in an attention's source for its call of ALL_ATTENTION_FUNCTIONS. The source alone isn't the module:
-    # what rewrites it goes by a symbolic trace, and there is none
+    # vLLM looks in an attention's source for its call of ALL_ATTENTION_FUNCTIONS. It can't rewrite the source, which
+    # isn't all of the module: rewriting needs a symbolic trace, and the forward refuses that
     forward.__wrapped__ = host_forward  # type: ignore[attr-defined]
     return forward
 
@@ -336,13 +336,13 @@ def _register_parameter(self: Any, name: str, parameter: nn.Parameter | None) ->
     """As the host's, but a centred module keeps its weight.
 
     Raises:
-        RuntimeError: the weight is taken out, as optimum-quanto does with a layer that it has just replaced.
+        RuntimeError: the weight is removed, as optimum-quanto does with a layer that it has just replaced.
     """
     if name == "weight" and parameter is None and self.__dict__.get(CENTRED) is not None:
         raise RuntimeError(
             f"a {self._get_name()} is centred in every forward, and the layer that takes its weight isn't: the model "
             "computes something else from now on. Patch the original with norm='rms', which centres the weights "
-            "instead, then quantize that; or exclude this layer."
+            "instead, then quantize the result; or exclude this layer."
         )
     host: Any = host_class(type(self))
     host.register_parameter(self, name, parameter)

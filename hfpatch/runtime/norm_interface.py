@@ -1,7 +1,7 @@
 """Interface that other code expects of norms: NormFacts, Parameters weight and bias, a class known to weight decay.
 
-transformers' Trainer leaves out of weight decay what is in an `nn.LayerNorm`, and what has a name that it knows (bias,
-layernorm, rmsnorm, norm, ..._norm). Many norms, such as GPT-2's `ln_1`, are known by their class alone.
+transformers' Trainer leaves Parameters out of weight decay if they are in an `nn.LayerNorm`, or have a name that it
+knows (bias, layernorm, rmsnorm, norm, ..._norm). It knows many norms, such as GPT-2's `ln_1`, by their class alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class NormFacts:
         shape: the normalised trailing shape, usually `(d,)`; `()` for a norm of the last axis that works at any size.
         eps: added inside the root; None means the machine epsilon of the input's dtype.
         channels_first: whether the normalised axis is 1 (images) rather than the last.
-        offset: 1.0 where the stored gain is an offset from one, else 0.0.
-        gain, shift: attribute names of the Parameters, None for an absent one.
+        offset: 1.0 if the stored gain is an offset from one, else 0.0.
+        gain, shift: attribute names of the Parameters; None if absent.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class NormFacts:
     shift: str | None = None
 
     def parameters_of(self, module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """The gain and shift Parameters of a module that these facts describe; None for an absent one."""
+        """The gain and shift Parameters of a module that these facts describe; None if absent."""
         gain, shift = (getattr(module, name, None) if name else None for name in (self.gain, self.shift))
         return gain, shift
 
@@ -45,8 +45,8 @@ class NormFacts:
 class KernelLayerName:
     """Attribute `kernel_layer_name` of a norm's class, by which kernels of the Hub (`use_kernels=True`) find layers.
 
-    Its subclasses don't inherit it but for `undecayed`: they compute something else, which a kernel would replace
-    without a word.
+    Of the class's subclasses only `undecayed` inherits it. The others compute something else, which a kernel would
+    replace silently.
     """
 
     def __init__(self, name: str):
@@ -80,18 +80,18 @@ class NormInterface(nn.Module):
     Gain and shift are also read and set as `weight` and `bias`: hosts read the dtype of their norm's weight, and PEFT
     sets both when it merges.
 
-    `undecayed` is a norm's class for where weight decay is to leave it out: the same one, and an `nn.LayerNorm` to
-    `isinstance`; it is made with each class. Since it needn't be LayerNorm's arithmetic, it has no `normalized_shape`
-    but where it is: what would put a LayerNorm of its own in its place (accelerate's conversion to fp8, quanto) then
-    stops, instead of computing something else.
+    `undecayed` is a norm's class if weight decay leaves the norm out: a subclass that is an `nn.LayerNorm` as well, for
+    `isinstance`. It is made with each class. It has a `normalized_shape` only if it computes what LayerNorm does. So
+    libraries that would replace it by a LayerNorm of their own (accelerate's conversion to fp8, quanto) stop with an
+    error, instead of computing something else.
     """
 
-    names: ClassVar[tuple[str, str]] = USUAL  # those under which gain and shift are stored
+    names: ClassVar[tuple[str, str]] = USUAL  # names under which gain and shift are stored
     undecayed: ClassVar[type[NormInterface]]
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if cls.names != USUAL:  # for others torch's own are enough, which compiled code checks with less
+        if cls.names != USUAL:  # else torch's own methods suffice, and compiled code has fewer guards
             cls.__getattr__, cls.__setattr__ = _read, _write  # type: ignore[method-assign,assignment]
         if not issubclass(cls, nn.LayerNorm):
             name = f"{cls.__qualname__}.undecayed"  # under which pickle finds it
@@ -99,10 +99,10 @@ class NormInterface(nn.Module):
             cls.undecayed = type(cls.__name__, (cls, nn.LayerNorm), body)
 
     def leave_out_of_decay(self, replaced: nn.Module | None) -> None:
-        """Let weight decay leave out all of its Parameters, unless it reached the gain of the replaced norm.
+        """Let weight decay leave out all Parameters of the norm, unless it reached the gain of the replaced norm.
 
-        That one is no `nn.LayerNorm`, and its name decides (imagegpt's ln_1, aimv2's rms_norm1); a bias never decays.
-        Parameters of other names would start to, so with those none decays.
+        If that norm is no `nn.LayerNorm`, its name decides (imagegpt's ln_1, aimv2's rms_norm1); a bias never decays.
+        Parameters of other names would begin to decay, so if the norm has such names, no Parameter decays.
         """
         named = {name for name, parameter in self._parameters.items() if parameter is not None}
         if replaced is None or isinstance(replaced, nn.LayerNorm) or not named <= set(USUAL):

@@ -17,7 +17,7 @@ OWN = "own"  # default of `replacing`: take the gain or shift under the replaced
 
 
 def parameter_names(norm: nn.Module | None) -> tuple[str | None, str | None]:
-    """Names of a norm's gain and shift: those of an `AffineNorm`, else "weight" and "bias"; None for an absent one."""
+    """Names of a norm's gain and shift: as an `AffineNorm` tells them, else "weight" and "bias"; None if absent."""
     if norm is None:
         return USUAL
     if isinstance(norm, AffineNorm):
@@ -117,7 +117,7 @@ class AffineNorm(NormInterface):
         kept = [one for one in (gain_parameter, shift_parameter) if one is not None]
         if shape is None:
             if not kept:
-                raise ValueError("the norm that it replaces has no Parameters, whose shape it was to take.")
+                raise ValueError("the replaced norm has no Parameters to take a shape from; give shape=.")
             facts = replace(facts, shape=tuple(kept[0].shape))
         beside = kept or [one for one in parent.parameters() if one.is_floating_point()]
         first = next(iter(beside), torch.zeros(()))
@@ -130,7 +130,7 @@ class AffineNorm(NormInterface):
         new = cls(facts, gain_parameter, shift_parameter, **options, like=like)
         if old is None:
             new.reset_parameters()
-        elif isinstance(old, cls):  # what it learned besides stays
+        elif isinstance(old, cls):  # its other learned parameters stay
             own = new.own_names
             new._parameters.update({name: value for name, value in old._parameters.items() if name in own})
         new.leave_out_of_decay(replaced=old)
@@ -139,9 +139,9 @@ class AffineNorm(NormInterface):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name.startswith(RENAMED):
             raise UnsupportedError(
-                f"{type(self).__name__}: a norm's parameter can't be called {name!r}: where the norm is called "
-                "LayerNorm, as BERT's are, transformers would load it under another name, and lose it. Call it "
-                "otherwise."
+                f"{type(self).__name__}: a norm's parameter can't be called {name!r}: if the norm is called "
+                "LayerNorm, as BERT's are, transformers would load it under another name, and lose it. Rename the "
+                "parameter."
             )
         super().register_parameter(name, param)
 
@@ -231,8 +231,8 @@ class AffineNorm(NormInterface):
         return [name for name, value in self._parameters.items() if value is not None and name not in self.names]
 
     def _present(self, name: str, values: Tensor) -> str:
-        """A parameter's value in words, of a vector its range; `alpha0=0.5`, the start, where no values are at hand."""
-        if values.is_meta or type(values) is not Tensor or not values.numel():  # a shard, a fake; emptied by FSDP
+        """A parameter's value as text, of a vector the range; its start, `alpha0=0.5`, if it has no values now."""
+        if values.is_meta or type(values) is not Tensor or not values.numel():  # a shard, a fake, or emptied by FSDP
             return f"{name}0={self.initial_values().get(name)}"
         least, most = (f"{value:.4g}" for value in torch.stack(values.aminmax()).tolist())  # one copy from the device
         return f"{name}={least}" if least == most else f"{name}={least} to {most}"
@@ -260,7 +260,7 @@ class LayerNorm(AffineNorm):
 
     def __init__(self, *norm: Any, **like: Any):
         super().__init__(*norm, **like)
-        if type(self) is LayerNorm and self.fused_eps is not None:  # it is torch's, whose attributes are read by others
+        if type(self) is LayerNorm and self.fused_eps is not None:  # equal to torch's, whose attributes libraries read
             self.normalized_shape, self.elementwise_affine = self.facts.shape, self.weight is not None
 
     def normalise(self, h: Tensor) -> Tensor:
@@ -333,8 +333,8 @@ _FACTORS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5)
 class DynamicTanh(AffineNorm):
     """y = gain * tanh(alpha x) + shift, alpha a learned scalar; gain and shift are the paper's gamma and beta.
 
-    Gain and shift aren't stored as weight and bias: the unpatched model would load them silently as a LayerNorm's. Nor
-    as gamma and beta: transformers renames those while loading (`LayerNorm.gamma` to `LayerNorm.weight`).
+    Gain and shift aren't stored as weight and bias: the unpatched model would load them silently as a LayerNorm's. They
+    aren't stored as gamma and beta: transformers renames these while loading (`LayerNorm.gamma` to `LayerNorm.weight`).
 
     Args:
         alpha: the starting value of alpha.
@@ -355,7 +355,7 @@ class DynamicTanh(AffineNorm):
         self.alpha = self.new_scalar(alpha, like)
 
     def normalise(self, h: Tensor) -> Tensor:
-        # 1 - 2 sigmoid(-2 u) takes a CPU a fifth of the time, but is off by 1e-7 where u is small, as repairs make it
+        # 1 - 2 sigmoid(-2 u) takes a CPU a fifth of the time, but is off by 1e-7 for small u, as repairs make it
         return torch.tanh(self.alpha * h)
 
     def trials(self, spread: float) -> list[dict[str, float]]:

@@ -1,9 +1,9 @@
-"""Computes values that depend on positions only once per forward of a stack, not in each attention.
+"""Computes values that depend only on positions once per forward of a stack, not in each attention.
 
 cos and sin, ALiBi's biases and causal masks are equal in all attentions of a stack. In each forward the stack's owner
-hands an empty `Once` down (handing_down.py); the attention that first needs a value computes it, the others find it
-there. An attention that was handed none, because it is called alone or its host drops arguments that it doesn't know,
-computes its own. So does compiled code, which plain arguments alone serve with one graph for all layers.
+passes an empty `Once` on (handing_down.py). The attention that first needs a value computes it, and the others find it
+there. An attention computes its own values if it got no `Once`, because it is called alone or its host drops unknown
+arguments. So does compiled code: with plain arguments only, a single graph serves all layers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ONCE = "computed_once"  # argument, or attribute of an attention's view, with th
 
 
 class Once:
-    """Values of one forward, by kind: of each kind the last one alone, lest layers that differ pile theirs up.
+    """Values of one forward, by kind. Each kind keeps only its last value: else values of different layers pile up.
 
     It belongs to the forward that made it and ends with it, or with the backward that computes its layers again. A
-    value is found by all that it was computed from: numbers and texts by what they are, tensors by which they are.
+    value is found by its sources: numbers and texts are compared by value, tensors by identity.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Once:
 
 
 def once(values: Once | None, kind: tuple, sources: tuple, compute: Callable[[], Any]) -> Any:
-    """Return `Once.of`; without one the value is computed."""
+    """Return `Once.of`; without a `Once` the value is computed."""
     return compute() if values is None else values.of(kind, sources, compute)
 
 
 def key_of(module: nn.Module) -> str | None:
-    """Return what says which values a module computes, for modules to share them; None if they are its alone.
+    """Return the key by which modules share the values that they compute; None if a module's values aren't shared.
 
-    Those are of what is learned, and of a module that somebody's hooks watch or change.
+    Values aren't shared if the module has learned parameters, or hooks that may watch or change it.
     """
     if module._parameters or module._forward_pre_hooks or module._forward_hooks:
         return None

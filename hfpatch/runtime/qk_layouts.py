@@ -74,8 +74,8 @@ class Projections(Layout):
     Attributes:
         query, key: names of the projections.
         time: as in `Layout`.
-        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: the vector at [i,
-            j] turns with query i, so that the product stays.
+        beside_keys: argument (T, T, B, head_dim) whose products with queries are added to the scores: the vector at
+            [i, j] turns with query i, so that the product stays the same.
 
     Examples:
         >>> from hfpatch.extend import Projections
@@ -102,11 +102,11 @@ class Projections(Layout):
 
 @dataclass(frozen=True)
 class WindowProjections(Projections):
-    """Projections of an attention in windows that has others for tokens which attend to all (Longformer's).
+    """Projections of an attention in windows, with other projections for tokens that attend to all (Longformer's).
 
     Attributes:
-        global_query: of those tokens alone, the first of each text, then the second: (G, B, heads * head_dim).
-        global_key: of all tokens.
+        global_query: for these tokens only, the first of each text, then the second: (G, B, heads * head_dim).
+        global_key: for all tokens.
         marks: argument (B, T), true for tokens that attend to all.
     """
 
@@ -140,8 +140,8 @@ class Fused(Layout):
         shared: attribute that says whether all heads share one key and one value: then blocks, with k and v of one
             head.
         query_bias: Parameter (heads * head_dim,) that the attention adds to the queries itself.
-        clip: attribute with c, if the host clips the output to [-c, c] (None, 0: it doesn't): here before heads are
-            turned.
+        clip: attribute with c, if the host clips the output to [-c, c] (None, 0: it doesn't); clipped here before
+            heads are turned.
         slices: how many slices of channels there are, each `[q | v | k]` of some of the heads (CodeGen's, for TPUs).
 
     Examples:
@@ -229,10 +229,10 @@ def _turn_heads(y: Tensor, head_dim: int, unrotated: UnrotatedHeads | None, rota
 
 
 def channels_per_head(module: nn.Module, attribute: str, projections: Layout) -> int:
-    """The attention's head_dim; `attribute` names what holds it, or two as in "embed_dim / num_heads" or "/ num_heads"
-    (of the width that queries have).
+    """The attention's head_dim; `attribute` is its attribute's name, or a quotient as in "embed_dim / num_heads" or
+    "/ num_heads" (of the queries' width).
     """
-    if "/" not in attribute:  # an attention's forward comes by here
+    if "/" not in attribute:  # the fast case first: attentions call this in every forward
         return getattr(module, attribute)
     whole, _, heads = (part.strip() for part in attribute.partition("/"))
     channels = getattr(module, whole) if whole else projections.query_width(module)
@@ -240,5 +240,5 @@ def channels_per_head(module: nn.Module, attribute: str, projections: Layout) ->
 
 
 def swap_token_axis(x: Tensor, time: int) -> Tensor:
-    """x with axis 1 and that of the tokens swapped; no call where they are the same."""
+    """x with axis 1 and the tokens' axis swapped; x itself if they are the same."""
     return x if time == 1 else x.transpose(1, time)

@@ -10,15 +10,15 @@ from typing import Any
 from .edits import Edit, parse_edits
 from .patch_errors import CheckpointError
 
-KEY = "hfpatch"  # of the config, in memory and on disk: the patch record; also the model_type that exports have on disk
-# model_type on disk of what needs hfpatch: transformers' error is of its own words but for this name
+KEY = "hfpatch"  # key of the patch record in the config, in memory and on disk; also the model_type of exports on disk
+# model_type on disk of checkpoints that need hfpatch: this name is all that transformers' error shows of hfpatch
 MODEL_TYPE = "hfpatch__install_hfpatch_and_import_it_first"
 MODEL_TYPES = (MODEL_TYPE, KEY)
 VERSION = 3  # of the record
 _READ_UNTIL = {1: "0.2", 2: "0.4"}  # by version of the record: the first hfpatch without a reader
 REPAIR = "_hfpatch_repair"  # attribute of a model: the report of its latest repair
 _REQUIRED = {"version", "base_model_type", "request", "edits"}
-_OPTIONAL = {"any_length", "foreign_classes"}  # the latter of 0.3, which isn't read
+_OPTIONAL = {"any_length", "foreign_classes"}  # hfpatch 0.3 wrote the latter, which isn't read
 _MOST_REQUESTS = 1_000
 ARCHITECTURE = "Hfpatch"  # what stands before the host's name in a checkpoint's `architectures`
 
@@ -27,7 +27,7 @@ def read_record(stored: Any, where: str) -> tuple[str, tuple[Edit, ...]]:
     """Return `base_model_type` and edits of a stored record; opening needs no more, schemes/request.py reads the rest.
 
     Raises:
-        CheckpointError: it is malformed, of another version, or an edit can't be read (see `Edit.parse`).
+        CheckpointError: the record is malformed or of another version, or an edit can't be read (see `Edit.parse`).
     """
     if not isinstance(stored, Mapping):
         raise CheckpointError(f"{where}: its patch record is {type(stored).__name__}, not an object.")
@@ -37,7 +37,7 @@ def read_record(stored: Any, where: str) -> tuple[str, tuple[Edit, ...]]:
     if version < VERSION:
         raise CheckpointError(
             f"{where}: its patch record is that of hfpatch 0.{version}, which this version doesn't read. Patch the "
-            "original again (values that were trained since go over by load_state_dict of the file's tensors), or open "
+            "original again (copy values that were trained since by load_state_dict of the file's tensors), or open "
             f"it with the last version that reads it: pip install 'hfpatch<{_READ_UNTIL[version]}'."
         )
     if version > VERSION:
@@ -68,9 +68,9 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
     """Warn of settings overridden at opening that edits fix: the eps of norms, rotations.
 
     Args:
-        saved: the settings on disk; the config has those that the model was opened with.
-        config: of the opened model.
-        where: what the checkpoint is called in the warning.
+        saved: the settings on disk.
+        config: the opened model's config, with the settings that it was opened with.
+        where: name of the checkpoint in the warning.
     """
     edits, before = " ".join(getattr(config, KEY)["edits"]), _flatten(saved)
     rotates, fixed = any(name in edits for name in ("Rotary", "Unrotated")), []
@@ -81,27 +81,27 @@ def warn_of_ineffective_overrides(saved: Mapping[str, Any], config: Any, where: 
     if fixed:
         warnings.warn(
             f"{where} was opened with {', '.join(fixed)}, which has no effect on modules that the patch put in: they "
-            "keep what they were patched with. Patch the original with the values that you want.",
+            "keep the values of the patch. Patch the original with the values that you want.",
             UserWarning,
             stacklevel=4,
         )
 
 
 def warn_of_other_outputs(model: Any, where: str, reached: Callable[[], bool]) -> None:
-    """Warn of another class than was saved, if the patch isn't in it, or didn't keep what it returns.
+    """Warn of another class than the saved one, if the patch isn't in it, or didn't keep its outputs.
 
     Args:
-        model: opened.
-        where: what the checkpoint is called in the warning.
-        reached: tells whether it has any place of the edits.
+        model: the opened model.
+        where: name of the checkpoint in the warning.
+        reached: tells whether the model has any place of the edits.
     """
-    requests = getattr(model.config, KEY)["request"]  # as the file has them: what can't be read is refused when needed
+    requests = getattr(model.config, KEY)["request"]  # unparsed: unreadable requests are refused when they are needed
     outcomes = (one.get("outcome") for one in requests if isinstance(one, Mapping))
     found = dict.fromkeys(one["elsewhere"] for one in outcomes if isinstance(one, Mapping) and one.get("elsewhere"))
     saved, edits = saved_from(model.config), getattr(model.config, KEY)["edits"]
     if type(model).__name__ not in saved and ((lost := bool(edits) and not reached()) or found):
         kept = f"The patch kept what the first returns, but for {', '.join(found)}. If you need that, patch"
-        text = "This class has none of the places that the patch changed: it isn't patched. To have it so, patch"
+        text = "This class has none of the places that the patch changed, so it isn't patched. To patch it, patch"
         warnings.warn(
             f"{where} was patched as {' or '.join(saved)} and is opened as {type(model).__name__}. "
             f"{text if lost else kept} the original as this class.",
@@ -111,7 +111,7 @@ def warn_of_other_outputs(model: Any, where: str, reached: Callable[[], bool]) -
 
 
 def _flatten(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Settings and those of their parts, by dotted names."""
+    """Settings, and the settings of their parts, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= _flatten(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}

@@ -1,9 +1,9 @@
 """Makes the host's own class refuse a patched checkpoint, which it would otherwise open unpatched.
 
-`GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file speaks of another model type.
-But every class asks its config which file the weights are in, and takes no name that can't be one. There a sentence
-stands: on disk in config.json and in the settings of its parts, in memory in the config, which a caller may pass
-(`config=`). Patched classes do without it. The host's own config, passed by the caller, opens the weights unpatched.
+`GPT2LMHeadModel.from_pretrained(folder)` asks no registry: it only warns that the file names another model type. But
+every class asks its config for the name of its weight file, and refuses an impossible name. So a sentence stands there:
+on disk in config.json and in the settings of its parts, in memory in the config, which a caller may pass (`config=`).
+Patched classes ignore it. The host's own config, passed by the caller, opens the weights unpatched.
 Nothing in this file needs the rest of the package.
 """
 
@@ -60,7 +60,7 @@ def is_sentence(value: Any) -> bool:
 
 
 def add_guard(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a patched config as they go to disk, with which its host's classes open no weights."""
+    """Return the settings of a patched config as written to disk, with which its host's classes open no weights."""
     guarded = {**stored, FILE: SENTENCE}
     for name, part in vars(config).items():
         if isinstance(part, PreTrainedConfig) and isinstance(stored.get(name), dict):
@@ -78,7 +78,7 @@ def remove_guard(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(config: PreTrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], PreTrainedConfig]]:
-    """Yield the config and those of its parts, by their path."""
+    """Yield the config and the configs of its parts, by path."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):

@@ -30,7 +30,7 @@ class RotaryEmbedding(nn.Module):
         partial: fraction of the channels that is rotated.
         pairing: "half" pairs channel i with i + d/2, "interleaved" 2i with 2i + 1.
         axes: number of coordinates of a position.
-        scaling: transformers' `rope_parameters` without theta, None for none.
+        scaling: transformers' `rope_parameters` without theta; None for no scaling.
         length: the original maximum length, from which the scaling rules start.
 
     Raises:
@@ -60,7 +60,7 @@ class RotaryEmbedding(nn.Module):
         if self.rotary_dim < 2 * axes or self.rotary_dim % 2:
             raise ValueError(f"a head of {head_dim} channels can't be turned: {self.rotary_dim} of them, in pairs")
         self.halves = pairing == "half"
-        self.key = str((head_dim, theta, partial, pairing, axes, scaling, length))  # equal for equal rotations
+        self.key = str((head_dim, theta, partial, pairing, axes, scaling, length))
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
@@ -70,8 +70,8 @@ class RotaryEmbedding(nn.Module):
     def _scaled_frequencies(self, input_length: int | None = None) -> tuple[Tensor, float]:
         """Frequencies of one axis (pairs / axes,) in float32 on the CPU, and the factor on cos and sin.
 
-        On the CPU whatever the default device is: it is the meta device while a model loads. The input's length counts
-        for scaling rules that depend on it.
+        The default device doesn't matter: it is the meta device while a model loads. The input's length counts for
+        scaling rules that depend on it.
         """
         scaling = self.scaling
         if scaling is None or scaling["rope_type"] == "default":
@@ -121,7 +121,7 @@ class RotaryEmbedding(nn.Module):
         return self.inv_freq.to(positions.device)
 
     def cast(self, phases: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `forward` returned, in the dtype of queries or keys x and where they are."""
+        """Return the phases of `forward` in the dtype and on the device of queries or keys x."""
         cos, sin = phases
         if cos.dtype == x.dtype and cos.device == x.device:
             return phases
@@ -132,13 +132,13 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             x: queries or keys.
-            phases: what `forward` returned for their positions.
+            phases: the result of `forward` for their positions.
         """
         cos, sin = self.cast(phases, x)
         rotary_dim, width = self.rotary_dim, x.shape[-1]
-        # split and unbind rather than slices, whose backward would allocate a tensor of zeros each
+        # split and unbind rather than slices: the backward of each slice would allocate a tensor of zeros
         rotated, *rest = (x,) if rotary_dim == width else x.split((rotary_dim, width - rotary_dim), dim=-1)
-        if self.halves and is_dynamo_compiling():  # elementwise only, to fuse with what surrounds it
+        if self.halves and is_dynamo_compiling():  # elementwise only, to fuse with the operations around it
             halves, cos, sin = (part.unflatten(-1, (2, -1)) for part in (rotated, cos, sin))
             rotated = (halves * cos + halves.flip(-2) * sin).flatten(-2)
         elif self.halves:  # products over full rows instead of x1 and x2 apart take half the time
@@ -156,9 +156,9 @@ class RotaryEmbedding(nn.Module):
 class AdaptiveRotaryEmbedding(RotaryEmbedding):
     """A rotation whose frequencies depend on the input's length L, its largest position plus one.
 
-    "dynamic" (NTK-aware) replaces theta by theta * (s L / L0 - (s - 1))^(d / (d - 2)) where L exceeds the original
-    length L0, with the factor s; "longrope" (Ding et al. 2024, arXiv:2402.13753) divides frequencies by `short_factor`
-    up to L0 and by `long_factor` beyond it. Both are transformers' rules, except that earlier inputs have no effect.
+    "dynamic" (NTK-aware) replaces theta by theta * (s L / L0 - (s - 1))^(d / (d - 2)) if L exceeds the original length
+    L0, with the factor s; "longrope" (Ding et al. 2024, arXiv:2402.13753) divides frequencies by `short_factor` up to
+    L0 and by `long_factor` beyond it. Both are transformers' rules, except that earlier inputs have no effect.
     """
 
     long_freq: Tensor
@@ -189,7 +189,7 @@ class AdaptiveRotaryEmbedding(RotaryEmbedding):
 
 
 def _is_positive(setting: Any) -> bool:
-    """Whether a scaling's setting, where that is a number or a list of numbers, is above 0."""
+    """Whether a scaling's setting is above 0, if it is a number or a list of numbers."""
     values = setting if isinstance(setting, list | tuple) else (setting,)
     return all(isinstance(value, str | bool) or value > 0 for value in values)
 
@@ -212,7 +212,7 @@ def describe_rotation(head_dim: int, rotation: Any) -> str:
 
 
 def describe_scaling(settings: Mapping[str, Any], original: int | None, length: int | None) -> list[str]:
-    """Return what a scaling does in words: its type and factor, the length that it starts from, and the new one."""
+    """Return a scaling in words: its type and factor, the length that it starts from, and the new length."""
     kind = settings.get("rope_type", "default")
     numbers = {"factor": settings.get("factor"), "original": original, "length": length}
     shown = [f"{name}={number:.10g}" for name, number in numbers.items() if number]

@@ -59,7 +59,7 @@ class ComputedPositions(nn.Embedding):
 
     @classmethod
     def replacing(cls, old: nn.Module | None, parent: nn.Module, rule: Any, first: int) -> ComputedPositions:
-        """Return what takes the place of a table; settings of the host's class are kept."""
+        """Return the replacement of a table; settings of the host's class are kept."""
         assert isinstance(old, nn.Embedding)
         generated = computed_class(host_class(type(old)))
         new = generated.__new__(generated)
@@ -67,7 +67,7 @@ class ComputedPositions(nn.Embedding):
         own = {name: value for name, value in vars(old).items() if name not in {*vars(new), LENS, CENTRED}}
         vars(new).update(own, rule=rule, first=first)
         weight, usual = old.weight.detach(), torch.get_default_device()
-        if weight.is_meta and usual.type != "meta":  # accelerate's init_empty_weights: buffers hold values
+        if weight.is_meta and usual.type != "meta":  # under accelerate's init_empty_weights buffers hold values
             weight = torch.empty_like(weight, device=usual)
         new.register_buffer("weight", weight, persistent=False)
         if not weight.is_meta:
@@ -85,7 +85,7 @@ class ComputedPositions(nn.Embedding):
         self._buffers["weight"] = self.rows(rows)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ComputedPositions:
-        super()._apply(fn, recurse)  # moves the buffer, and with .half() rounds it from what was rounded before
+        super()._apply(fn, recurse)  # moves the buffer, and with .half() rounds its rounded values again
         self.reset()
         return self
 
@@ -106,7 +106,7 @@ class ComputedPositions(nn.Embedding):
 
 @functools.cache
 def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
-    """Return the class of a computed table in the place of one of class `host`, whose forward still says which rows."""
+    """Return the class of a computed table that replaces a table of class `host`, whose forward still chooses rows."""
     body: dict[str, Any] = {
         "__module__": host.__module__,
         "__qualname__": host.__qualname__,
@@ -116,7 +116,7 @@ def computed_class(host: type[nn.Embedding]) -> type[ComputedPositions]:
     }
     if host is nn.Embedding:
         return type(host.__name__, (ComputedPositions,), body)
-    if "__class__" not in inspect.unwrap(host.forward).__code__.co_freevars:  # no super(): it takes the rows itself
+    if "__class__" not in inspect.unwrap(host.forward).__code__.co_freevars:  # no super(): it reads rows of its weight
         host_forward = host.forward
 
         def forward(self: ComputedPositions, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norm schemes that leave norms without a variance of the input, or without parameters."""
+"""Norm schemes that remove the input's variance from norms (fixed, none), or their parameters (folded)."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from ..errors import OptionError
 from .position_schemes import Position
 
 ALL = "all"  # rows
-KEEPS = ("table", "rows")  # of the old rows, the first by default
-METHODS = ("tile", "linear")  # of a sequence's table, the first by default
-GRID_METHODS = ("bicubic", "bicubic-antialias", "linear", "linear-antialias")  # of a grid's
-_MOST_PIXELS = 2**20  # a side
+KEEPS = ("table", "rows")  # which old rows stay; the first is the default
+METHODS = ("tile", "linear")  # for a sequence's table; the first is the default
+GRID_METHODS = ("bicubic", "bicubic-antialias", "linear", "linear-antialias")  # for a grid's table
+_MOST_PIXELS = 2**20  # of a side
 
 
 @POSITIONS.register("learned")
@@ -80,7 +80,7 @@ class Learned(Position):
             raise OptionError(f"Learned: keep must be one of {', '.join(KEEPS)}, not {self.keep!r:.40}.")
         if self.repeats and (self.method not in (None, METHODS[0]) or self.image_size is not None):
             raise OptionError(
-                f"Learned: rows and keep are for a sequence's table that is extended (method={METHODS[0]})."
+                f"Learned: rows and keep only extend a sequence's table (method={METHODS[0]}). Leave them out."
             )
         if self.image_size is None:
             return
@@ -97,7 +97,7 @@ class Learned(Position):
 
     @property
     def repeats(self) -> bool:
-        """Whether it says which rows of a sequence's table are repeated."""
+        """Whether the scheme says which rows of a sequence's table are repeated."""
         return self.rows is not None or self.keep != KEEPS[0]
 
     def repeated(self, old: int) -> int:
@@ -109,7 +109,7 @@ class Learned(Position):
         if not isinstance(self.rows, int):
             return old
         if self.rows > old:
-            raise OptionError(f"Learned: rows={self.rows} are more than the {old} positions of the table.")
+            raise OptionError(f"Learned: rows={self.rows} are more than the {old} positions of the table. Lower rows.")
         return self.rows
 
     def equal_up_to(self, old: int) -> int:
@@ -137,7 +137,7 @@ class Learned(Position):
 
     def _method_of(self, known: tuple[str, ...], kinds: str) -> str | None:
         if self.method is not None and self.method not in known:
-            raise OptionError(f"Learned: method {self.method!r} is for {kinds} takes {', '.join(known)}.")
+            raise OptionError(f"Learned: method {self.method!r} is for {kinds} takes {' or '.join(known)}.")
         return self.method
 
     def loss(self, old: int) -> str | None:
@@ -150,7 +150,7 @@ class Learned(Position):
         return "; ".join(filter(None, (changed, refused))) or None
 
     def note(self, old: int) -> str | None:
-        """Where new rows of a table of `old` positions come from, and what they leave equal; None if none are new."""
+        """Where new rows of a table of `old` positions come from, and which inputs stay equal; None if none are new."""
         equal, new = self.equal_up_to(old), self.max_positions or old
         if new <= old and equal == new:
             return None

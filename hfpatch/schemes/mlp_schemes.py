@@ -28,13 +28,13 @@ def apply_activation(activation: Activation, x: Tensor) -> Tensor:
         return activation(x.clone())
 
 
-# act(x) is near target(k x) / k for one of these: k = 1; quick_gelu's own 1.702; and 1.712, the least squares fit of
+# values of k for which act(x) is near target(k x) / k: 1; 1.702, quick_gelu's own; and 1.712, the least squares fit of
 # silu to gelu for x ~ N(0, 1), whose largest error (.0193, tanh form .0197) is also below 1.702's (.0203, .0207)
 SCALES = (1.0, 1.702, 1.712)
 
 
 _TOLERANCE = 1e-12  # largest difference of two activations that are the same function, in float64
-MAX_START_ERROR = 0.25  # ... of two that still count as near
+MAX_START_ERROR = 0.25  # ... of two activations that still count as near
 _GELU_FORMS = 1e-3  # ... of GELU's forms: the tanh forms are within 5e-4 of the erf form
 _GRID = torch.linspace(-20.0, 20.0, 20_001, dtype=torch.float64, device="cpu")
 
@@ -116,7 +116,7 @@ class MLP(Scheme):
         )
 
     def width(self, d_ff: int) -> int:
-        """Hidden channels of what replaces an MLP with `d_ff` of them."""
+        """Hidden channels of the MLP that replaces an MLP with `d_ff` hidden channels."""
         if self.d_ff is not None:
             return self.d_ff
         if self.ratio is None or self.ratio == 1.0:
@@ -124,14 +124,14 @@ class MLP(Scheme):
         return 8 * math.ceil(self.ratio * d_ff / 8 - 1e-9)
 
     def activation(self, replaced: Activation) -> nn.Module:
-        """The activation of the gate; may be the replaced one itself."""
+        """The activation of the gate; it may be the replaced activation itself."""
         raise NotImplementedError(f"{type(self).__name__} must define activation(replaced).")
 
     def start(self, replaced: Activation) -> Start:
-        """The scale at which this gate's activation is nearest to the replaced one, by measurement."""
+        """The scale at which this gate's activation is nearest to the replaced activation, by measurement."""
         target, expected = self.activation(replaced), apply_activation(replaced, _GRID)
         errors = {k: float((apply_activation(target, k * _GRID) / k - expected).abs().max()) for k in SCALES}
-        scale = min(errors, key=errors.__getitem__)  # the first of equal ones
+        scale = min(errors, key=errors.__getitem__)
         return Start(scale, errors[scale])
 
 

@@ -105,7 +105,7 @@ class Norm(Scheme):
 
     @property
     def centring(self) -> str | None:
-        """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None for not at all."""
+        """How the residual stream is made zero-mean for exact swaps: "fold", "parametrize", or None if it isn't."""
         return None
 
     def loss(self, facts: NormFacts) -> str | None:
@@ -197,7 +197,7 @@ class Elementwise(Norm):
     """Base of DyT, Derf and fixed norms, which have a gain and a shift even if the replaced norm has none."""
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
-        if not facts.shape:  # of any size: there is no shape to give them
+        if not facts.shape:  # the norm takes any size, so gain and shift would have no shape
             return facts
         gain, shift = self.component.names
         return replace(facts, gain=facts.gain or gain, shift=facts.shift or shift)

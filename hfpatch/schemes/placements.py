@@ -63,7 +63,7 @@ class OLMo2(Placement):
 @PLACEMENTS.register("sandwich")
 @dataclass(frozen=True)
 class Sandwich(Placement):
-    """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm, called as the first with `_after`."""
+    """x + LN2(f(LN(x))): CogView (arXiv:2105.13290), Gemma 2. LN2 is a new norm, named as LN with `_after` appended."""
 
     also_called: ClassVar[tuple[str, ...]] = ("peri-LN", "gemma2")
     formula: ClassVar[str] = "x + LN2(f(LN(x)))"

@@ -63,7 +63,7 @@ class Position(Scheme):
                 raise OptionError(f"{type(self).__name__}: {option} must be a positive integer, not {number!r:.40}.")
 
     def for_lengths(self, lengths: set[int]) -> Position:
-        """The scheme as a checkpoint records it: if it sets a new length, the tables' length is its original one.
+        """The scheme as a checkpoint records it: if it sets a new length, the tables' length is its original length.
 
         Args:
             lengths: positions of every table that the scheme replaces.
@@ -97,7 +97,7 @@ class Position(Scheme):
         return None
 
     def score_bias(self, num_heads: int) -> Call | None:
-        """The module whose output is added to the attention scores, as the call of a component; None if there is none.
+        """The module whose output is added to the attention scores, as the call of a component; None if none is added.
 
         It needs `forward(queries, keys)`, which takes integer positions `(B or 1, T)` and `(S,)` and returns
         `(B or 1, H, T, S)` in float32.
@@ -108,7 +108,7 @@ class Position(Scheme):
         return None
 
     def rule(self) -> Any:
-        """What computes a table's rows at any position: a component with `rows(positions, width)`; None without one.
+        """The component that computes a table's rows at any position by `rows(positions, width)`; None without one.
 
         `rows` takes integer positions (...) and returns (..., width) in float32; `str` of it is for plans.
         """

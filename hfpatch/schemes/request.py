@@ -22,14 +22,14 @@ from .position_schemes import Position
 from .verdicts import EXACT, Outcome
 
 KINDS: dict[str, type[Scheme]] = {"norm": Norm, "pos": Position, "mlp": MLP, "placement": Placement}
-# one scheme, or several of which each is for the modules that a glob matches; None keeps them
+# one scheme, or a mapping from globs to schemes for the modules that they match; None keeps these modules
 NormChoice: TypeAlias = str | Norm | Mapping[str, str | Norm | None]
 PositionChoice: TypeAlias = str | Position | Mapping[str, str | Position | None]
 MLPChoice: TypeAlias = str | MLP | Mapping[str, str | MLP | None]
 _AUTO = "auto:"  # among the globs of `keep`: a budget follows
 KEEP = "keep"  # in a mapping, like None: modules that stay as they are
 INITS = ("auto", "exact", "copy", "reset")
-FITS = ("qk", "bias")  # of attentions whose positions changed
+FITS = ("qk", "bias")  # what a repair fits in attentions whose positions changed
 S = TypeVar("S", bound=Scheme, covariant=True)  # the kind of scheme that a request is for
 
 
@@ -41,7 +41,7 @@ class SchemeRequest(Generic[S]):
         scheme: a norm, position, MLP or placement scheme, settled for `init`.
         only, keep: globs over module names; empty means everywhere, and nowhere.
         init: how new parameters start.
-        outcome: its result, measured right after the patch (see outcome.py); None before.
+        outcome: the request's result, measured right after the patch (see outcome.py); None before.
     """
 
     scheme: S
@@ -71,12 +71,12 @@ class Request:
     """Arguments of one `patch_model` call, as far as they can be checked without the model.
 
     Attributes:
-        parts: those of each kind of scheme, in the order of planning. There are several where a mapping has several
-            schemes, each with the globs that earlier ones of the mapping leave to it.
+        parts: requests of each kind of scheme, in the order of planning. A mapping with several schemes makes several
+            parts, each without the modules that earlier globs of the mapping match.
         only, keep: the user's globs over module names, which hold for all parts.
         mapped: by kind, the globs of a mapping in their order, those that keep modules included.
-        budget: how far the outputs may be from the original's, for as many norms as that allows; the others are kept.
-            None: there is no limit.
+        budget: how far the outputs may be from the original's. As many norms change as that allows; the others are
+            kept. None: there is no limit.
         init, example_inputs, calibration, tokenizer, fit, reversible, compile: as in `patch_model`.
     """
 
@@ -98,7 +98,7 @@ class Request:
         """Return the request that arguments of `patch_model` make.
 
         Args:
-            schemes: scheme, its name, a mapping of globs to such, or None, by kind.
+            schemes: by kind a scheme, its name, a mapping from globs to schemes or names, or None.
             only, keep, init, others: as in `patch_model`.
 
         Raises:
@@ -124,7 +124,7 @@ class Request:
         told, repairs = f"keep='{_AUTO}{self.budget:g}'" if self.budget else "", self.calibration is not None
         require_fit(self.fit)
         if told and "norm" not in self.parts:
-            raise OptionError(f"{told} chooses among norms, and norm= asks for none.")
+            raise OptionError(f"{told} chooses which norms change, and no norm= is given: pass norm=, or leave it out.")
         if told and not repairs:
             raise OptionError(
                 f"{told} is settled by measuring on calibration=: pass that to patch_model. A plan has none: ask it "
@@ -132,7 +132,7 @@ class Request:
             )
         if not repairs and self.fit != FITS[0]:
             raise OptionError(
-                f"fit={self.fit!r} says what a repair fits, and calibration= asks for one: pass both, or neither."
+                f"fit={self.fit!r} says what a repair fits, and calibration= asks for a repair: pass both, or neither."
             )
         if repairs and self.init == "reset":
             raise OptionError(
@@ -146,7 +146,7 @@ class Request:
 
     @property
     def length(self) -> int | None:
-        """The positions that it sets, the fewest of any part; None if it sets none."""
+        """The number of positions that the request sets, the fewest of any part; None if it sets none."""
         lengths = [part.scheme.max_positions for part in self.parts.get("pos", ())]
         return min((length for length in lengths if length is not None), default=None)
 
@@ -155,7 +155,7 @@ def budget_in(keep: tuple[str, ...]) -> tuple[tuple[str, ...], float | None]:
     """Return the globs of `keep`, and the budget that "auto:0.05" among them sets.
 
     Raises:
-        OptionError: there is no number above 0 behind it, or there are several.
+        OptionError: "auto:" isn't followed by a number above 0, or occurs several times.
     """
     texts = [glob.removeprefix(_AUTO) for glob in keep if glob.startswith(_AUTO)]
     try:
@@ -173,7 +173,7 @@ def require_fit(fit: Any) -> None:
     """Refuse a value that isn't one of `FITS`.
 
     Raises:
-        OptionError: it isn't.
+        OptionError: it isn't one of them.
     """
     if fit not in FITS:
         raise OptionError(f"fit must be one of {', '.join(map(repr, FITS))}, not {fit!r:.40}.")
@@ -185,7 +185,7 @@ def kind_of(scheme: Scheme) -> str:
 
 
 def _resolve(kind: str, value: object) -> dict[str, Scheme | None]:
-    """The scheme for each glob, in their order: of a mapping (but for placements), or one scheme for all modules.
+    """The scheme for each glob, in their order: of a mapping (not for placements), or one scheme for all modules.
 
     Raises:
         OptionError, UnknownNameError: a glob or a scheme is invalid.
@@ -204,7 +204,7 @@ def _parts(
 ) -> tuple[SchemeRequest, ...]:
     """A request for each glob with a scheme, which leaves out what earlier globs match, in the order of their turns.
 
-    Globs one after another with the same norm make one: whoever replays the record asks for them at once, too.
+    Successive globs with the same norm make one request, so that replaying the record asks for them at once, too.
     """
     globs, parts, before = list(by_glob), list[SchemeRequest](), None
     for i, scheme in enumerate(by_glob.values()):
@@ -305,7 +305,7 @@ class Record:
         """Return the record that `to_json` wrote.
 
         Raises:
-            CheckpointError: it is malformed, of another version, or names what isn't registered here.
+            CheckpointError: the record is malformed, of another version, or names something not registered here.
         """
         base, edits = read_record(stored, where)
         record = cls(base, edits=edits, any_length=stored.get("any_length", False))
@@ -318,7 +318,7 @@ class Record:
         """Refuse a record that a checkpoint couldn't be opened with.
 
         Raises:
-            UnsupportedError: says what of it.
+            UnsupportedError: the record can't be read; the message says which part.
         """
         stored = json.loads(json.dumps(self.to_json()))
         try:
@@ -329,11 +329,11 @@ class Record:
         read = [*again.edits, *again.requests]
         for text, one, other in zip(written, [*self.edits, *self.requests], read, strict=True):
             if one != other:
-                raise UnsupportedError(f"the patched model couldn't be opened again: {text!r:.200} reads as another.")
+                raise UnsupportedError(f"the patched model couldn't be opened again: {text!r:.200} reads differently.")
 
     @classmethod
     def of(cls, config: Any) -> Record:
-        """Return the record of a model's config; an empty one where it isn't patched."""
+        """Return the record of a model's config; an empty record if the model isn't patched."""
         stored = getattr(config, KEY, None)
         return cls.from_json(stored) if stored else cls(config.model_type)
 
@@ -341,7 +341,7 @@ class Record:
 def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
     kinds = [kind for kind in KINDS if isinstance(stored, Mapping) and kind in stored]
     if len(kinds) != 1 or set(stored) - {*kinds, "only", "keep", "init", "outcome"}:
-        raise CheckpointError(f"{where} is no object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
+        raise CheckpointError(f"{where} isn't an object with one of {', '.join(KINDS)}, and only, keep, init, outcome.")
     only, keep, init = stored.get("only", []), stored.get("keep", []), stored.get("init", "auto")
     sound = {"only": _are_globs(only), "keep": _are_globs(keep), "init": init in INITS}
     for name in (name for name, is_sound in sound.items() if not is_sound):
@@ -351,7 +351,7 @@ def _read_request(stored: Any, where: str) -> tuple[str, SchemeRequest]:
         outcome = Outcome.from_json(stored["outcome"]) if stored.get("outcome") else None
     except (PatchError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{where} can't be read here: {error} If the scheme comes from a package of its own, import it first."
+            f"{where} can't be read here: {error} If the scheme comes from another package, import that package first."
         ) from error
     if scheme is None:
         raise CheckpointError(f"{where} names no {kinds[0]}.")
@@ -362,14 +362,14 @@ def _are_globs(value: Any) -> bool:
     return is_of_type(value, list[str]) and all(0 < len(glob) <= 1000 for glob in value)
 
 
-# Checks of a request against those of before, and of its parts against each other
+# Checks of a request against earlier requests, and of its parts against each other
 
 
 def require_same_init(requested: dict[str, tuple[SchemeRequest, ...]], record: Record) -> None:
-    """Refuse a repeated request that differs from the recorded one in `init` alone.
+    """Refuse a repeated request that differs from the recorded request in `init` alone.
 
     Raises:
-        OptionError: says what to do instead.
+        OptionError: there is such a request; the message says what to do instead.
     """
     for kind, parts in requested.items():
         for part, done in zip(parts, record.newest(kind, len(parts)), strict=False):
@@ -377,7 +377,7 @@ def require_same_init(requested: dict[str, tuple[SchemeRequest, ...]], record: R
                 raise OptionError(
                     f"{kind}={str(part.as_requested.scheme)!r} is in place already, with init={done.init!r}: "
                     f"init={part.init!r} would change nothing. Patch the original model with it, or use "
-                    "repair(model, original, batches) to fit this one."
+                    "repair(model, original, batches) to fit this model."
                 )
 
 
@@ -385,7 +385,7 @@ def require_order(requested: dict[str, tuple[SchemeRequest, ...]], record: Recor
     """Refuse what can't be combined in one request, or a placement with the norm scheme of an earlier patch.
 
     Raises:
-        UnsupportedError: says which order works.
+        UnsupportedError: they can't be combined; the message says which order works.
     """
     norms, others = requested.get("norm", record.norm), {"mlp", "placement"} & requested.keys()
     later = [part.scheme for part in requested.get("norm", ()) if part.scheme.folds and part.scheme.needs_calibration]

@@ -25,9 +25,9 @@ from ..runtime.rotary import (
 from .position_schemes import Position
 
 PAIRINGS = ("half", "interleaved")
-FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # whose factor is the new length over the old one
+FACTOR_BY_LENGTH = ("linear", "dynamic", "yarn", "longrope")  # types whose factor is the new length over the old
 PAPER: dict[str, Any] = {"theta": 10_000.0, "partial": 1.0, "pairing": "half", "axes": 1}
-# what each type of scaling needs, and what it takes besides
+# options that each type of scaling needs, and options that it takes
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -40,23 +40,23 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
     "proportional": ((), ("factor",)),
 }
-# of a type of scaling; the length that it starts from is a fact about the model, which some attentions read, too
+# options of all types of scaling; the original length is a fact about the model, which some attentions read, too
 SCALING_OPTIONS = {"type"}.union(*(names for options in SCALINGS.values() for names in options)) - {ORIGINAL}
 STRETCHING = ("linear", "proportional")  # their settings don't say the original length: it is the config's over factor
-THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3, as grids have few positions
-# pairs of options of which the second must be larger, with transformers' own values
+THETA_OF_A_GRID = 100.0  # Heo et al. 2024 and DINOv3: grids have few positions
+# pairs of options of which the second must be larger, with transformers' default values
 _ORDERED = (("beta_slow", "beta_fast", (1, 32)), ("low_freq_factor", "high_freq_factor", (0, float("inf"))))
 PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """What a model does with its rotary settings.
+    """Rotary settings of a model, and the lengths that they start from and reach.
 
     Attributes:
         settings: transformers' `rope_parameters`.
         original: the length of texts that scaling starts from; None if nothing says it.
-        length: `max_position_embeddings`; None if there is none.
+        length: `max_position_embeddings`; None if the config has no such length.
     """
 
     settings: dict[str, Any]
@@ -75,19 +75,19 @@ class Rotation:
 
 
 def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, original: int | None = None) -> Rotation:
-    """Return what a model does with the settings that a scheme names and those that it keeps.
+    """Return a model's rotation with the settings that a scheme names, and its present settings otherwise.
 
-    A factor that isn't named is the new length over the original one, if a new length is named; from linear to linear
-    scaling that is the old factor times the new length over the old one.
+    A factor that isn't named is the new length over the original length, if a new length is named. From linear to
+    linear scaling it is the old factor times the new length over the old length.
 
     Args:
-        scheme: what is named: theta, partial, scaling, and the lengths.
+        scheme: names settings: theta, partial, scaling, and the lengths.
         kept: the present `rope_parameters`.
         length: the present `max_position_embeddings`.
         original: the config's own `original_max_position_embeddings`, which transformers prefers to that in `kept`.
 
     Raises:
-        OptionError: what is named contradicts what is kept.
+        OptionError: the named settings contradict the present ones.
     """
     named, new_length = scheme.scaling or {}, scheme.max_positions or length
     settings = merged(named, kept)
@@ -106,7 +106,7 @@ def rotation_after(scheme: RoPE, kept: Mapping[str, Any], length: int | None, or
         if start and scheme.max_positions and "factor" not in named and kind in FACTOR_BY_LENGTH:
             settings["factor"] = _factor(scheme.max_positions * stretch, start)
         require_in_range(settings)
-    start = new_length if kind == "dynamic" else round(start / stretch)  # that starts from the config's length
+    start = new_length if kind == "dynamic" else round(start / stretch)  # dynamic starts from the config's length
     return Rotation(settings, start or None, new_length)
 
 
@@ -116,10 +116,10 @@ def _factor(new: float, original: int) -> float:
 
 
 def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return present settings with named ones. If the type of scaling changes, all of the present one's goes.
+    """Return present settings with named ones. If the type of scaling changes, no option of the present type stays.
 
     Args:
-        named: of a scaling, with its `rope_type`; empty if none is.
+        named: settings of a scaling, with its `rope_type`; empty if no scaling is named.
         kept: the present `rope_parameters`.
     """
     before = kept.get("rope_type", "default")
@@ -129,25 +129,25 @@ def merged(named: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_in_range(scaling: Mapping[str, Any]) -> None:
-    """Refuse a factor that doesn't stretch, and bounds in the wrong order.
+    """Refuse a factor below 1, and bounds in the wrong order.
 
     Raises:
-        OptionError: says which.
+        OptionError: names the option.
     """
     if (scaling.get("factor") or 1.0) < 1:
         raise OptionError(f"RoPE: scaling['factor'] must be at least 1, not {scaling['factor']!r}: it stretches.")
     for low, high, usual in _ORDERED:
         pair = [scaling.get(name) or default for name, default in zip((low, high), usual, strict=True)]
         if not pair[0] < pair[1]:
-            raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}], and they are {pair[::-1]}.")
+            raise OptionError(f"RoPE: scaling[{high!r}] must be above scaling[{low!r}]; they are {pair[::-1]}.")
 
 
 def caching_loss(scaling: Mapping[str, Any] | None, original: int | None) -> str | None:
-    """Return what generating with a cache loses, for the plan, with scaling by the input's length; None with another.
+    """Return, for the plan, what generating with a cache loses if scaling depends on the input's length; else None.
 
     Args:
         scaling: transformers' `rope_parameters`.
-        original: the length that it starts from.
+        original: the length that scaling starts from.
     """
     if not scaling or scaling.get("rope_type") not in ADAPTIVE:
         return None
@@ -231,10 +231,10 @@ class RoPE(Position):
             self._check_scaling(self.scaling)
             if (self.axes or 1) > 1 and self.scaling["rope_type"] != "default":
                 raise UnsupportedError(
-                    "RoPE: scaling stretches the positions of a sequence, and a grid has no length to stretch from: "
+                    "RoPE: scaling stretches the positions of a sequence, and a grid has no such length: "
                     f"leave scaling or axes={self.axes} out. theta sets the longest wavelength."
                 )
-            object.__setattr__(self, "scaling", dict(self.scaling))  # the caller's own may change later
+            object.__setattr__(self, "scaling", dict(self.scaling))  # the caller may change the original dict later
 
     def _check_scaling(self, scaling: Any) -> None:
         kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
@@ -270,7 +270,7 @@ class RoPE(Position):
     def over(self, present: RoPE) -> RoPE:
         """The scheme with the values of `present` for options that are None: for a model that rotates as `present`."""
         names = ["scaling", "partial", "pairing", "axes", "original_max_positions"]
-        if self.axes in (None, present.axes):  # other axes have frequencies of their own
+        if self.axes in (None, present.axes):  # another number of axes has frequencies of its own
             names.append("theta")
         taken = {name: getattr(present, name) for name in names if getattr(self, name) is None}
         if self.scaling is not None and present.scaling is not None:
@@ -288,7 +288,7 @@ class RoPE(Position):
         return hash(json.dumps(asdict(self), sort_keys=True))  # scaling is a dict
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated; with several axes as many as split evenly into pairs for each."""
+        """How many channels of a head are rotated; with several axes as many as give each axis equally many pairs."""
         return rotary_dim(head_dim, self.partial or 1.0, self.axes or 1)
 
     def check(self, head_dim: int, where: str) -> None:
@@ -300,7 +300,7 @@ class RoPE(Position):
             )
         kind = self.scaling["rope_type"] if self.scaling else "default"
         if kind == "dynamic" and rotary_dim == 2:
-            raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels.")
+            raise OptionError(f"{where}: dynamic scaling needs more than 2 rotated channels. Raise partial.")
         for name in ("short_factor", "long_factor") if kind == "longrope" else ():
             count = len(self.scaling[name])  # type: ignore[index]
             if count != rotary_dim // 2:
@@ -325,7 +325,7 @@ class RoPE(Position):
 
     @classmethod
     def of(cls, rotary: RotaryEmbedding) -> RoPE:
-        """The scheme of a rotation in place."""
+        """The scheme of a rotation that a model has already."""
         own = {name: getattr(rotary, name) for name in ("theta", "scaling", "partial", "pairing", "axes")}
         return cls(**own, original_max_positions=rotary.length or None)
 

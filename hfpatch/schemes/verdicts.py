@@ -1,4 +1,4 @@
-"""Outcomes: what each request of a patch came to, as measured, and how much of the original is left."""
+"""Outcomes: the measured result of each request of a patch, and how much of the original is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.declared_types import declared_types, is_of_type
 
 
 class Metric(StrEnum):
-    """What the distance of an outcome is measured in, as the table of outcomes and config.json say it."""
+    """Measure of an outcome's distance, as the table of outcomes and config.json name it."""
 
     DIFFERENCE = "difference"
     KL = "KL divergence"
@@ -23,13 +23,13 @@ class Metric(StrEnum):
 EXACT, APPROXIMATE, REPAIRED = VERDICTS = ("exact", "approximate", "repaired")
 NOT_MEASURED = "as planned, not measured"  # basis of an outcome
 _LONGEST_OUTCOME = 4_000  # characters
-ENOUGH = 0.99  # of the original's quality, from which on a patched model needs no training
+ENOUGH = 0.99  # share of the original's quality from which on a patched model needs no training
 HEADINGS = ("request", "outcome", "copied", "repaired", "kept", "training required?", "metric")
-COLUMNS = (  # what a table of outcomes shows, for people
+COLUMNS = (  # explains a table of outcomes
     f"copied, repaired: distance from the model before the patch. kept: 1 - {Metric.DIFFERENCE}^2, exp(-KL), or 1 - "
     f"squared error. training required?: no from {ENOUGH:.0%} on."
 )
-MEASUREMENT_NOTE = (  # and by what it was measured
+MEASUREMENT_NOTE = (  # explains the measurements, too
     f"{COLUMNS} {Metric.DIFFERENCE}: the root mean square of the outputs' difference (where exact, the largest "
     "difference), divided by that of the outputs, on a few random inputs (or example_inputs=). Repairs: KL divergence "
     "in nats a token, or the outputs' squared error relative to their mean square, on held-out sequences."
@@ -47,8 +47,8 @@ class Outcome:
             planned, not measured", "on inputs without images".
         lost: what isn't preserved.
         kept: which modules stayed as they were, and why.
-        elsewhere: what is another function nevertheless, of models inside, which other classes than the saved one open:
-            "LlamaModel's last_hidden_state".
+        elsewhere: outputs of models inside that are another function nevertheless, for classes that open these models
+            alone: "LlamaModel's last_hidden_state".
         by_repair: whether a repair led to this outcome, even if the repair was undone.
         metric: what `copied` and `repaired` are (`Metric`); "" if nothing was measured.
         copied, repaired: distance from the model before the patch: before a repair, and after a repair that was kept.
@@ -91,7 +91,7 @@ class Outcome:
         return max(0.0, 1 - (distance**2 if self.metric == Metric.DIFFERENCE else distance))
 
     def cells(self) -> tuple[str, ...]:
-        """Return its row of a table, under HEADINGS; the request aside."""
+        """Return the outcome's row of a table, under HEADINGS without the request."""
         share = self.share
         kept, needed = ("-", "-") if share is None else (f"{share:.1%}", "no" if round(share, 3) >= ENOUGH else "yes")
         distances = ("-" if value is None else f"{value:.3g}" for value in (self.copied, self.repaired))
@@ -99,7 +99,7 @@ class Outcome:
         return (self.verdict or "not recorded", *distances, kept, needed, metric or "-")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that say something."""
+        """Return the fields that aren't at their defaults."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
 
     @classmethod
@@ -107,7 +107,7 @@ class Outcome:
         """Return the outcome that `to_json` wrote.
 
         Raises:
-            ValueError: it is something else, or a text of it is no line of a bounded length.
+            ValueError: it isn't an outcome, or a text in it isn't a line of bounded length.
         """
         types = declared_types(cls)
         if not isinstance(stored, dict) or not stored.keys() <= types.keys() or stored.get("verdict") not in VERDICTS:

@@ -1,7 +1,7 @@
 """Runs a model's repeated blocks one by one, with some module outputs changed or fixed.
 
 All measurements of this folder are made with `Block.run`. An output is *moved* if a tensor is added to it, and *held*
-if it is replaced by that of the undisturbed run.
+if it is replaced by the output of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Block:
         foreign: names of its arguments that come from another stack, as an encoder's output in a decoder.
         stream, x, width: name of the argument that is the residual stream ("" for none), its value, its channels.
         inside: the modules in the block, by name.
-        norms, matrices: names of those that are norms, and of those that hold a matrix.
-        passed_twice: names of those that were called with the same tensor in two arguments; filled by `run`.
+        norms, matrices: names of the norms inside, and of the modules that hold a matrix.
+        passed_twice: names of modules that were called with the same tensor in two arguments; filled by `run`.
     """
 
     def __init__(self, name: str, module: nn.Module, args: tuple, kwargs: dict):

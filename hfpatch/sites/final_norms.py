@@ -16,7 +16,7 @@ from .sites import Sites
 
 
 def find_final_norms(sites: Sites) -> set[str]:
-    """Return the names of norms that take a stack's output, or else give it (post-norm).
+    """Return the names of norms that read a stack's output, or else return it (post-norm).
 
     Raises:
         UnsupportedError: no small model runs.

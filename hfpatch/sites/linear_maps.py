@@ -1,7 +1,7 @@
 """Linear maps: `nn.Linear` and Conv1D, routers, and experts whose weights are stacked in one Parameter.
 
-Of the latter two, which Parameters a module multiplies its input with, and which make its output, is found by running
-it: with other values in them it must do what it does to another input, or give what is another output.
+For routers and experts, the Parameters that multiply the input, and those that make the output, are found by running
+the module: transforming them must have the same effect as transforming the input, or the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_linear_map(module: nn.Module) -> bool:
 
 
 def required_arguments(module: nn.Module) -> list[str]:
-    """Return the arguments beyond the first that a forward can't do without."""
+    """Return the arguments beyond the first that a forward requires."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
     named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     return [p.name for p in named if p.default is p.empty]

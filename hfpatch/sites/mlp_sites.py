@@ -49,8 +49,8 @@ class MLPSite:
         last: the last projection's name; a gated one's isn't looked for.
         direct: whether the last projection was seen to take what the activation gave, rather than is the only one that
             could.
-        kind: the registered name of the hfpatch scheme in place, None where there is none.
-        reason: why it can't be replaced, None where it can.
+        kind: the registered name of the hfpatch scheme in place; None if there is none.
+        reason: why it can't be replaced; None if it can.
     """
 
     name: str
@@ -135,7 +135,7 @@ def _activations(owner: nn.Module) -> Iterator[str]:
             yield name
     for name, value in owner.__dict__.items():
         known = isinstance(value, FunctionType | BuiltinFunctionType) and str(value.__module__).startswith(_FUNCTIONS)
-        if known and is_activation(value):  # calling any function might do anything
+        if known and is_activation(value):  # an unknown function might do anything when called
             yield name
 
 
@@ -342,7 +342,7 @@ class _Stub(nn.Module):
 
 
 def _stub_children(root: nn.Module, owner: nn.Module, returns: int, flow: Flow) -> dict[str, nn.Module | None]:
-    """A module's children with stubs where attentions and the like stand before the MLP."""
+    """A module's children with stubs in place of modules before the MLP, such as attentions."""
     children = dict(root._modules)
     for name, child in root._modules.items():
         if child is not None and any(module is owner for module in child.modules()):

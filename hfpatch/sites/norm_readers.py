@@ -32,8 +32,8 @@ class Reader:
     """Linear map that reads a norm's output.
 
     Attributes:
-        pattern: of its name.
-        axes: its Parameters that multiply what it reads, each with the axis of the channels.
+        pattern: pattern of its name.
+        axes: its Parameters that multiply its input, each with the axis of the channels.
         returned: what it reads, as a model inside returns that: "LlamaModel's last_hidden_state"; else "".
     """
 
@@ -116,7 +116,7 @@ def find_readers(small: nn.Module, inputs: Mapping[str, Any]) -> dict[str, tuple
 def _of_pattern(norms: Iterable[str], group: Iterable[str], called: Iterable[str]) -> set[str]:
     """The maps that a patch takes for the readers of a norm of these names: of the same patterns and layers.
 
-    Only those that are called.
+    Maps that aren't called are left out.
     """
     patterns = {pattern_of(name) for name in group}
     return {name for name in called if pattern_of(name) in patterns and any(same_layer(norm, name) for norm in norms)}

@@ -26,10 +26,10 @@ class NativeRotation:
     """Frequencies of one rotary module, for one type of layer if it has several.
 
     Attributes:
-        name: the module's name, and the type of layer where it has several.
+        name: the module's name, and the type of layer if it has several.
         holder, attribute: the module that holds it, and its own name there.
-        layer_type: the type of layer, None where all are alike.
-        path: attributes that lead from the model's config to the one with its settings; None where none does.
+        layer_type: the type of layer; None if all are alike.
+        path: attributes that lead from the model's config to the config with its settings; None if none lead there.
     """
 
     name: str

@@ -19,12 +19,12 @@ from .stacks import FoundStack, find_stacks
 
 
 class Sites:
-    """Where a model has what several questions of one plan are about. The model mustn't change meanwhile.
+    """Places in a model that several steps of a plan ask for. The model mustn't change meanwhile.
 
     Args:
         model: any module tree.
-        example_inputs: keyword arguments of one forward, where small models of its class are run; None generates them.
-        text_length: tells how long the texts were that a sentence encoder was trained for, in tokens; None where that
+        example_inputs: keyword arguments of one forward, for runs of small models of its class; None generates them.
+        text_length: returns the length of the texts that a sentence encoder was trained for, in tokens; None if it
             isn't known.
     """
 
@@ -46,7 +46,7 @@ class Sites:
         """A small random float64 model of the class, which isn't to be changed, and inputs for its forward.
 
         Raises:
-            UnsupportedError: none can be made and run.
+            UnsupportedError: no small model can be made and run.
         """
         return twin(self.model, self.example_inputs)
 

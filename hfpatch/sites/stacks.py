@@ -27,8 +27,8 @@ class FoundStack:
         stack: its row.
         owner, name: the module that owns the positions, and its name.
         attentions: the self-attentions that they reach, by name.
-        length: positions that its config tells; None where a table tells.
-        config: what it is built from when a checkpoint is opened, which may be a copy of what the owner holds.
+        length: number of positions from its config; None if a table tells it.
+        config: the config that it is built from when a checkpoint is opened; it may be a copy of the owner's.
     """
 
     stack: Stack

@@ -1,7 +1,7 @@
 """Finds which modules of a block write to the residual stream and which read its norms, by running the block.
 
-Repairs ask it of the user's own blocks, in any dtype, and `anatomy` of a small model's. What *may be* centred, because
-norms alone read it, is another question: `exact/search.py` asks it of a whole model and all of its outputs.
+Repairs use it on the user's own blocks, in any dtype, and `anatomy` on a small model's. Which writers *may be* centred,
+because only norms read them, is another question: `exact/search.py` answers it for a whole model and all its outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .block_runs import Block, CallKey
 def find_sum(
     block: Block, source: CallKey, points: Iterable[CallKey], tolerance: float, held: Collection[CallKey] = ()
 ) -> CallKey | None:
-    """Return the first of these points at which a call's output is added unchanged; None if there is none.
+    """Return the first of these points at which a call's output is added unchanged; None if there is no such point.
 
     Noise on the output, or on the first that it returns, arrives unchanged, position by position: neither scaled, nor
     permuted, nor normalised.
@@ -46,7 +46,7 @@ def find_sum(
 def loud_noise(noise: Tensor, streams: Iterable[Tensor]) -> Tensor:
     """Return noise so loud that rounding of its sum with any stream is relatively small, in half precision too."""
     loudest = max((float(stream.abs().max()) for stream in streams if stream.numel()), default=0.0)
-    loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # a sum that overflows would be told from any other
+    loudest = min(loudest, torch.finfo(noise.dtype).max / 16)  # an overflowing sum would differ from any other
     return noise * max(1.0, loudest / max(float(noise.std()), torch.finfo(noise.dtype).tiny))
 
 

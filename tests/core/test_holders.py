@@ -47,7 +47,7 @@ def test_it_is_patched_in_place_and_stays_what_it_is() -> None:
     assert (embedded(encoder) - before).abs().max() > 1e-4
     for given in (encoder[0], nn.Sequential(inner)):  # what only contains a model is no holder
         assert model_inside(given) is given
-        with pytest.raises(WrappedModelError, match="SentenceTransformer is taken as a whole"):
+        with pytest.raises(WrappedModelError, match="Pass a SentenceTransformer as a whole"):
             patch_model(given, norm="rms")
 
 

@@ -54,7 +54,7 @@ def test_what_opens_it_unquantized_is_named(way_out: str) -> None:
     """transformers leaves its quantizer in a model of a GGUF file that was opened without this setting."""
     model = tiny("llama", "AutoModelForCausalLM")
     model.hf_quantizer = types.SimpleNamespace(quantization_config=QUANTIZED[way_out])
-    expected = f"Open it unquantized{' with quantization_config=' if way_out else ''}{way_out}; patch"
+    expected = f"Open it unquantized{' with quantization_config=' if way_out else ''}{way_out}, patch"
     with pytest.raises(UnsupportedError) as refused:
         hfpatch.plan_patch(model, norm="layer")
     assert expected in str(refused.value)

@@ -112,7 +112,7 @@ def test_layers_that_a_server_replaces(
     """Linear layers that are centred in every forward would be centred no more."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, server, None)
     patched(case).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{server} puts linear layers") if refused else nullcontext():
+    with pytest.raises(CheckpointError, match=f"{server} replaces all linear layers") if refused else nullcontext():
         built(tmp_path, server)
 
 

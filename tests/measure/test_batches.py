@@ -230,7 +230,7 @@ def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
         (pd.DataFrame(COLUMNS), "takes texts with .* Not DataFrame"),
         ("no/such.txt", r"there is no text file no/such\.txt"),
         ("a text " * 100, "there is no text file"),
-        ({"train": datasets.Dataset.from_dict(COLUMNS)}, "has 'train', none of which GPT2LMHeadModel takes"),
+        ({"train": datasets.Dataset.from_dict(COLUMNS)}, "has 'train', and GPT2LMHeadModel takes none of these"),
         ([{"question": "a", "answer": "b"}], r"several columns of text \('question', 'answer'\)"),
         (
             [{"input_ids": torch.ones(2, 3).long(), "attention_masks": torch.ones(2, 3)}],
@@ -238,7 +238,7 @@ def test_columns_are_padded_left_out_and_added(model: PreTrainedModel) -> None:
         ),
         ([{"input_ids": [1, 2], "atention_mask": [1, 1]}], "item 0 has .* Did you mean 'attention_mask'"),
         ([{"input_ids": [[1, 2], ["a"]]}], "batch 0: input_ids can't be made a tensor"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', none of which GPT2LMHeadModel takes"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "has 'messages', and GPT2LMHeadModel takes none of these"),
         (DataLoader([{"input_ids": [1, 2]}] * 4, batch_size=4), r"with_format\('torch'\)"),
         ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], "tokens 1 to 500"),
     ],

@@ -78,7 +78,7 @@ def test_what_is_kept_by_name_is_neither_priced_nor_replaced() -> None:
         ({"norm": "fixed", "keep": "auto:0"}, "one number above 0"),
         ({"norm": "fixed", "keep": "auto:few"}, "one number above 0"),
         ({"norm": "fixed", "keep": ["auto:1", "auto:2"]}, "one number above 0"),
-        ({"pos": "nope", "keep": "auto:1"}, "norm= asks for none"),
+        ({"pos": "nope", "keep": "auto:1"}, "no norm= is given"),
         ({"norm": "fixed", "keep": "auto:1e-9"}, "not even the cheapest|keeps all"),
     ],
 )

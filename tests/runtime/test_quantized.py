@@ -26,7 +26,7 @@ def test_opened_by_a_quantizer_that_replaces_layers(method: str, mode: str, tmp_
     config: Any = AutoConfig.from_pretrained(tmp_path)
     config.quantization_config = {"quant_method": method}
     if mode == "parametrize" and method in ("quanto", "gptq"):
-        with pytest.raises(CheckpointError, match=f"out_proj is centred in every forward, and {method} puts"):
+        with pytest.raises(CheckpointError, match=f"out_proj is centred in every forward, and {method} replaces"):
             AutoModelForCausalLM.from_config(config)
     else:
         AutoModelForCausalLM.from_config(config)
