@@ -39,7 +39,7 @@ class Norm(Scheme):
         >>> @dataclass(frozen=True)
         ... class ArctanNorm(Norm):  # with @NORMS.register("arctan") in front: norm="arctan"
         ...     component = Arctan
-        >>> ArctanNorm().module_class().__name__
+        >>> ArctanNorm().component.__name__
         'Arctan'
     """
 
@@ -55,15 +55,9 @@ class Norm(Scheme):
             register_component(cls.component)
             cls.label = cls.__dict__.get("label", cls.component.__name__)
 
-    def module_class(self) -> type[AffineNorm]:
-        """The class of the module for these options."""
-        if not hasattr(self, "component"):
-            raise UnsupportedError(f"{type(self).__name__} must name its module's class: component = ...")
-        return self.component
-
     def module_options(self) -> dict[str, Any]:
         """Constructor arguments that only the module's class has: the scheme's fields of the same names."""
-        accepted = inspect.signature(self.module_class()).parameters
+        accepted = inspect.signature(self.component).parameters
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in accepted}
 
     def remaining_facts(self, facts: NormFacts) -> NormFacts:
@@ -84,7 +78,9 @@ class Norm(Scheme):
 
     def call_with(self, facts: NormFacts, old: nn.Module | None) -> Call:
         """The module as the value of an edit, from the facts of the new module."""
-        module = self.module_class()
+        if not hasattr(self, "component"):
+            raise UnsupportedError(f"{type(self).__name__} must name its module's class: component = ...")
+        module = self.component
         sizes = [one.shape for one in facts.parameters_of(old) if one is not None] if old is not None else []
         usual: dict[str, Any] = {"channels_first": False, "offset": 0.0, "kind": module.kind}
         usual |= zip(("gain", "shift"), parameter_names(old), strict=True)

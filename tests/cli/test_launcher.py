@@ -180,6 +180,6 @@ def test_a_sitecustomize_behind_it_runs_too(python: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 def test_exit_status_and_signals_are_the_commands_own() -> None:
-    run = [sys.executable, "-m", "hfpatch.cli", "run", "--"]
+    run = [str(Path(sys.executable).with_name("hfpatch")), "run", "--"]
     for command, status in (("exit 7", 7), ("kill -PIPE $$", -signal.SIGPIPE), ("kill -INT $$", -signal.SIGINT)):
         assert subprocess.run([*run, "sh", "-c", command], check=False).returncode == status, command

@@ -15,7 +15,7 @@ from hfpatch.export import export_model
 from hfpatch.schemes.norm_schemes import DyT
 from hfpatch.schemes.rope import RoPE
 
-RUN = (sys.executable, "-m", "hfpatch.cli", "run", "--")
+RUN = (str(Path(sys.executable).with_name("hfpatch")), "run", "--")
 REFUSED = (
     "hfpatch__install_hfpatch_and_import_it_first"  # what transformers says of the plugin form where it isn't known
 )
