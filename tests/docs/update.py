@@ -148,8 +148,8 @@ def weight_decay() -> str:
     found = totals("weight_decay")
     return (
         f"The Parameters that decay under transformers' Trainer were compared before and after {found['patches']} "
-        f"patches of {found['types']} model types (transformers {found['transformers']}): **{found['differ']} differ**. "
-        "[Weight decay](weight_decay.md) has each type."
+        f"patches of {found['types']} model types (transformers {found['transformers']}): **{found['differ']} differ**."
+        " [Weight decay](weight_decay.md) has each type."
     )
 
 
