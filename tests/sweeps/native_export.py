@@ -73,7 +73,7 @@ def page(rows: list[dict[str, Any]], of: str) -> list[str]:
     """The table: one line for each equality."""
     unequal = ((patched(row), f"`{row['asked']}`", why(row)) for row in rows if not row["equal"])
     return [
-        f"{of}.",
+        f"Measured with {of}.",
         "",
         *table(rows),
         *workers.section("Equal to nothing", workers.table("patched | asked | why", unequal)),
