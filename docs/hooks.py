@@ -90,7 +90,8 @@ def _with_whole_flags(match: re.Match[str]) -> str:
 def _wrapping(match: re.Match[str]) -> str:
     """A cell whose names wrap between their words, and steps (1 → 2 → 3) before a figure; most have a class."""
     style, text = match.groups()
-    kinds = {"steps": ".* → ", "sentence long": ".{200}", "sentence": ".{60}", "phrase": ".{20}", "figure": r"[-+.\de]+$"}
+    kinds = {"steps": ".* → ", "sentence long": ".{200}", "sentence": ".{60}", "phrase": ".{20}"}
+    kinds["figure"] = r"[-+.\de]+$"
     kind = next((f' class="{name}"' for name, pattern in kinds.items() if re.match(pattern, text)), "")
     wrapped = _LONG_NAME.sub(lambda name: re.sub(r"(?<=[a-z\d])(?=[A-Z])", "<wbr>", name[0]), text)
     return f"{kind}{style}>{_MAY_BREAK.sub('<wbr>', wrapped.replace(' → ', '&nbsp;→ '))}"
